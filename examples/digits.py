@@ -1,0 +1,221 @@
+"""Train a small network on handwritten digits, and check that every batch was the one torch would have given.
+
+The images are scikit-learn's: 1797 digits of 8x8 pixels. This script writes them as PNG files into a
+temporary folder, which it removes at the end (or into `--folder`). Two Ray workers open, decode and augment
+them, and the network learns in this process. A fifth of the images is kept aside to measure its accuracy.
+
+Every training batch is hashed as the network takes it. A second process, which never imports Ray, then reads
+the same files through torch's own DataLoader with the same arguments. The hashes of all batches must agree.
+
+Exit status: 0 if the accuracy reached `--target` and all batches are equal, 1 otherwise.
+
+    python examples/digits.py
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+
+class DigitImages(Dataset):
+    """PNG files named `<label>-<number>.png`, as pairs of an image (1, 8, 8) in 0..1 and its label.
+
+    Args:
+        folder: where the files are.
+        augment: turn, shift and add noise at random. Python's, NumPy's and torch's generators all take part,
+            so two loaders give the same batches only if their workers seed all three alike.
+    """
+
+    def __init__(self, folder: Path, augment: bool) -> None:
+        self.paths = sorted(folder.glob("*.png"))
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path = self.paths[index]
+        label = int(path.name.split("-")[0])
+        with Image.open(path) as image:
+            if self.augment:
+                angle = random.uniform(-12, 12)
+                shift = tuple(np.random.uniform(-0.7, 0.7, size=2))
+                image = image.rotate(angle, Image.Resampling.BILINEAR, translate=shift)
+            pixels = torch.from_numpy(np.array(image, dtype=np.float32)) / 255
+        if self.augment:
+            pixels += 0.03 * torch.randn(pixels.shape)
+        return pixels.unsqueeze(0), label
+
+
+def write_images(folder: Path) -> tuple[Path, Path]:
+    """Write the digits as PNG files; return the folders of the training and of the test images."""
+    digits = load_digits()
+    images = (digits.images * (255 / 16)).astype(np.uint8)  # scikit-learn counts grey levels from 0 to 16
+    numbers = np.arange(len(images))
+    train, test = train_test_split(numbers, test_size=0.2, stratify=digits.target, random_state=0)
+    for split, members in ("train", train), ("test", test):
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for number in members:
+            Image.fromarray(images[number]).save(folder / split / f"{digits.target[number]}-{number:04}.png")
+    return folder / "train", folder / "test"
+
+
+def training_loader(loader_class: type[TorchDataLoader], folder: Path, seed: int) -> TorchDataLoader:
+    """Build the training loader: the same call for rayloader and for torch."""
+    return loader_class(
+        DigitImages(folder, augment=True),
+        batch_size=32,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=True,
+        # A generator of its own: the network's use of torch's global one must not change the batches.
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def digest(batch: Iterable[Tensor]) -> str:
+    """Hash the type, the shape and every byte of the tensors of a batch."""
+    sha256 = hashlib.sha256()
+    for tensor in batch:
+        sha256.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        sha256.update(tensor.numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def make_network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(64 * 4 * 4, 10),
+    )
+
+
+def train(network: nn.Module, loader: TorchDataLoader, epochs: int) -> list[str]:
+    """Train the network; return the digests of all batches, in the order in which they came."""
+    digests = []
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=epochs * len(loader))
+    network.train()
+    for epoch in range(1, epochs + 1):
+        start = time.perf_counter()
+        total_loss = 0.0
+        title = f"epoch {epoch:2}/{epochs}"
+        # The bar is for terminals only (disable=None); the line after each epoch is for logs too.
+        for images, labels in tqdm(loader, title, leave=False, unit="batch", disable=None):
+            digests.append(digest([images, labels]))
+            loss = nn.functional.cross_entropy(network(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total_loss += loss.item()
+        seconds = time.perf_counter() - start
+        print(f"{title}  loss {total_loss / len(loader):.3f}  {seconds:.1f} s", flush=True)
+    return digests
+
+
+@torch.no_grad()
+def measure_accuracy(network: nn.Module, loader: TorchDataLoader) -> float:
+    """Return the fraction of images that the network names rightly."""
+    network.eval()
+    hits = sum(int((network(images).argmax(dim=1) == labels).sum()) for images, labels in loader)
+    return hits / len(loader.dataset)
+
+
+def print_reference(folder: Path, seed: int, epochs: int) -> None:
+    """Print the digests of the batches of torch's own loader, as JSON. Runs in a process of its own."""
+    loader = training_loader(TorchDataLoader, folder, seed)
+    digests = [digest(batch) for _ in range(epochs) for batch in loader]
+    if "ray" in sys.modules:
+        sys.exit("The reference must come from a process without Ray, but something has imported it.")
+    print(json.dumps(digests))
+
+
+def run_reference(folder: Path, seed: int, epochs: int) -> list[str]:
+    """Start this script anew as the reference; return the digests that it prints."""
+    options = ["--reference", "--folder", folder, "--seed", seed, "--epochs", epochs]
+    command = [sys.executable, __file__, *map(str, options)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+
+
+def check_batches(ours: list[str], reference: list[str]) -> None:
+    """Exit with a message unless both lists of digests are the same."""
+    for number, (our_digest, reference_digest) in enumerate(zip(ours, reference, strict=False)):
+        if our_digest != reference_digest:
+            sys.exit(f"Batches differ: batch {number} of {len(ours)} is not the one of torch's DataLoader.")
+    if len(ours) != len(reference):
+        sys.exit(f"Batches differ: rayloader gave {len(ours)}, torch's DataLoader {len(reference)}.")
+
+
+def train_and_check(folder: Path, options: argparse.Namespace) -> None:
+    """Train, measure the accuracy, and compare the batches with those of the reference process."""
+    from rayloader import DataLoader  # not at the top: the reference process runs this script without Ray
+
+    train_folder, test_folder = write_images(folder)
+    loader = training_loader(DataLoader, train_folder, options.seed)
+    test_loader = DataLoader(DigitImages(test_folder, augment=False), batch_size=128)
+    sizes = f"{len(loader.dataset)} training and {len(test_loader.dataset)} test images"
+    print(f"{sizes} as PNG files in {folder}", flush=True)
+
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(1)  # the network is tiny: more threads would only take the cores from the workers
+    network = make_network()
+    digests = train(network, loader, options.epochs)
+    accuracy = measure_accuracy(network, test_loader)
+    print(f"test accuracy {accuracy:.2%}")
+    if accuracy < options.target:
+        sys.exit(f"The test accuracy must be at least {options.target:.2%}.")
+
+    reference_seed = options.seed if options.reference_seed is None else options.reference_seed
+    check_batches(digests, run_reference(train_folder, reference_seed, options.epochs))
+    print(f"All {len(digests)} training batches are bit for bit those of torch's own DataLoader.")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0, help="of the network and of the batches")
+    parser.add_argument("--target", type=float, default=0.97, help="test accuracy to reach, 0 to 1")
+    parser.add_argument("--folder", type=Path, help="keep the images here (all nodes must see it)")
+    parser.add_argument("--reference-seed", type=int, help="makes the comparison fail")
+    parser.add_argument("--reference", action="store_true", help=argparse.SUPPRESS)  # see run_reference
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    if options.reference:
+        print_reference(options.folder, options.seed, options.epochs)
+    elif options.folder:
+        train_and_check(options.folder, options)
+    else:
+        with tempfile.TemporaryDirectory(prefix="rayloader-digits-") as folder:
+            train_and_check(Path(folder), options)
+
+
+if __name__ == "__main__":
+    main()

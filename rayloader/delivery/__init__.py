@@ -1,0 +1,1 @@
+"""What happens to a batch between the schedule and the user."""

@@ -1,0 +1,165 @@
+"""The public class: arguments, checks, attributes. Iterators come from `rayloader.epoch`, imported when the first is made,
+so that a loader without workers never imports Ray."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+# Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, Sampler
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+# Actor options that the loader sets itself, with the reason that the error gives.
+RESERVED_REMOTE_ARGS = {
+    "concurrency_groups": "user code must run in the actor's main thread",
+    "enable_task_events": "the loader sets it",
+    "get_if_exists": "workers belong to one process",
+    "lifetime": "workers end with their loader",
+    "max_concurrency": "user code must run in the actor's main thread",
+    "max_pending_calls": "the loader bounds its calls by prefetch_factor",
+    "max_restarts": "a restarted actor would have lost its dataset and its random streams",
+    "max_task_retries": "a repeated call would repeat batches",
+    "name": "workers belong to one process",
+    "namespace": "workers belong to one process",
+    "num_returns": "the loader sets it",
+}
+
+_warned_about_multiprocessing_context = False
+
+
+class DataLoader(TorchDataLoader[_T_co]):
+    """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
+
+    Every positional and keyword argument up to `in_order` is torch's and is checked by torch. Without workers
+    (`num_workers=0`) this is torch's own loader, in-process, and Ray is neither imported nor started. With workers, Ray is
+    started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay warm between epochs
+    and are shared by the loaders of the process.
+
+    Args:
+        dataset: map-style or iterable-style dataset. Each worker gets a copy of its own, anew at each `iter()` unless
+            `persistent_workers`.
+        batch_size: samples per batch; None switches automatic batching off.
+        shuffle: draw the samples in random order, anew each epoch.
+        sampler: order of the samples; excludes `shuffle`.
+        batch_sampler: yields a list of indices per batch; excludes `batch_size`, `shuffle`, `sampler` and `drop_last`.
+        num_workers: number of worker actors, each of one process.
+        collate_fn: makes a batch of a list of samples; runs in the workers.
+        pin_memory: copy batches to page-locked memory, in a background thread.
+        drop_last: drop the last incomplete batch (of each worker, for iterable datasets).
+        timeout: seconds to wait for a batch at most once the worker in question has started, 0 for ever.
+        worker_init_fn: called in each worker with its id, after seeding and before loading.
+        multiprocessing_context: checked as torch checks it, of no effect: workers are Ray actors.
+        generator: random generator of the sampler, and of the workers' base seed.
+        prefetch_factor: batches per worker submitted and not yet taken, at least 1; 2 by default.
+        persistent_workers: keep the workers' dataset objects from epoch to epoch.
+        pin_memory_device: deprecated in torch.
+        in_order: deliver the batches in order; otherwise as they are finished.
+        ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that runs already
+            while it has as many CPUs as this process has workers, else 0), `num_gpus`, `memory`, `resources`,
+            `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
+        fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones (seconds instead of
+            milliseconds; for datasets that leave traces in module globals).
+
+    Raises:
+        ValueError: an argument is out of range, or contradicts another.
+        TypeError: an argument is of the wrong type.
+
+    While iterating, what the dataset, the sampler or `collate_fn` raises arrives with its own type, as torch's loader raises
+    it; which batch, worker and indices it was stands in the exception's notes. `rayloader.RayloaderError` is the base of what
+    the machinery raises: `WorkerDiedError`, `BatchTimeoutError`, `WorkerStartError`, `RaySessionError`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[_T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        ray_remote_args: dict[str, Any] | None = None,
+        fresh_processes: bool = False,
+    ) -> None:
+        _check_remote_args(ray_remote_args)
+        self.ray_remote_args = ray_remote_args
+        self.fresh_processes = fresh_processes
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        if multiprocessing_context is not None:
+            _warn_about_multiprocessing_context()
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        from rayloader.epoch import EpochIterator
+
+        _check_remote_args(self.ray_remote_args)
+        self.check_worker_number_rationality()
+        return EpochIterator(self)
+
+
+def shutdown() -> None:
+    """Ends every worker of this process's loaders, and Ray if rayloader started it.
+
+    Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. Not needed at the end of a
+    script. Callable at any time, and more than once.
+    """
+    pool = sys.modules.get("rayloader.pool")
+    if pool is not None:
+        pool.shutdown()
+
+
+def _check_remote_args(remote_args: Any) -> None:
+    if remote_args is None:
+        return
+    if not isinstance(remote_args, dict) or not all(isinstance(name, str) for name in remote_args):
+        raise TypeError(
+            f"ray_remote_args must be a dict of actor option names to values, got {remote_args!r}; "
+            'for instance {"num_cpus": 1}'
+        )
+    for name in remote_args:
+        if name in RESERVED_REMOTE_ARGS:
+            raise ValueError(f"ray_remote_args must not hold {name!r}: {RESERVED_REMOTE_ARGS[name]}; leave it out")
+
+
+def _warn_about_multiprocessing_context() -> None:
+    global _warned_about_multiprocessing_context
+    if not _warned_about_multiprocessing_context:
+        _warned_about_multiprocessing_context = True
+        warnings.warn(
+            "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.", stacklevel=3
+        )

@@ -1,0 +1,286 @@
+"""What a case does with its loader: consumption scripts, each a function of (recorder, loader).
+
+A script puts back whatever it changes in the process, so that cases don't depend on each other.
+"""
+
+import contextlib
+import os
+import pickle
+import tempfile
+import threading
+
+import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from conformance_callables import MAP_EXTENSION, to_tuple
+
+
+def epochs(count):
+    def script(rec, loader):
+        for epoch in range(count):
+            if hasattr(loader.sampler, "set_epoch"):
+                loader.sampler.set_epoch(epoch)
+            rec.epoch(loader)
+
+    return script
+
+
+def abandon(*takes):
+    """Epochs that stop after so many batches (None: to the end); a stopped iterator is dropped at once."""
+
+    def script(rec, loader):
+        for take in takes:
+            rec.epoch(loader, take=take)
+
+    return script
+
+
+def abandon_holding(rec, loader):
+    """A new epoch begins while the variable still holds the abandoned iterator."""
+    iterator = rec.start(loader, "first")
+    rec.take(iterator, 2, "first")
+    rec.epoch(loader)
+    del iterator
+    rec.epoch(loader)
+
+
+def interleave(rec, loader):
+    """Two live iterators of one loader, the second begun when the first is under way, ending apart."""
+    first = rec.start(loader, "first")
+    rec.take(first, 1, "first")
+    second = rec.start(loader, "second")
+    more = [True, True]
+    for turn in range(40):
+        if not any(more):
+            break
+        if more[0]:
+            more[0] = rec.take(first, 1, "first", first=1 + turn)
+        if more[1] and turn % 2 == 0:
+            more[1] = rec.take(second, 1, "second", first=turn // 2)
+        rec.generators(loader, f"turn {turn}")
+    del first, second
+    rec.epoch(loader)
+
+
+def same_iterator(rec, loader):
+    """`iter` of a loader with persistent workers is one object, reset by each call."""
+    first = iter(loader)
+    rec.take(first, 2, "first")
+    second = iter(loader)
+    rec.note("same object", first is second)
+    rec.take(second, 1, "second")
+    rec.take(first, None, "both", first=1)
+    rec.generators(loader, "end")
+    rec.take(second, 1, "ended")
+    del first, second
+    rec.epoch(loader)
+
+
+def past_the_end(rec, loader):
+    """`next` goes on after StopIteration: the real end stays an end, a StopIteration of user code does not."""
+    iterator = iter(loader)
+    for attempt in range(12):
+        rec.take(iterator, None, f"attempt {attempt}")
+    rec.generators(loader, "end")
+
+
+def first_errors(count):
+    """Only the first `count` events of one epoch."""
+
+    def script(rec, loader):
+        rec.epoch(loader, take=count)
+
+    return script
+
+
+def iterate_in_a_thread(rec, loader):
+    for _ in range(2):
+        thread = threading.Thread(target=rec.epoch, args=(loader,))
+        thread.start()
+        thread.join()
+
+
+def draw_between_batches(rec, loader):
+    """The training loop draws from the global generator and from the loader's between batches."""
+
+    def use(batch):
+        rec.note("drawn by the loop", torch.rand(2))
+        if loader.generator is not None:
+            rec.note("drawn from the loader's generator", torch.rand(1, generator=loader.generator))
+
+    for _ in range(2):
+        rec.epoch(loader, use=use)
+
+
+def reseed_between_batches(rec, loader):
+    """The loop seeds the global generator in mid-epoch."""
+    rec.epoch(loader, use=lambda batch: torch.manual_seed(5))
+    rec.epoch(loader)
+
+
+def write_into_batches(rec, loader):
+    """What the loop writes into a batch is its own affair; other batches, kept, don't change."""
+
+    def leaves(batch):
+        if isinstance(batch, torch.Tensor):
+            yield batch
+        elif isinstance(batch, dict):
+            for item in batch.values():
+                yield from leaves(item)
+        elif isinstance(batch, list | tuple):
+            for item in batch:
+                yield from leaves(item)
+
+    kept = []
+
+    def use(batch):
+        kept.append(batch)
+        for number, leaf in enumerate(leaves(batch)):
+            leaf.zero_().add_(number + len(kept))
+
+    for _ in range(2):
+        rec.epoch(loader, use=use)
+    rec.note("kept", kept)
+
+
+def keep_all(rec, loader):
+    """Batches kept over two epochs still hold what they held."""
+    kept = []
+    for _ in range(2):
+        rec.epoch(loader, use=kept.append)
+    rec.note("kept", kept)
+
+
+def change_dataset(rec, loader):
+    """Changes made to the dataset between epochs: seen by fresh workers, not by persistent ones."""
+    rec.epoch(loader)
+    loader.dataset.scale = 5
+    loader.dataset.offset += 1
+    rec.epoch(loader, take=2)
+    loader.dataset.scale = 7
+    loader.dataset.offset[0] = -3
+    rec.epoch(loader)
+    rec.note("the driver's own copy", vars(loader.dataset))
+
+
+def change_collate(rec, loader):
+    rec.epoch(loader)
+    loader.collate_fn = to_tuple
+    rec.epoch(loader)
+
+
+def shared_cache(rec, loader):
+    rec.epoch(loader)
+    rec.note("cache", loader.dataset.cache)
+    rec.epoch(loader)
+    rec.note("cache", loader.dataset.cache)
+
+
+def default_dtype(rec, loader):
+    """The default dtype at `iter()` is the workers'."""
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float64, torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            rec.epoch(loader)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def grad_mode(rec, loader):
+    with torch.no_grad():
+        rec.epoch(loader)
+    rec.epoch(loader)
+
+
+def surroundings(rec, loader):
+    """Working folder and environment at `iter()` are the workers'."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.getcwd()
+        try:
+            rec.epoch(loader)
+            for name in ("one", "two"):
+                path = os.path.join(folder, name)
+                os.mkdir(path)
+                os.chdir(path)
+                os.environ["CONFORMANCE_VARIABLE"] = name
+                rec.epoch(loader)
+            del os.environ["CONFORMANCE_VARIABLE"]
+            rec.epoch(loader)
+        finally:
+            os.chdir(before)
+            os.environ.pop("CONFORMANCE_VARIABLE", None)
+
+
+def affinity(rec, loader):
+    """Workers may use the cores that the driver may use at `iter()`."""
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        rec.epoch(loader)
+    finally:
+        os.sched_setaffinity(0, before)
+    rec.epoch(loader)
+
+
+@contextlib.contextmanager
+def extended_collate_map():
+    """The user extends `default_collate_fn_map`, as torch documents it."""
+    before = dict(default_collate_fn_map)
+    default_collate_fn_map.update(MAP_EXTENSION)
+    try:
+        yield
+    finally:
+        default_collate_fn_map.clear()
+        default_collate_fn_map.update(before)
+
+
+def pickled_loader(rec, loader):
+    """A loader can be pickled, its iterator can't."""
+    copy = pickle.loads(pickle.dumps(loader))
+    rec.epoch(copy)
+    rec.epoch(copy)
+    del copy
+    iterator = iter(loader)
+    try:
+        pickle.dumps(iterator)
+    except NotImplementedError as error:
+        rec.note("iterator refuses", error.args[0])
+    del iterator
+    rec.epoch(loader)
+
+
+def bad_arguments(rec, loader):
+    """Arguments that contradict each other or are out of range."""
+    sampler, dataset = loader.sampler, loader.dataset
+    bad = [
+        {"num_workers": -1},
+        {"timeout": -1},
+        {"prefetch_factor": 2},
+        {"num_workers": 1, "prefetch_factor": -1},
+        {"persistent_workers": True},
+        {"shuffle": True, "sampler": sampler},
+        {"batch_sampler": loader.batch_sampler, "batch_size": 2},
+        {"batch_sampler": loader.batch_sampler, "drop_last": True},
+        {"batch_size": None, "drop_last": True},
+        {"batch_size": 0},
+        {"batch_size": 2.5},
+        {"drop_last": 1},
+        {"multiprocessing_context": "fork"},
+        {"num_workers": 1, "multiprocessing_context": "spoon"},
+        {"num_workers": 1, "multiprocessing_context": 3},
+        {"no_such_argument": 1},
+        {"generator": 1, "shuffle": True, "num_workers": "two"},
+    ]
+    for arguments in bad:
+        rec.attempt(f"{arguments.keys()}", lambda arguments=arguments: len(rec.loader_class(dataset, **arguments)))
+    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
+        rec.attempt(f"set {name}", lambda name=name: setattr(loader, name, None))
+
+
+def bad_iterable_arguments(rec, loader):
+    for arguments in ({"shuffle": True}, {"sampler": [1]}, {"batch_sampler": [[1]]}):
+        rec.attempt(
+            f"{arguments.keys()}",
+            lambda arguments=arguments: rec.loader_class(loader.dataset, **arguments) and None,
+        )

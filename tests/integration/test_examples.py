@@ -1,0 +1,55 @@
+"""The examples run as users run them: each in a process of its own, which starts a Ray of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the example and raises
+
+
+def run_example(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run an example with this interpreter, outside any cluster that the tests have running."""
+    return subprocess.run(
+        [sys.executable, EXAMPLES / name, *options],
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT,
+    )
+
+
+def test_quickstart() -> None:
+    result = run_example("quickstart.py")
+
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"[\d,]+ bytes in \d+ files; most frequent:( [a-z]){8}\n", result.stdout)
+
+
+def test_digits_gives_the_batches_of_torch() -> None:
+    result = run_example("digits.py", "--epochs", "2", "--target", "0.5")
+
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^test accuracy \d", result.stdout, re.MULTILINE)
+    last_line = result.stdout.splitlines()[-1]
+    assert last_line == "All 90 training batches are bit for bit those of torch's own DataLoader."
+
+
+def test_digits_notices_other_batches() -> None:
+    result = run_example("digits.py", "--epochs", "1", "--target", "0", "--reference-seed", "1")
+
+    assert result.returncode == 1, result.stderr
+    assert "Batches differ: batch 0 of 45 is not the one of torch's DataLoader." in result.stderr
+    assert "bit for bit" not in result.stdout
+
+
+def test_text_stream_learns() -> None:
+    result = run_example("text_stream.py", "--steps", "30", "--target", "1")
+
+    assert result.returncode == 0, result.stderr
+    assert "step   30/30" in result.stdout
+    assert "A sample:\n\ndef " in result.stdout
+    last_line = result.stdout.splitlines()[-1]
+    assert re.fullmatch(r"loss \d\.\d\d bits per character, unigram entropy \d\.\d\d", last_line)

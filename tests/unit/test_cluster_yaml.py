@@ -1,0 +1,84 @@
+"""cluster.yaml passes Ray's own check of a cluster launcher file, and says what its comments promise.
+
+Only the check runs: nothing is launched and Ray is not started.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cluster() -> dict[str, Any]:
+    """The file as `ray up` reads it."""
+    return yaml.safe_load((ROOT / "cluster.yaml").read_text())
+
+
+def check(config: dict[str, Any]) -> dict[str, Any]:
+    """What `ray up` does with the file before it calls the cloud.
+
+    Returns:
+        The configuration with Ray's defaults filled in.
+    """
+    config = prepare_config(copy.deepcopy(config))
+    validate_config(config)
+    return config
+
+
+def test_ray_accepts_it(cluster: dict[str, Any]) -> None:
+    filled = check(cluster)
+    assert filled["setup_commands"] == cluster["setup_commands"]
+    assert filled["worker_start_ray_commands"]
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("available_node_types", "cpu_data", "resources"), {"data_worker": "sixteen"}),
+        (("available_node_types", "cpu_data", "instance"), "c6i.4xlarge"),
+        (("max_worker",), 4),
+        (("idle_timeout_minutes",), "five"),
+    ],
+)
+def test_ray_refuses_a_broken_copy(cluster: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    *parents, last = path
+    place = cluster
+    for key in parents:
+        place = place[key]
+    place[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check(cluster)
+
+
+def test_ray_refuses_a_head_that_is_no_node_type(cluster: dict[str, Any]) -> None:
+    cluster["head_node_type"] = "cpu_head"
+    with pytest.raises(ValueError, match="head_node_type"):
+        check(cluster)
+
+
+def test_data_nodes_scale_from_none_and_only_they_have_the_resource(cluster: dict[str, Any]) -> None:
+    types = check(cluster)["available_node_types"]
+    head, data = types.pop(cluster["head_node_type"]), types.pop("cpu_data")
+    assert not types
+    assert (data["min_workers"], data["max_workers"]) == (0, cluster["max_workers"])
+    assert head["max_workers"] == 0
+    assert "data_worker" in data["resources"]
+    assert "data_worker" not in head["resources"]
+
+
+def test_it_installs_the_versions_that_the_tests_run_with(cluster: dict[str, Any]) -> None:
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in constraints if line.startswith(("ray=", "torch="))]
+    commands = " ".join(cluster["setup_commands"]).replace("[default]", "")
+    assert len(pins) == 2
+    for pin in pins:
+        assert pin in commands
