@@ -32,8 +32,7 @@ test-full: lint types ## the same with every test
 
 lint: $(READY) ## ruff: rules and format
 	@$(PY) -m ruff check --quiet .
-	@$(PY) -m ruff format --check --quiet . || { \
-		$(PY) -m ruff format --diff --quiet .; echo "badly formatted; run: make format" >&2; exit 1; }
+	@$(PY) -m ruff format --diff --quiet . || { echo "badly formatted; run: make format" >&2; exit 1; }
 
 types: $(READY) ## mypy, strict, on the library
 	@$(PY) -m mypy --no-error-summary

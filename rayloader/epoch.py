@@ -1,41 +1,31 @@
-"""One iteration of a loader: where the schedule meets I/O.
+"""One epoch: where the schedule meets I/O.
 
-Promise: `EpochIterator` is what `iter(loader)` returns. It owns a crew of actors and one `Epoch` at a time; both end with
-the last batch, with an error of the machinery, or with the iterator itself. `Epoch` feeds events to the schedule and carries
-out its commands; it decides nothing.
+Promise: `Epoch` feeds events to the schedule and carries out its commands; it decides nothing. It owns the unanswered
+calls, the answers that wait for their turn, and the pin thread; `close` ends all of them.
 
-Threads: the user's thread draws from the sampler, at torch's moments, and submits. It also receives, unless batches are to be
-pinned: then `rayloader-pin` receives and the user's thread takes from it. `Epoch._changed` guards the schedule and the tables.
-The pin thread holds the `Epoch`, never the iterator, so that an iterator dies with its last reference.
+Threads: the user's thread draws from the sampler, at torch's moments, and submits. It also receives, unless batches
+are to be
+pinned: then `rayloader-pin` receives and the user's thread takes from it. `Epoch._changed` guards the schedule and
+the tables.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
 import math
-import os
 import reprlib
-import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
 from rayloader.errors import BatchTimeoutError, WorkerDiedError, add_note
-from rayloader.pool import ActorLost, Crew, Ref, get_pool
+from rayloader.pool import ActorLost, Crew, Ref
 from rayloader.schedule import (
     BatchTaken,
     Closed,
@@ -55,15 +45,7 @@ from rayloader.schedule import (
     WorkerLost,
 )
 from rayloader.transport import codec
-from rayloader.worker import (
-    ProcessState,
-    Replica,
-    Result,
-    ResultKind,
-    Setup,
-    changed_collate_fn_map,
-    from_wire,
-)
+from rayloader.worker import Result, ResultKind, from_wire
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
 TICK_S = 1.0
@@ -224,7 +206,7 @@ class Epoch:
         return delivery
 
     def _receive_and_pin(self) -> Delivery | None:
-        """The next batch, pinned; None after the last. Waits for the user where the window is full of what he has not taken."""
+        """The next batch, pinned; None after the last. Waits while all that is under way waits for the user."""
         assert self._pin is not None
         while True:
             with self._changed:
@@ -245,8 +227,9 @@ class Epoch:
     def _collect(self, wait: float) -> None:
         """Waits for answers, for about `wait` seconds, and takes them in.
 
-        In order the one call that the head is in is waited for, Ray's cheapest wait; only when it does not come the others are
-        looked at. Without order, or with a timeout (which each arrival extends, as in torch), any answer is waited for.
+        In order the one call that the head is in is waited for, Ray's cheapest wait; only when it does not come the
+        others are looked at. Without order, or with a timeout (which each arrival extends, as in torch), any answer
+        is waited for.
         """
         with self._changed:
             head = self._schedule.head
@@ -282,7 +265,7 @@ class Epoch:
                         self._handle(TasksDone((result.task_id,)))
                         del self._calls[result.task_id]
                     case ResultKind.EXHAUSTED:
-                        self._handle(WorkerExhausted(call.worker_id))
+                        self._handle(WorkerExhausted(result.task_id))
                     case ResultKind.EXITED:
                         self._handle(WorkerLost(call.worker_id, result.text))
         return True
@@ -295,14 +278,17 @@ class Epoch:
             fail.worker_id,
         )
         if fail.task is not None:
-            add_note(error, _describe(fail.task, self._crew))
+            add_note(error, describe(fail.task, self._crew))
         return error
 
     # ---- waiting
 
     def _deadline(self, began: float) -> float:
-        """When the user has waited long enough: `timeout` seconds after he asked, or after the last answer of any worker, and
-        not before the worker that he waits for has started."""
+        """When the user has waited long enough.
+
+        That is `timeout` seconds after he asked, after the last answer of any worker (torch's rule), and after the
+        start of the worker that he waits for.
+        """
         if not self._timeout:
             return math.inf
         started = began
@@ -318,137 +304,8 @@ class Epoch:
     def _timed_out(self) -> BatchTimeoutError:
         with self._changed:
             head = self._schedule.head
-        what = f" waiting for {_describe(head, self._crew)}" if head is not None else " waiting for pinned memory"
+        what = f" waiting for {describe(head, self._crew)}" if head is not None else " waiting for pinned memory"
         return BatchTimeoutError(f"DataLoader timed out after {self._timeout} seconds{what}")
-
-
-class EpochIterator(_BaseDataLoaderIter):
-    """Iterates over a loader's batches; what `iter(loader)` returns. One for each `iter()`, or one for all with persistent
-    workers. Not to be pickled, and of no use in a forked child."""
-
-    def __init__(self, loader: Any) -> None:
-        self._pid = os.getpid()
-        self._crew: Crew | None = None
-        self._epoch: Epoch | None = None
-        super().__init__(loader)
-        self._prefetch_factor: int = loader.prefetch_factor
-        if self._prefetch_factor <= 0:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for EpochIterator, got "
-                f"{self._prefetch_factor}; use num_workers=0 to load in-process"
-            )
-        self._in_order: bool = loader.in_order
-        self._fresh_processes: bool = loader.fresh_processes
-        self._remote_args: dict[str, Any] = dict(loader.ray_remote_args or {})
-        self._worker_init_fn = loader.worker_init_fn
-        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
-            self._worker_init_fn = functools.partial(
-                _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
-            )
-        _live_iterators.add(self)
-        self._reset(loader, first_iter=True)
-
-    def _reset(self, loader: TorchDataLoader[Any], first_iter: bool = False) -> None:
-        """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
-        if self._epoch is not None:
-            self._epoch.close()
-        try:
-            if self._crew is not None and self._crew.usable:
-                super()._reset(loader, first_iter)
-                for actor in self._crew.actors:
-                    actor.resume(self._shared_seed)
-            else:
-                self._crew = self._start_crew(loader)
-                super()._reset(loader, first_iter)
-            self._epoch = Epoch(
-                self._crew,
-                Schedule(self._num_workers, self._prefetch_factor, in_order=self._in_order),
-                self._sampler_iter,
-                timeout=self._timeout,
-                pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
-                device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
-            )
-            self._epoch.open()
-        except BaseException:
-            if first_iter or not self._persistent_workers:
-                self._close()  # no crew without an epoch that watches it
-            elif self._epoch is not None:
-                self._epoch.close()  # the workers keep their datasets for the next iter()
-            raise
-
-    def _start_crew(self, loader: TorchDataLoader[Any]) -> Crew:
-        crew = get_pool().acquire(loader, self._num_workers, self._remote_args, fresh=self._fresh_processes)
-        try:
-            replica = crew.put(self._encode_replica())
-            process = ProcessState.capture()
-            for worker_id, actor in enumerate(crew.actors):
-                setup = Setup(
-                    worker_id=worker_id,
-                    num_workers=self._num_workers,
-                    base_seed=self._base_seed,
-                    shared_seed=self._shared_seed,
-                    dataset_kind=self._dataset_kind,
-                    auto_collation=self._auto_collation,
-                    drop_last=self._drop_last,
-                    process=process,
-                )
-                actor.start(setup, replica)
-        except BaseException:  # the actors were borrowed: they go back whatever happened
-            crew.release(busy=True)
-            raise
-        return crew
-
-    def _encode_replica(self) -> codec.Encoded:
-        replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, changed_collate_fn_map())
-        try:
-            return codec.encode(replica)
-        except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
-            for name in ("dataset", "collate_fn", "worker_init_fn"):
-                if (explanation := codec.explain_unpicklable(getattr(replica, name), name)) is not None:
-                    add_note(error, f"It cannot be sent to the workers: {explanation}")
-            raise
-
-    def _next_data(self) -> Any:
-        if os.getpid() != self._pid:
-            assert self._crew is not None
-            self._crew.check_session()  # says why this process cannot go on
-        if self._epoch is None:
-            raise StopIteration
-        try:
-            delivery = self._epoch.next()
-        except WorkerDiedError:
-            self._release()
-            raise
-        if delivery is None:
-            if not self._persistent_workers:
-                self._release()
-            raise StopIteration
-        if isinstance(delivery.data, ExceptionWrapper):
-            try:
-                delivery.data.reraise()
-            except BaseException as error:  # the user's exception, whatever it is
-                assert self._crew is not None
-                add_note(error, _describe(delivery.task, self._crew))
-                raise
-        return delivery.data
-
-    def _release(self) -> None:
-        """Gives the crew back: idle after the last batch, otherwise perhaps at work."""
-        if self._crew is None:
-            return
-        busy = self._epoch is None or not self._epoch.finished
-        lost = [] if self._epoch is None or self._epoch.failure is None else [self._epoch.failure.worker_id]
-        if self._epoch is not None:
-            self._epoch.close()
-        self._crew.release(busy=busy, lost=range(self._num_workers) if self._fresh_processes else lost)
-
-    def _close(self) -> None:
-        if os.getpid() == self._pid:  # a forked child has neither our locks in order nor our threads
-            self._release()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # by then the threads are frozen and `_close_all` has done it
-            self._close()
 
 
 class _RemoteError(ExceptionWrapper):
@@ -473,7 +330,7 @@ def _open(task: Task, result: Result) -> Any:
         return ExceptionWrapper(where=f"unpickling a batch of DataLoader worker process {task.worker_id}")
 
 
-def _describe(task: Task, crew: Crew) -> str:
+def describe(task: Task, crew: Crew) -> str:
     """Which batch, where, of what."""
     address = crew.address(task.worker_id)
     where = f" (pid {address.pid} on {address.hostname}, node {address.node_id})" if address is not None else ""
@@ -484,15 +341,3 @@ def _describe(task: Task, crew: Crew) -> str:
 def _stands_for_nothing(indices: Any) -> bool:
     """Whether these are the placeholders that torch draws for iterable datasets."""
     return indices is None or (isinstance(indices, list) and all(index is None for index in indices))
-
-
-_live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for iterator in list(_live_iterators):
-        iterator._close()
-
-
-# Runs before the pool's handler, which was registered before it: threads end while there is still something to talk to.
-atexit.register(_close_all)

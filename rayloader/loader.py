@@ -1,5 +1,7 @@
-"""The public class: arguments, checks, attributes. Iterators come from `rayloader.epoch`, imported when the first is made,
-so that a loader without workers never imports Ray."""
+"""The public class: arguments, checks, attributes.
+
+Iterators come from `iterator.py`, which is imported when the first is made: a loader without workers never imports Ray.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ class DataLoader(TorchDataLoader[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
     Every positional and keyword argument up to `in_order` is torch's and is checked by torch. Without workers
-    (`num_workers=0`) this is torch's own loader, in-process, and Ray is neither imported nor started. With workers, Ray is
-    started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay warm between epochs
-    and are shared by the loaders of the process.
+    (`num_workers=0`) this is torch's own loader, in-process, and Ray is neither imported nor started. With workers,
+    Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay warm
+    between epochs and are shared by the loaders of the process.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker gets a copy of its own, anew at each `iter()` unless
@@ -69,9 +71,10 @@ class DataLoader(TorchDataLoader[_T_co]):
         ValueError: an argument is out of range, or contradicts another.
         TypeError: an argument is of the wrong type.
 
-    While iterating, what the dataset, the sampler or `collate_fn` raises arrives with its own type, as torch's loader raises
-    it; which batch, worker and indices it was stands in the exception's notes. `rayloader.RayloaderError` is the base of what
-    the machinery raises: `WorkerDiedError`, `BatchTimeoutError`, `WorkerStartError`, `RaySessionError`.
+    While iterating, what the dataset, the sampler or `collate_fn` raises arrives with its own type, as torch's loader
+    raises it; which batch, worker and indices it was stands in the exception's notes. `rayloader.RayloaderError` is
+    the base of what the machinery raises: `WorkerDiedError`, `BatchTimeoutError`, `WorkerStartError`,
+    `RaySessionError`.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return super()._get_iterator()
-        from rayloader.epoch import EpochIterator
+        from rayloader.iterator import EpochIterator
 
         _check_remote_args(self.ray_remote_args)
         self.check_worker_number_rationality()
@@ -135,8 +138,8 @@ class DataLoader(TorchDataLoader[_T_co]):
 def shutdown() -> None:
     """Ends every worker of this process's loaders, and Ray if rayloader started it.
 
-    Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. Not needed at the end of a
-    script. Callable at any time, and more than once.
+    Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. Not needed at the
+    end of a script. Callable at any time, and more than once.
     """
     pool = sys.modules.get("rayloader.pool")
     if pool is not None:

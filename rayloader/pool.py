@@ -1,15 +1,8 @@
 """The actors: start, place, lend, replace and stop them. The driver's side of Ray.
 
-Promise: every actor of this process belongs to the one `Pool` of the current Ray session, and is busy (lent to one iterator),
-stopping, or idle. It dies with the last loader that could use it, with `shutdown()`, or with the driver. Nothing here calls
-Ray once the session that the actors came from is gone (see NOTE [sessions]).
-
-Threads: `acquire` runs on any thread; `rayloader-pool` does what may wait (stopping, killing), woken through a queue. What a
-finalizer may call (`Crew.release`, a loader's end) only puts into that queue: it may run in the middle of anything.
-
-NOTE [sessions]
-After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, also at interpreter exit, and handles of the old
-session are refused or worse in a new one. So each use is preceded by a comparison of the session's and the job's name (1 us).
+Promise: every actor of this process belongs to the one `Pool` of the current Ray session, and is busy (lent to one
+iterator), stopping, or idle. It dies with the last loader that could use it, with `shutdown()`, or with the driver.
+Nothing here calls Ray once the session that the actors came from is gone (see
 """
 
 from __future__ import annotations
@@ -22,16 +15,16 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import cloudpickle
 import ray
-import torch
 from ray.exceptions import GetTimeoutError, RayError
 
+from rayloader import session
 from rayloader.errors import RaySessionError, WorkerStartError
 from rayloader.transport.codec import Encoded
 from rayloader.worker import Result, Setup, Worker, WorkerAddress, to_wire
@@ -47,16 +40,7 @@ START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
 # How often the pool's thread looks at stopping actors, in seconds; it sleeps for good when there are none.
 STOP_POLL_S = 0.1
 
-# Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
-OVERSUBSCRIBE_RESOURCE = "rayloader_oversubscribe"
-# For Ray and its workers when we start it. glibc: keep big blocks instead of handing them back, fresh pages are what a loader pays
-# for. Ray: workers at the niceness of torch's; freed objects reclaimed at once, so that the next batch finds warm pages.
-LOCAL_RAY_ENVIRONMENT = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "RAY_worker_niceness": "0",
-    "RAY_free_objects_period_milliseconds": "0",
-}
+_remote_worker: Any = ray.remote(Worker)
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
 
@@ -87,19 +71,22 @@ class Actor:
         """Whether it runs by now; notes where. Raises RayError if it never will."""
         if self.address is None:
             try:
-                self.address = ray.get(self.hello, timeout=0)
+                address: Any = ray.get(self.hello, timeout=0)
             except GetTimeoutError:
                 return False
-            self.started_at = time.monotonic()
+            self.address, self.started_at = address, time.monotonic()
         return True
 
     def start(self, setup: Setup, replica: Ref) -> Ref:
+        """`Worker.start`."""
         return self.handle.start.remote(setup, replica)
 
     def resume(self, shared_seed: int | None) -> Ref:
+        """`Worker.resume`."""
         return self.handle.resume.remote(shared_seed)
 
     def run(self, task_ids: tuple[int, ...], indices: Encoded) -> Ref:
+        """`Worker.run`, with the list of each task's indices."""
         return self.handle.run.remote(task_ids, to_wire(indices))
 
 
@@ -148,7 +135,7 @@ class Crew:
         """
         self.check_session()
         try:
-            return ray.get(ref, timeout=timeout)  # type: ignore[no-any-return]
+            return ray.get(ref, timeout=timeout)
         except GetTimeoutError:
             return None
         except RayError as error:
@@ -224,7 +211,7 @@ _END = object()
 class Pool:
     """The actors of this process in one Ray session."""
 
-    session: tuple[str, str]
+    session_name: session.SessionName
     closed: bool = False
     _actors: list[Actor] = field(default_factory=list)
     _loaders: dict[int, bytes] = field(default_factory=dict)  # key of each live loader's options, by id()
@@ -236,7 +223,7 @@ class Pool:
 
     def session_alive(self) -> bool:
         """Whether Ray is still the one that these actors live in."""
-        return ray.is_initialized() and _session() == self.session
+        return session.current() == self.session_name
 
     def acquire(self, loader: object, count: int, remote_args: dict[str, Any], *, fresh: bool) -> Crew:
         """Lends `count` actors to an iterator of `loader`: warm ones first, the rest started side by side.
@@ -385,13 +372,13 @@ class Pool:
                 ray.kill(actor.handle)
 
     def _create(self, options: dict[str, Any], key: bytes) -> Actor:
-        handle = ray.remote(Worker).options(**options).remote()
+        handle = _remote_worker.options(**options).remote()
         actor = Actor(handle, key, handle.hello.remote(), time.monotonic())
         self._actors.append(actor)
         return actor
 
     def _options(self, remote_args: dict[str, Any], count: int) -> dict[str, Any]:
-        """Actor options; `DEFAULT` placement keeps the actors out of a placement group that Ray Tune would capture them into."""
+        """Actor options; "DEFAULT" keeps the actors out of a placement group that Ray Tune would put them into."""
         options: dict[str, Any] = {"scheduling_strategy": "DEFAULT", "enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
             options["num_cpus"] = self._cpus_per_worker(count)
@@ -400,9 +387,9 @@ class Pool:
         return options
 
     def _cpus_per_worker(self, count: int) -> float:
-        """One where the cluster has as many CPUs as this process has workers or can get them; else none, as torch does."""
+        """One where the cluster has, or can get, as many CPUs as this process has workers; else none, as torch."""
         total = ray.cluster_resources()
-        if OVERSUBSCRIBE_RESOURCE in total:
+        if session.OVERSUBSCRIBE_RESOURCE in total:
             return 0
         # The one question to Ray without a public answer: would more nodes come if they were asked for?
         self._autoscaling = ray._private.state.state.get_max_resources_from_cluster_config() is not None
@@ -411,10 +398,10 @@ class Pool:
         if wanted <= cpus or self._autoscaling:
             return 1
         warnings.warn(
-            f"This DataLoader will create {count} worker processes, {wanted} with those that live already. Our suggested max "
-            f"number of worker in current system is {cpus:g} (the CPUs of the Ray cluster), which is smaller than what this "
-            "DataLoader is going to create. The workers share CPUs now; lower the worker number to avoid potential slowness "
-            'if necessary, or make them wait for CPUs with ray_remote_args={"num_cpus": 1}.',
+            f"This DataLoader will create {count} worker processes, {wanted} with those that live already. Our "
+            f"suggested max number of worker in current system is {cpus:g} (the CPUs of the Ray cluster), which is "
+            "smaller than what this DataLoader is going to create. The workers share CPUs now; lower the worker number "
+            'to avoid potential slowness if necessary, or let them wait for CPUs with ray_remote_args={"num_cpus": 1}.',
             stacklevel=2,
         )
         return 0
@@ -455,41 +442,32 @@ class Pool:
 
 _pool: Pool | None = None
 _pool_lock = threading.Lock()
-_started_ray: tuple[str, str] | None = None  # session of the Ray that we started
 
 
 def get_pool() -> Pool:
-    """The pool of the current Ray session; starts or joins Ray if nobody has.
+    """The pool of the current Ray session; joins or starts Ray where there is none.
 
     Raises:
-        RaySessionError: Ray is used through Ray Client.
+        RaySessionError: Ray cannot be used from here.
     """
     global _pool
     with _pool_lock:
-        if not ray.is_initialized():
-            _init_ray()
-        if ray.util.client.ray.is_connected():
-            raise RaySessionError(
-                "rayloader needs a driver inside the cluster, and this one is connected through Ray Client (ray://); "
-                "run it on a node of the cluster, for instance with `ray job submit`"
-            )
-        if _pool is None or _pool.closed or _pool.session != _session():
+        session_name = session.ensure()
+        if _pool is None or _pool.closed or _pool.session_name != session_name:
             if _pool is not None:
                 _pool.shutdown()  # of an ended session: no call reaches Ray
-            _pool = Pool(_session())
+            _pool = Pool(session_name)
         return _pool
 
 
 def shutdown() -> None:
-    """Stops every worker of this process, and Ray if rayloader started it. Live iterators raise afterwards."""
-    global _pool, _started_ray
+    """Stops every worker of this process, and Ray if it was started for them. Live iterators raise afterwards."""
+    global _pool
     with _pool_lock:
         if _pool is not None:
             _pool.shutdown()
             _pool = None
-        if _started_ray is not None and ray.is_initialized() and _session() == _started_ray:
-            ray.shutdown()
-        _started_ray = None
+        session.end()
 
 
 def live_actor_pids() -> set[int]:
@@ -497,38 +475,11 @@ def live_actor_pids() -> set[int]:
     return _pool.live_actor_pids() if _pool is not None else set()
 
 
-def _session() -> tuple[str, str]:
-    context = ray.get_runtime_context()
-    return context.get_session_name(), context.get_job_id()
-
-
-def _init_ray() -> None:
-    global _started_ray
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        ray.init(address=address)
-        return
-    with _environment(LOCAL_RAY_ENVIRONMENT):
-        ray.init(address="local", include_dashboard=False, resources={OVERSUBSCRIBE_RESOURCE: 1})
-    _started_ray = _session()
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Adds what is not set already to this process's environment, for the processes started meanwhile."""
-    added = {key: value for key, value in variables.items() if key not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for key in added:
-            os.environ.pop(key, None)
-
-
 def _forget_after_fork() -> None:
     """A forked child has neither our threads nor Ray's: it must not touch the parent's actors."""
-    global _pool, _pool_lock, _started_ray
-    _pool, _pool_lock, _started_ray = None, threading.Lock(), None
+    global _pool, _pool_lock
+    _pool, _pool_lock = None, threading.Lock()
+    session.forget()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

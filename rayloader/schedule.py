@@ -1,13 +1,14 @@
 """The driver's schedule: which worker builds which batch, and which batch is delivered next.
 
-Promise: a pure state machine. Standard library only; no Ray, no torch, no clock, no thread, no I/O. Two rules govern it:
+Promise: a pure state machine. Standard library only; no Ray, no torch, no clock, no thread, no I/O. Two
+rules govern it:
 
-1. Everything that happened comes in through `Schedule.handle` as an event; everything to be done goes out as the list of
-   commands that it returns. Nothing else changes the state.
+1. Everything that happened comes in through `Schedule.handle` as an event; everything to be done goes out as the
+   list of commands that it returns. Nothing else changes the state.
 2. A task's state changes only along `TRANSITIONS`.
 
-It runs under whatever lock its caller holds. The assignment of tasks to workers is torch's (see NOTE [round-robin]), for the
-workers' random streams, and with them random augmentation, depend on it.
+It runs under whatever lock its caller holds. The assignment of tasks to workers is torch's (see NOTE [round-robin]),
+for the workers' random streams, and with them random augmentation, depend on it.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class TasksDone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExhausted:
-    """A worker's iterable dataset ended: it leaves the rotation, its remaining tasks yield nothing."""
+    """A worker's iterable dataset ended at this task: it leaves the rotation; from here on its tasks yield nothing."""
 
-    worker_id: int
+    task_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +149,13 @@ TRANSITIONS: dict[TaskState, dict[str, TaskState]] = {
 }
 
 # NOTE [round-robin]
-# Map-style: task i goes to worker i mod W. Iterable: to the next worker in the cycle that is not exhausted. Without order
-# (`in_order=False`) a worker is passed over while it holds its share of the window. Per worker at most `prefetch_factor`
-# tasks are submitted and not taken, W * prefetch_factor in all: they are drawn when the epoch opens, then one for each
-# batch that is taken, which are the moments at which torch draws. In order, an exhausted worker's places in the window go
-# with it, so the others keep their own bound. Without order the others' shares grow (torch's rule), and the places are
-# drawn anew: else the one worker left could be without a task, and with nothing to take nothing would ever be drawn.
+# Map-style: task i goes to worker i mod W. Iterable: to the next worker in the cycle that is not exhausted. Without
+# order (`in_order=False`) a worker is passed over while it holds its share of the window. Per worker at most
+# `prefetch_factor` tasks are submitted and not taken, W * prefetch_factor in all: they are drawn when the epoch
+# opens, then one for each batch that is taken, which are the moments at which torch draws. In order, an exhausted
+# worker's places in the window go with it, so the others keep their own bound. Without order the others' shares grow
+# (torch's rule), and the places are drawn anew: else the one worker left could be without a task, and with nothing to
+# take nothing would ever be drawn.
 
 
 class Schedule:
@@ -212,8 +214,8 @@ class Schedule:
                 return []
             case TasksDone(task_ids):
                 return self._done(task_ids)
-            case WorkerExhausted(worker_id):
-                return self._worker_exhausted(worker_id)
+            case WorkerExhausted():
+                return self._worker_exhausted(event)
             case WorkerLost():
                 return self._worker_lost(event)
             case BatchTaken(task_id):
@@ -267,23 +269,25 @@ class Schedule:
         task.state = TRANSITIONS[task.state]["Deliver"]
         return Deliver(task)
 
-    def _worker_exhausted(self, worker_id: int) -> list[Command]:
-        if not self._active[worker_id]:
-            return []  # told before: each of its remaining tasks answers the same
+    def _worker_exhausted(self, event: WorkerExhausted) -> list[Command]:
+        """A worker's answers may be told in any order: its tasks before this one may still bring batches."""
+        if event.task_id not in self._tasks:
+            return []
+        worker_id = self._tasks[event.task_id].worker_id
         self._active[worker_id] = False
-        dropped = [task for task in self.outstanding if task.worker_id == worker_id]
+        dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
         for task in dropped:
-            self._move(task, WorkerExhausted(worker_id))
+            self._move(task, event)
         commands: list[Command] = [Forget(tuple(task.task_id for task in dropped))]
         if not self.in_order and any(self._active) and not self._sampler_exhausted:
             commands.append(DrawIndices(len(dropped)))
         return commands + self._deliver_ready()
 
     def _worker_lost(self, event: WorkerLost) -> list[Command]:
-        if not self._active[event.worker_id]:
+        lost = [task for task in self.outstanding if task.worker_id == event.worker_id]
+        if not lost and not self._active[event.worker_id]:
             return []  # its work was done
         self._active[event.worker_id] = False
-        lost = [task for task in self.outstanding if task.worker_id == event.worker_id]
         for task in lost:
             self._move(task, event)
         return [Fail(event.worker_id, event.cause, lost[0] if lost else None)]

@@ -1,22 +1,21 @@
 """The worker: an actor process that holds a replica of the dataset, fetches and collates.
 
 Promise: user code runs in the actor's one main thread, seeded and set up as torch's worker loop does it. Nothing that
-user code raises leaves through Ray: it travels as a `Result`. The process is warm: `stop` puts back what the user's code
-may have changed of it (see `ProcessState`), so that another epoch, or another loader, finds it as new. The actor starts no
-thread and owns nothing but its process.
+user code raises leaves through Ray: it travels as a `Result`. The process is warm: `stop` puts back what the user's
+code may have changed of it (see `process_state.py`), so that another epoch, or another loader, finds it as new. The
+actor starts no thread and owns nothing but its process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import random
-import signal
 import socket
-import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pickle import PickleBuffer
@@ -31,6 +30,8 @@ from torch.utils.data import IterDataPipe, _DatasetKind
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data.graph_settings import apply_random_seed
 
+from rayloader import session
+from rayloader.process_state import Baseline, ProcessState
 from rayloader.transport import codec
 
 # What Ray hands over of an encoded object: the skeleton and the buffers, out of band.
@@ -46,38 +47,6 @@ def from_wire(wire: Wire) -> Any:
     """Rebuilds the object; what it holds is writable and its own (Ray's buffers are read-only)."""
     skeleton, buffers = wire
     return codec.decode(skeleton, codec.writable_copies(buffers))
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessState:
-    """What a forked worker would inherit from the driver, as it was at `iter()`."""
-
-    node_id: str  # of the driver: some of it means something there only
-    cwd: str
-    environ: dict[str, str]
-    argv: list[str]
-    sys_path: list[str]
-    affinity: set[int]  # cores of the thread that called iter()
-    default_dtype: torch.dtype
-    grad_enabled: bool
-
-    @classmethod
-    def capture(cls) -> ProcessState:
-        """The state of this process and thread."""
-        try:
-            cwd = os.getcwd()
-        except FileNotFoundError:  # removed under our feet: there is none to pass on
-            cwd = ""
-        return cls(
-            node_id=ray.get_runtime_context().get_node_id(),
-            cwd=cwd,
-            environ=dict(os.environ),
-            argv=list(sys.argv),
-            sys_path=[os.path.abspath(entry or cwd) for entry in sys.path],
-            affinity=os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(),
-            default_dtype=torch.get_default_dtype(),
-            grad_enabled=torch.is_grad_enabled(),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +93,7 @@ class ResultKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One task's answer. `wire` holds the batch or the ExceptionWrapper; `text` says it in words where there is an error."""
+    """One task's answer: `wire` holds the batch or the ExceptionWrapper, `text` has an error in words."""
 
     task_id: int
     kind: ResultKind
@@ -145,7 +114,7 @@ def changed_collate_fn_map() -> dict[Any, Any]:
 
 
 def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """torch's collate for tensors as it runs outside of workers (see NOTE [no shared memory in collate])."""
+    """Torch's collate for tensors as it runs outside of workers (see NOTE [no shared memory in collate])."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
@@ -154,75 +123,94 @@ def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
 
 
 # NOTE [no shared memory in collate]
-# In a worker torch's default_collate allocates fresh shared memory for each batch, ten times slower than a plain stack, and
-# of no use here: batches do not travel in torch's shared memory. It decides by get_worker_info(), so the map's tensor
-# entry calls it with that hidden.
+# In a worker torch's default_collate allocates fresh shared memory for each batch, ten times slower than a plain
+# stack, and of no use here: batches do not travel in torch's shared memory. It decides by get_worker_info(), so the
+# map's tensor entry calls it with that hidden.
 
 
 class Worker:
     """One actor process. Ray calls its methods one after the other, on the main thread."""
 
     def __init__(self) -> None:
-        self._baseline = _Baseline()
-        self._failure: Result | None = None
-        self._fetcher: Any = None
-        self._exhausted = False
+        runtime_env = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+        own = {key for key in os.environ if key.startswith("RAY_") or key == "CUDA_VISIBLE_DEVICES"}
+        self._baseline = Baseline(session.node_id(), own | set(runtime_env))
+        self._hosted: _Hosted | None = None
         gc.freeze()  # what was imported stays: `stop` collects the user's objects only
 
     def hello(self) -> WorkerAddress:
         """Where this worker runs; also the proof that it does."""
-        return WorkerAddress(os.getpid(), ray.get_runtime_context().get_node_id(), socket.gethostname())
+        return WorkerAddress(os.getpid(), session.node_id(), socket.gethostname())
 
     def start(self, setup: Setup, replica: Wire) -> None:
-        """Makes this process worker `setup.worker_id`: seeds, dataset, worker_init_fn, in torch's order.
-
-        An error is kept and answers every task.
-        """
-        self._setup = setup
-        self._failure = None
-        self._exhausted = False
-        with self._keeping_failure():
-            self._baseline.adopt(setup.process)
-            loaded: Replica = from_wire(replica)
-            self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
-            default_collate_fn_map[torch.Tensor] = _stack
-            default_collate_fn_map.update(loaded.collate_fn_map)
-            self._seed(setup)
-            if loaded.worker_init_fn is not None:
-                loaded.worker_init_fn(setup.worker_id)
-            self._fetcher = self._create_fetcher()
+        """Makes this process worker `setup.worker_id`."""
+        self._hosted = _Hosted(setup)
+        self._hosted.start(self._baseline, replica)
 
     def resume(self, shared_seed: int | None) -> None:
-        """A new epoch with the same dataset object, as torch's persistent workers have it: nothing is seeded again."""
-        if self._fetcher is None:
-            return  # never started: the failure of `start` stands
-        self._failure = None
-        self._exhausted = False
-        with self._keeping_failure():
-            self._shuffle_datapipe(shared_seed)
-            self._fetcher = self._create_fetcher()
+        """Begins a new epoch with the same dataset object."""
+        assert self._hosted is not None
+        self._hosted.resume(shared_seed)
 
     def run(self, task_ids: tuple[int, ...], indices: Wire) -> list[Result]:
         """Builds the tasks' batches, in order; `indices` holds a list with what the sampler gave for each."""
-        results: list[Result] = []
-        try:
-            all_indices = from_wire(indices)
-        except Exception:  # whatever unpickling the user's index objects raises
-            return [_error(task_id, self._where) for task_id in task_ids]
-        for task_id, task_indices in zip(task_ids, all_indices, strict=True):
-            results.append(self._build(task_id, task_indices))
-        return results
+        assert self._hosted is not None
+        return self._hosted.run(task_ids, indices)
 
     def stop(self) -> None:
         """Lets go of the dataset and puts the process back as it was."""
-        self._fetcher = self._dataset = self._collate_fn = self._failure = self._setup = None  # type: ignore[assignment]
+        self._hosted = None
         torch_worker._worker_info = None
         self._baseline.restore()
         gc.collect()
 
+
+class _Hosted:
+    """A worker in torch's sense: its dataset object and what it has of its own."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._where = f"in DataLoader worker process {setup.worker_id}"
+        self._dataset: Any = None
+        self._collate_fn: Any = None
+        self._fetcher: Any = None
+        self._failure: Result | None = None  # of `start` or `resume`; answers every task
+        self._exhausted = False
+
+    def start(self, baseline: Baseline, replica: Wire) -> None:
+        """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
+        with self._keeping_failure():
+            baseline.adopt(self._setup.process)
+            loaded: Replica = from_wire(replica)
+            self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
+            default_collate_fn_map[torch.Tensor] = _stack
+            default_collate_fn_map.update(loaded.collate_fn_map)
+            self._seed()
+            if loaded.worker_init_fn is not None:
+                loaded.worker_init_fn(self._setup.worker_id)
+            self._create_fetcher()
+
+    def resume(self, shared_seed: int | None) -> None:
+        """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again."""
+        if self._fetcher is None:
+            return  # never started: that failure stands
+        self._failure = None
+        self._exhausted = False
+        with self._keeping_failure():
+            self._shuffle_datapipe(shared_seed)
+            self._create_fetcher()
+
+    def run(self, task_ids: tuple[int, ...], indices: Wire) -> list[Result]:
+        """One result a task, whatever happens."""
+        try:
+            all_indices = from_wire(indices)
+        except Exception:  # whatever unpickling the user's index objects raises
+            return [_error(task_id, self._where) for task_id in task_ids]
+        return [self._build(*task) for task in zip(task_ids, all_indices, strict=True)]
+
     def _build(self, task_id: int, indices: Any) -> Result:
         if self._failure is not None:
-            return Result(task_id, self._failure.kind, self._failure.wire, self._failure.text)
+            return dataclasses.replace(self._failure, task_id=task_id)
         if self._exhausted:
             return Result(task_id, ResultKind.EXHAUSTED)
         try:
@@ -236,12 +224,8 @@ class Worker:
         except BaseException as error:
             return _exited(task_id, error)
 
-    @property
-    def _where(self) -> str:
-        return f"in DataLoader worker process {self._setup.worker_id}"
-
     @contextlib.contextmanager
-    def _keeping_failure(self) -> Any:
+    def _keeping_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception:  # all that user code can raise, as in _build
@@ -249,7 +233,8 @@ class Worker:
         except BaseException as error:
             self._failure = _exited(-1, error)
 
-    def _seed(self, setup: Setup) -> None:
+    def _seed(self) -> None:
+        setup = self._setup
         seed = setup.base_seed + setup.worker_id
         torch.set_num_threads(1)
         random.seed(seed)
@@ -267,9 +252,9 @@ class Worker:
             generator.manual_seed(shared_seed)
             self._dataset = apply_random_seed(self._dataset, generator)
 
-    def _create_fetcher(self) -> Any:
+    def _create_fetcher(self) -> None:
         setup = self._setup
-        return _DatasetKind.create_fetcher(
+        self._fetcher = _DatasetKind.create_fetcher(
             setup.dataset_kind, self._dataset, setup.auto_collation, self._collate_fn, setup.drop_last
         )
 
@@ -288,68 +273,3 @@ def _error(task_id: int, where: str) -> Result:
 
 def _exited(task_id: int, error: BaseException) -> Result:
     return Result(task_id, ResultKind.EXITED, text="".join(traceback.format_exception(error)))
-
-
-class _Baseline:
-    """The process as Ray started it: the driver's state is put on for an epoch and taken off after it."""
-
-    def __init__(self) -> None:
-        self._cwd = os.getcwd()
-        self._environ = dict(os.environ)
-        runtime_env = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-        self._own_variables = {
-            key for key in self._environ if key.startswith("RAY_") or key == "CUDA_VISIBLE_DEVICES"
-        } | set(runtime_env)
-        self._argv = list(sys.argv)
-        self._sys_path = list(sys.path)
-        self._affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-        self._default_dtype = torch.get_default_dtype()
-        self._num_threads = torch.get_num_threads()
-        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._collate_fn_map = dict(default_collate_fn_map)
-
-    def adopt(self, state: ProcessState) -> None:
-        """Takes over what a forked worker would have; on another node than the driver's, what means something there."""
-        here = state.node_id == ray.get_runtime_context().get_node_id()
-        if state.cwd and os.path.isdir(state.cwd):
-            os.chdir(state.cwd)
-        _set_environ(self._merged_environ(state.environ, here=here))
-        sys.argv[:] = state.argv
-        sys.path[:] = [*state.sys_path, *(entry for entry in self._sys_path if entry not in state.sys_path)]
-        if here and state.affinity:
-            os.sched_setaffinity(0, state.affinity)
-        torch.set_default_dtype(state.default_dtype)
-        torch.set_grad_enabled(state.grad_enabled)
-
-    def _merged_environ(self, driver: dict[str, str], *, here: bool) -> dict[str, str]:
-        """The driver's variables; Ray's own and what `runtime_env` or Ray set for this actor stay.
-
-        Elsewhere than on the driver's node the machine's own values win: PATH and HOME mean other things there.
-        """
-        own = {key: value for key, value in self._environ.items() if not here or key in self._own_variables}
-        return {**{key: value for key, value in driver.items() if not key.startswith("RAY_")}, **own}
-
-    def restore(self) -> None:
-        """Puts everything back, whatever user code did to it."""
-        os.chdir(self._cwd)
-        _set_environ(self._environ)
-        sys.argv[:] = self._argv
-        sys.path[:] = self._sys_path
-        if self._affinity:
-            os.sched_setaffinity(0, self._affinity)
-        torch.set_default_dtype(self._default_dtype)
-        torch.set_num_threads(self._num_threads)
-        torch.set_grad_enabled(True)
-        for number, handler in self._signals.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        default_collate_fn_map.clear()
-        default_collate_fn_map.update(self._collate_fn_map)
-
-
-def _set_environ(environ: dict[str, str]) -> None:
-    for key in os.environ.keys() - environ.keys():
-        del os.environ[key]
-    for key, value in environ.items():
-        if os.environ.get(key) != value:
-            os.environ[key] = value

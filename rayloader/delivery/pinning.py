@@ -1,7 +1,7 @@
 """Pins delivered batches in a background thread, in delivery order.
 
-Promise: owns one thread, `rayloader-pin`, which ends when its source does or when `close` is called; holds at most one pinned
-batch beyond the one in work. An error of the source, or of pinning, reaches the user in its turn.
+Promise: owns one thread, `rayloader-pin`, which ends when its source does or when `close` is called; holds at most
+one pinned batch beyond the one in work. An error of the source, or of pinning, reaches the user in its turn.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 

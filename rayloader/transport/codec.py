@@ -1,36 +1,39 @@
 """Splits any object into a skeleton and raw buffers, and puts it together again without copying.
 
-What it promises:
+- `encode` copies no tensor and no contiguous array: its buffers are views of the object's own memory. There is
+  one for each *storage span*, lowest to highest byte of a storage that the payload uses, so that a view of a big
+  storage stays small and tensors that shared memory share it again; and one for each NumPy array.
+- `decode` makes tensors and arrays views of its buffers: writable where those are, and keeping them alive.
+- Quantized, sparse, nested, conjugated tensors and wrapper subclasses are pickled as torch pickles them, with
+  the storages inside taken out as spans. Anything else is cloudpickle's.
 
-- `encode` copies no tensor and no contiguous array: its buffers are views of the object's own memory. One buffer
-  per *storage span*, lowest to highest byte of a storage that the payload uses, so that a view of a big storage
-  stays small and tensors that shared memory share it again. One buffer per NumPy array.
-- `decode` copies nothing either: tensors and arrays are views of the buffers it was given, writable where those
-  are, and keep them alive.
-- What has no such form (quantized, sparse, nested, conjugated tensors, wrapper subclasses) is pickled as torch
-  pickles it, with the storages inside it taken out as spans. Everything else is cloudpickle's.
+The only state is a cache of class definitions. Any thread may call; Ray is unknown here.
 
-It holds no state but a cache of class definitions, knows nothing of Ray, and may run in any thread.
+NOTE [Spans]. Pickle's opcode for out-of-band buffers takes the next item of an iterable, whatever that is. So a
+tensor's reduction holds a *token*, an empty `PickleBuffer` that stands for its storage, and `decode` hands out
+the rebuilt storage in its place: no context, no registry. Spans grow while the payload is pickled; hence tensors
+carry absolute offsets, and the spans' starts follow at the end of the skeleton, which is
 
-NOTE [Spans]. The skeleton refers to a buffer by pickle's own opcode for out-of-band buffers, which takes the next
-item of an iterable, whatever that is. A tensor's reduction therefore holds a *token*, an empty `PickleBuffer` that
-stands for its storage, and `decode` hands out the rebuilt storage in its place: no context, no registry. Spans grow
-while the payload is pickled, so tensors carry absolute offsets and the spans' starts follow at the skeleton's end:
+    body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer) | header's length
 
-    body (pickle) | header (pickle: which buffer each reference means, size and start of each) | header's length
+NOTE [Classes]. Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and overwrites
+the class, attribute by attribute, in a process that has the id already. From driver to worker that is wanted:
+warm workers see changed methods. A batch must not do it to the driver's class; so there only the id counts, and
+the definition comes along for a process that does not have it (any more).
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import io
+import operator
 import pickle
 import types
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import cloudpickle
 import numpy as np
@@ -43,17 +46,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _PROTOCOL = 5
-_LENGTH = 4  # bytes of the header's length at the end of a skeleton
-_ALIGN = 64  # spans start at a multiple of it: every item size divides it, and so every offset stays whole
-_IN_BAND = 256  # bytes; for an array up to this size a buffer of its own costs more than a copy
+_LENGTH = 4  # bytes of the header's length
+_ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span stay whole
+_IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 
-# Data types that a plain strided tensor can have, by the name that travels; quantized ones need their quantizer.
+# Data types of plain strided tensors by the name that travels. Quantized ones need their quantizer too.
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _NAMES = {d: name for name, d in _DTYPES.items() if not name.startswith(("qint", "quint"))}
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
-# Class -> tracker id and by-value pickle; see NOTE [Classes].
-_definitions: weakref.WeakKeyDictionary[type, tuple[str, bytes | None]] = weakref.WeakKeyDictionary()
+_make_class, _make_enum = by_value._make_skeleton_class, by_value._make_skeleton_enum
+_definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,8 +65,7 @@ class Encoded:
 
     Attributes:
         skeleton: All but the buffers.
-        buffers: Views of the object's own memory, flat bytes. They keep it alive, and may be read-only in name
-            only: don't write to them.
+        buffers: The object's own memory as flat bytes, kept alive. Not to be written to, whatever they say.
     """
 
     skeleton: bytes
@@ -80,12 +82,12 @@ def encode(obj: object, *, known_classes: bool = False) -> Encoded:
 
     Args:
         obj: Anything that cloudpickle can pickle.
-        known_classes: Whether classes that travel by value are named rather than defined, for the way back to the
-            process that defined them; see NOTE [Classes].
+        known_classes: Name the classes that travel by value instead of defining them, for the way back to the
+            process that they came from; see NOTE [Classes].
 
     Raises:
-        RuntimeError: For a tensor that requires grad and is no leaf, in torch's words.
-        Exception: Whatever pickling `obj` raises, unchanged; `explain_unpicklable` finds the culprit.
+        Exception: Whatever pickling `obj` raises, unchanged; `explain_unpicklable` finds the culprit. A tensor
+            that requires grad and is no leaf is refused in torch's words.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, known_classes)
@@ -98,8 +100,7 @@ def encode(obj: object, *, known_classes: bool = False) -> Encoded:
         if span is None:
             raw, start = reference.raw(), -1
         elif span.index is None:
-            span.index = len(buffers)
-            start = span.start & -_ALIGN
+            span.index, start = len(buffers), span.start & -_ALIGN
             raw = memoryview(_memory(span.storage.data_ptr() + start, span.end - start, span.storage))
         else:
             uses.append(span.index)
@@ -118,23 +119,23 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer]) -> Any:
 
     Args:
         skeleton: What `encode` made.
-        buffers: One for each of `Encoded.buffers`, in order, of the same sizes. Tensors and arrays become views of
-            them and keep them alive. An array over a read-only buffer is read-only; a tensor can't say so, and
-            writing to it crashes, as with `torch.from_numpy` of a read-only memory map.
+        buffers: One for each of `Encoded.buffers`, same order and sizes. Tensors and arrays become views of
+            them. Over a read-only buffer an array is read-only; a tensor can't be, and writing to it crashes, as
+            with `torch.from_numpy` of a read-only memory map.
 
     Raises:
-        ValueError: If number or sizes of the buffers are not the skeleton's.
+        ValueError: The number or a size of the buffers is not the skeleton's.
     """
     tail = memoryview(skeleton)
     header = tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]
     uses, places = pickle.loads(header)
     if len(buffers) != len(places):
-        raise ValueError(f"the skeleton needs {len(places)} buffers, got {len(buffers)}")
+        raise ValueError(f"decode needs the skeleton's {len(places)} buffers, got {len(buffers)}")
     sources: list[object] = []
-    for index, ((nbytes, start), buffer) in enumerate(zip(places, buffers, strict=True)):
+    for buffer, (nbytes, start) in zip(buffers, places, strict=True):
         view = memoryview(buffer)
         if view.nbytes != nbytes:
-            raise ValueError(f"buffer {index} must have {nbytes} bytes, got {view.nbytes}")
+            raise ValueError(f"buffer {len(sources)} must have {nbytes} bytes, got {view.nbytes}")
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B")
         sources.append(view if start < 0 else (_storage_over(view), start))
@@ -148,54 +149,47 @@ def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
     """
     copies = []
     for buffer in buffers:
-        source = np.frombuffer(buffer, np.uint8)
-        # torch's allocator: aligned to 64 bytes, and not filled with zeros first.
-        copy = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu").numpy()
+        source = np.frombuffer(memoryview(buffer), np.uint8)
+        # torch's allocator aligns to 64 bytes and does not fill with zeros first.
+        copy: Any = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu").numpy()
         copy[:] = source
         copies.append(memoryview(copy))
     return copies
 
 
 class _Memory:
-    """Shows raw memory to NumPy, writable, and keeps its owner alive.
+    """Shows memory to NumPy as writable bytes and keeps its owner alive.
 
-    Not `Tensor.numpy()`: that makes the user's storage non-resizable for good. Not the array's own buffer: NumPy
-    exports none for datetimes, and a read-only one would arrive read-only.
+    `Tensor.numpy()` would leave the user's storage non-resizable for good; an array's own buffer does not exist
+    for datetimes, and where it is read-only the array would arrive read-only.
     """
 
     __slots__ = ("__array_interface__", "owner")
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
         self.owner = owner
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
 
 
-def _memory(address: int, nbytes: int, owner: object) -> np.ndarray[Any, Any]:
+def _memory(address: int, nbytes: int, owner: object) -> Any:
     return np.asarray(_Memory(address, nbytes, owner))
 
 
 class _Span:
-    """The bytes of one storage that the payload uses, `start` to `end`, and the token that stands for them."""
+    """The bytes `start` to `end` of one storage, and the token that stands for them."""
 
     __slots__ = ("end", "index", "start", "storage", "token")
 
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
-        self.storage = storage  # kept: another storage could otherwise get its identity
+        self.storage = storage  # kept: else another storage could get its identity
         self.start, self.end = start, end
-        self.token = pickle.PickleBuffer(bytearray())  # writable: a read-only one has another opcode
+        self.token = pickle.PickleBuffer(bytearray())  # writable: a read-only one has an opcode of its own
         self.index: int | None = None
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Cloudpickle's, with tensors, storages, arrays and known classes reduced as this module says."""
-
     def __init__(self, file: io.BytesIO, known_classes: bool) -> None:
-        self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling asks for them
+        self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will ask for them
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=self.references.append)
         self.known_classes = known_classes
         self.spans: dict[int, _Span] = {}
@@ -210,57 +204,56 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if issubclass(kind, Tensor):
             return self._subclass(obj, kind)
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
-            return self._storage(obj)
-        if isinstance(obj, torch.TypedStorage) and obj._untyped_storage.device.type == "cpu":
-            exact = kind is torch.TypedStorage
-            return (reductions.reduce_typed_storage if exact else reductions.reduce_typed_storage_child)(obj)
+            nbytes = obj.nbytes()
+            return (operator.getitem, (self._token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
+        if kind is torch.TypedStorage and obj._untyped_storage.device.type == "cpu":
+            return reductions.rebuild_typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is np.memmap and (reduced := self._array(obj.view(np.ndarray))) is not NotImplemented:
-            attributes = {name: value for name, value in vars(obj).items() if name != "_mmap"}
-            return _memmap, (attributes, *reduced[1])
+            return _memmap, ({k: v for k, v in vars(obj).items() if k != "_mmap"}, *reduced[1])
         if kind is types.FunctionType and obj.__module__ == __name__:
-            return NotImplemented  # spares our own functions cloudpickle's search for them
+            return NotImplemented  # spares our own functions cloudpickle's search
         if self.known_classes and issubclass(kind, type):
             return self._class(obj)
         return super().reducer_override(obj)
 
     def _tensor(self, tensor: Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
-            reductions.reduce_tensor(tensor)  # refuses, in torch's words
-        place = self._place(tensor)
+            reductions.reduce_tensor(tensor)  # refuses
         state = tensor.__dict__ or None
-        if place is not None:
+        if (place := self._place(tensor)) is not None:
             return (_tensor, place) if state is None else (_tensor, place, state, None, None, _set_state)
         if tensor.layout in _SPARSE:
             return _sparse, tensor._reduce_ex_internal(_PROTOCOL)[1], state, None, None, _set_state
         return NotImplemented
 
     def _subclass(self, tensor: Tensor, kind: type[Tensor]) -> Any:
+        # A Parameter pickles its `data`, which comes back here as a plain tensor.
         own_pickling = kind.__reduce_ex__ is not Tensor.__reduce_ex__
         if own_pickling or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return NotImplemented  # a Parameter's holds its `data`, which comes back here as a plain tensor
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             if (place := self._place(tensor)) is None:
                 return NotImplemented
             return _tensor, (*place, kind), torch._utils._get_obj_state(tensor), None, None, _set_state
 
     def _place(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """The arguments of `_tensor`, or None if `tensor` is more than a strided view of CPU memory."""
+        """The arguments of `_tensor`, or None if `tensor` is not just a strided view of CPU memory."""
         dtype = tensor.dtype
         name = _NAMES.get(dtype)
         if name is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
             return None
-        if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        if tensor.is_neg() or tensor.is_conj():
             return None
         offset, size, stride = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        last = offset
+        end: int = offset + 1  # type: ignore[assignment] # no SymInt without a compiler
         for count, step in zip(size, stride, strict=True):
             if count == 0:
                 return None, name, offset, size, stride, tensor.requires_grad
-            last += (count - 1) * step
+            end += (count - 1) * step
         storage, itemsize = tensor.untyped_storage(), dtype.itemsize
-        if (last + 1) * itemsize > storage.nbytes():
-            return None  # its storage was shrunk under it: torch's pickling decides
-        token = self._token(storage, offset * itemsize, (last + 1) * itemsize)
+        if end * itemsize > storage.nbytes():
+            return None  # the storage was shrunk under the tensor
+        token = self._token(storage, int(offset) * itemsize, end * itemsize)
         return token, name, offset, size, stride, tensor.requires_grad
 
     def _token(self, storage: torch.UntypedStorage, start: int, end: int) -> pickle.PickleBuffer:
@@ -272,17 +265,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             span.start, span.end = min(span.start, start), max(span.end, end)
         return span.token
 
-    def _storage(self, storage: torch.UntypedStorage) -> Any:
-        nbytes = storage.nbytes()
-        return (_whole, (self._token(storage, 0, nbytes),)) if nbytes else (torch.UntypedStorage, (0,))
-
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        dtype = array.dtype
-        if dtype.hasobject or array.nbytes == 0:
+        dtype, strides = array.dtype, None
+        if dtype.hasobject or dtype.itemsize == 0:
             return NotImplemented
-        strides = None
         if not array.flags.c_contiguous:
-            # As NumPy's pickling: memory order is kept if it is dense in some order of the axes, else C order.
+            # As in NumPy's pickling: memory that is dense in some order of the axes keeps it, else C order.
             axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
             if array.transpose(axes).flags.c_contiguous:
                 strides = array.strides
@@ -294,27 +282,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _array, (buffer, array.shape, dtype.str if plain else dtype, strides)
 
     def _class(self, cls: type) -> Any:
-        """NOTE [Classes].
-
-        Cloudpickle sends the classes of `__main__` and notebooks by value, under an id, and a process that knows
-        the id has its class overwritten, attribute by attribute. From driver to worker that is wanted: a warm
-        worker gets to see changed methods. A batch must not do it to the driver's class, so there the id travels,
-        with the definition in its wake for a process that does not know it (any more).
-        """
         definition = _definitions.get(cls)
         if definition is None:
             reduced = super().reducer_override(cls)
-            if reduced is NotImplemented or reduced[0] not in _MAKERS:
+            if reduced is NotImplemented or reduced[0] not in (_make_class, _make_enum):
                 return reduced
             try:
                 text = cloudpickle.dumps(cls, _PROTOCOL)
             except Exception:
-                text = None  # something unpicklable was put into it here; who knows the id does not need it
+                text = None  # something unpicklable was put on it in this process; the id alone will do
             definition = _definitions[cls] = (by_value._get_or_create_tracker_id(cls), text)
         return _known_class, definition
-
-
-_MAKERS = (by_value._make_skeleton_class, by_value._make_skeleton_enum)
 
 
 def _storage_over(view: memoryview) -> torch.UntypedStorage:
@@ -324,26 +302,17 @@ def _storage_over(view: memoryview) -> torch.UntypedStorage:
     return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
-# What skeletons call. A span arrives as its storage and the byte of the original storage at which that starts.
+# What skeletons call. A span arrives as (storage, the byte of the original storage at which it starts).
 
 
-def _tensor(
-    span: tuple[torch.UntypedStorage, int] | None,
-    name: str,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    kind: type[Tensor] = Tensor,
-) -> Tensor:
+def _tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad: bool, kind: Any = Tensor) -> Tensor:
     dtype = _DTYPES[name]
     storage, start = span or (torch.UntypedStorage(0), 0)
-    # An explicit device: the user may have set another default one.
-    tensor = torch.empty(0, dtype=dtype, device="cpu")
-    tensor.set_(storage, offset - start // dtype.itemsize, size, stride)  # type: ignore[call-overload]
+    tensor = torch.empty(0, dtype=dtype, device="cpu")  # the user may have set another default device
+    tensor.set_(storage, offset - start // dtype.itemsize, size, stride)
     if kind is not Tensor:
         tensor = tensor.as_subclass(kind)
-    if requires_grad:
+    if grad:
         with torch._C.DisableTorchFunctionSubclass():
             tensor.requires_grad_()
     return tensor
@@ -354,73 +323,55 @@ def _set_state(tensor: Tensor, state: object) -> None:
 
 
 def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:
-    # Not torch's own function: it keeps every tensor in a list that only torch.load empties.
+    # Not torch's own function: that also appends the tensor to a list which only torch.load empties.
     if layout is torch.sparse_coo:
-        *parts_, coalesced = parts
-        return torch.sparse_coo_tensor(*parts_, check_invariants=False, is_coalesced=coalesced)
+        *data, coalesced = parts
+        return torch.sparse_coo_tensor(*data, check_invariants=False, is_coalesced=coalesced)
     return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
 
 
-def _whole(span: tuple[torch.UntypedStorage, int]) -> torch.UntypedStorage:
-    return span[0]
-
-
-def _array(
-    buffer: Buffer, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None
-) -> np.ndarray[Any, Any]:
+def _array(buffer: Any, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None) -> Any:
     return np.ndarray(shape, dtype, buffer, 0, strides)
 
 
-def _memmap(attributes: dict[str, object], *place: Any) -> np.ndarray[Any, Any]:
+def _memmap(attributes: dict[str, object], *place: Any) -> Any:
     array = _array(*place).view(np.memmap)
     vars(array).update(attributes)
     return array
 
 
-def _known_class(tracker_id: str, definition: bytes | None) -> type:
-    cls: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+def _known_class(tracker_id: str, definition: bytes | None) -> Any:
+    cls = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     if cls is None and definition is None:
-        raise pickle.UnpicklingError(
-            "a class of the batch is unknown here and its definition can't be pickled"
-        )
-    return cls or _Definition(io.BytesIO(definition)).load()
+        raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
+    return _Definition(definition or b"").load() if cls is None else cls
 
 
 class _Definition(pickle.Unpickler):
-    """Loads a class by value and leaves alone the classes it refers to that this process has."""
+    """Loads a class by value, and leaves alone the classes it refers to that this process has."""
+
+    def __init__(self, definition: bytes) -> None:
+        super().__init__(io.BytesIO(definition))
+        self.known = set(by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS)
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        if found in _MAKERS:
-            return functools.partial(self._make, found)
         return self._fill if found is by_value._class_setstate else found
 
-    def _make(self, maker: Callable[..., type], *args: Any) -> type:
-        known: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(args[-2])
-        if known is None:
-            known = maker(*args)
-            self._new = (*getattr(self, "_new", ()), known)
-        return known
-
-    def _fill(self, cls: type, state: object) -> type:
-        if any(cls is new for new in getattr(self, "_new", ())):
-            by_value._class_setstate(cls, state)
-        return cls
-
-
-# Finding what can't be pickled.
+    def _fill(self, cls: type, state: object) -> object:
+        return cls if cls in self.known else by_value._class_setstate(cls, state)
 
 
 def explain_unpicklable(obj: object, name: str) -> str | None:
-    """Names the part of `obj` that `encode` fails on, and the remedy.
+    """Names the part of an object that can't be pickled, and the remedy.
 
     Args:
-        obj: What could not be encoded.
-        name: How the user knows it; paths start with it.
+        obj: What `encode` failed on.
+        name: What the user calls it.
 
     Returns:
-        A line such as `dataset.lock: _thread.lock can't be sent to a worker (...); create it in ...`, or None if
-        nothing was found. It never raises. It looks at no more than 2000 objects, 6 levels deep.
+        `dataset.lock: _thread.lock can't be sent to a worker (reason); remedy`, or None if nothing was found.
+        At most 2000 objects and 6 levels are searched, and nothing is raised.
     """
     try:
         return _culprit(obj, name, 6, iter(range(2000)), [])
@@ -429,25 +380,26 @@ def explain_unpicklable(obj: object, name: str) -> str | None:
 
 
 def _culprit(obj: object, path: str, depth: int, budget: Iterator[int], above: list[object]) -> str | None:
-    if next(budget, None) is None or any(obj is one for one in above):
+    if any(obj is one for one in above) or next(budget, None) is None:
         return None
     try:
         encode(obj)
         return None
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    for suffix, part in _parts(obj) if depth else ():
-        if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj]):
-            return found
-    kind = type(obj)
+    with contextlib.suppress(Exception):  # what can't even be taken apart is the culprit itself
+        for suffix, part in _parts(obj) if depth else ():
+            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj]):
+                return found
+    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
     remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
-    if "multiprocessing" in kind.__module__:
+    if "multiprocessing" in kind:
         remedy = f"share numbers through a tensor after tensor.share_memory_(), or {remedy}"
-    return f"{path}: {kind.__module__}.{kind.__qualname__} can't be sent to a worker ({reason}); {remedy}"
+    return f"{path}: {kind} can't be sent to a worker ({reason}); {remedy}"
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, object]]:
-    """What pickling `obj` pickles, each with what it adds to the path."""
+    """What pickling an object pickles in turn, each with what it adds to the path."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r:.40}]", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple, set, frozenset, deque)):
@@ -455,16 +407,16 @@ def _parts(obj: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(obj, types.FunctionType):
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
             yield f".<closure>.{name}", cell.cell_contents
-        for name in obj.__code__.co_names:
-            if name in obj.__globals__:
-                yield f".<globals>.{name}", obj.__globals__[name]
+        used = set(obj.__code__.co_names) & obj.__globals__.keys()
+        yield from ((f".<globals>.{name}", obj.__globals__[name]) for name in sorted(used))
     elif isinstance(obj, types.MethodType):
         yield ".__self__", obj.__self__
     elif isinstance(obj, type):
         yield from ((f".{name}", value) for name, value in vars(obj).items())
-    else:  # by its reduction, not its attributes: __getstate__ may drop some
+    else:  # by its reduction, not its attributes, since __getstate__ may drop some
         _, args, *rest = obj.__reduce_ex__(_PROTOCOL)
-        for state in (*(rest[0] if rest and isinstance(rest[0], tuple) else rest[:1]), args):
+        states = rest[0] if rest and isinstance(rest[0], tuple) else rest[:1]
+        for state in (*states, args):
             if isinstance(state, dict):
                 yield from ((f".{name}", value) for name, value in state.items())
             elif state is not None:

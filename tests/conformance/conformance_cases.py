@@ -509,7 +509,7 @@ for how, settings in {
     "chained": "2",
     "file": "2",
     "unicode": "2",
-    "local": "0 2",
+    "local": "0",
     "assertion": "3",
 }.items():
     add(f"fails_{how.replace(' ', '_')}", settings, partial(failing, how))
@@ -533,7 +533,7 @@ add("stream_goes_on", "0 2 2p", lambda: {"dataset": streams.FailingIterator(), "
 add(
     "stream_does_not_start", "1", lambda: {"dataset": streams.FailingStart()}, script=scripts.first_errors(1)
 )
-add("exits", "2", lambda: failing("exit"), script=scripts.first_errors(3))
+add("exits", "2", lambda: failing("exit"), script=scripts.until_an_error)
 
 NAMES = [case.name for case in CASES]
 assert len(set(NAMES)) == len(NAMES), "two cases of one name"

@@ -134,11 +134,18 @@ def describe_text(text):
                 lines.append(line)
         else:
             lines.append(line)
-    return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"pid\(s\) [\d, ]+", "pid(s) N ", "\n".join(lines)))
+    text = re.sub(r"\b0x[0-9a-f]{6,}", "0x...", "\n".join(lines))
+    # Two of torch's texts say this; which one comes depends on where the signal finds the main process.
+    return re.sub(r"\(pid(\(s\))? [\d, ]+\) exited unexpectedly.*", "(pid N) exited unexpectedly", text)
 
 
 def describe_error(error):
-    return {
+    """Type, bases, text, and the user's own frames.
+
+    The traceback is dropped: `ExceptionWrapper.reraise` leaves a cycle through it that would keep the iterator alive
+    until a garbage collection, which ends torch's workers by timeout only.
+    """
+    described = {
         "type": type_name(error),
         "bases": [f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__],
         "text": describe_text(str(error)),
@@ -147,6 +154,8 @@ def describe_error(error):
             frame.name for frame in traceback.extract_tb(error.__traceback__) if is_dataset_code(frame)
         ],
     }
+    error.__traceback__ = None
+    return described
 
 
 def is_dataset_code(frame):

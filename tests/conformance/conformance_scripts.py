@@ -93,6 +93,15 @@ def first_errors(count):
     return script
 
 
+def until_an_error(rec, loader):
+    """Only the first error: how many batches come before it is a matter of time."""
+    try:
+        for _ in loader:
+            pass
+    except Exception as error:
+        rec.error("any batch", error)
+
+
 def iterate_in_a_thread(rec, loader):
     for _ in range(2):
         thread = threading.Thread(target=rec.epoch, args=(loader,))

@@ -61,12 +61,12 @@ def targets_of(node: ast.AST) -> Iterator[str]:
                     yield part.attr
 
 
-def find_class(name: str) -> tuple[Path, ast.ClassDef] | None:
+def find_class(name: str) -> ast.ClassDef | None:
     """A class that rayloader defines at top level."""
     for key, path in source_files().items():
         for node in tree(path).body if key.startswith("rayloader/") else []:
             if isinstance(node, ast.ClassDef) and node.name == name:
-                return path, node
+                return node
     return None
 
 
@@ -77,8 +77,9 @@ def has_attribute(owner: ast.ClassDef, name: str) -> bool:
     """
     if any(name in targets_of(node) for node in ast.walk(owner)):
         return True
-    found = [find_class(ast.unparse(base).split(".")[-1]) for base in owner.bases]
-    if any(base and has_attribute(base[1], name) for base in found):
+    bases = [re.sub(r"\[.*", "", ast.unparse(base)) for base in owner.bases]
+    found = [find_class(base) for base in bases if base not in ("Generic", "Protocol")]
+    if any(base and has_attribute(base, name) for base in found):
         return True
     return None in found and not name.startswith("_")
 
@@ -91,7 +92,7 @@ def defines(path: Path, dotted: str) -> bool:
             for alias in node.names:
                 if (alias.asname or alias.name) == first:
                     owner = find_class(alias.name)
-                    return not rest or owner is None or has_attribute(owner[1], rest[0])
+                    return not rest or owner is None or has_attribute(owner, rest[0])
         elif first in targets_of(node):
             return not rest or not isinstance(node, ast.ClassDef) or has_attribute(node, rest[0])
     return False
@@ -161,7 +162,7 @@ def span_problem(span: str) -> str | None:
         modules = list((ROOT / "rayloader").rglob(f"{first}.py"))
         if modules and not any(defines(path, ".".join(rest)) for path in modules):
             return f"{span}: not defined there"
-    if rest and (owner := find_class(first)) and not has_attribute(owner[1], rest[0]):
+    if rest and (owner := find_class(first)) and not has_attribute(owner, rest[0]):
         return f"{span}: {first} has no such attribute"
     return None
 

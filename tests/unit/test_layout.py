@@ -39,9 +39,7 @@ def imported(source: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add("rayloader" if node.level else str(node.module))
-        elif isinstance(node, ast.Call) and re.search(
-            r"\b(import_module|__import__)$", ast.unparse(node.func)
-        ):
+        elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
             found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
     return {name.split(".")[0] for name in found}
 

@@ -1,0 +1,102 @@
+"""The Ray session: joined where there is one, started where there is none.
+
+Promise: a Ray that was started here is ended here; any other is left as it is. See NOTE [sessions] for why everybody
+who is about to call Ray compares sessions first.
+
+NOTE [sessions]
+After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, also at interpreter exit, and in a
+new session the handles of the old one are refused or worse. So each use of a handle is preceded by a comparison of
+the session's and the job's name (1 us), and where they differ Ray is not called at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import ray
+import ray.util.client
+
+from rayloader.errors import RaySessionError
+
+# Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
+OVERSUBSCRIBE_RESOURCE = "rayloader_oversubscribe"
+# For Ray and its workers when we start it. glibc: keep big blocks instead of handing them back, for fresh pages are
+# what a loader pays for. Ray: workers at the niceness of torch's; freed objects reclaimed at once, so that the next
+# batch finds warm pages.
+LOCAL_RAY_ENVIRONMENT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "RAY_worker_niceness": "0",
+    "RAY_free_objects_period_milliseconds": "0",
+}
+
+# Session and job; unique over time and clusters.
+SessionName = tuple[str, str]
+
+_started: SessionName | None = None  # of the Ray that was started here
+
+
+def current() -> SessionName | None:
+    """The session that this process is connected to; None if it is not."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_session_name(), context.get_job_id()
+
+
+def ensure() -> SessionName:
+    """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
+
+    Raises:
+        RaySessionError: Ray is used through Ray Client.
+    """
+    global _started
+    session = current()
+    if session is None:
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            ray.init(address=address)
+        else:
+            with _environment(LOCAL_RAY_ENVIRONMENT):
+                ray.init(address="local", include_dashboard=False, resources={OVERSUBSCRIBE_RESOURCE: 1})
+            _started = current()
+        session = current()
+    if session is None or ray.util.client.ray.is_connected():
+        raise RaySessionError(
+            "rayloader needs a driver inside the cluster, and this one is connected through Ray Client (ray://); "
+            "run it on a node of the cluster, for instance with `ray job submit`"
+        )
+    return session
+
+
+def end() -> None:
+    """Shuts Ray down if it was started here."""
+    global _started
+    if _started is not None and current() == _started:
+        ray.shutdown()
+    _started = None
+
+
+def forget() -> None:
+    """In a forked child: the parent's Ray is not ours to end."""
+    global _started
+    _started = None
+
+
+def node_id() -> str:
+    """The node that this process runs on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Adds what is not set already to this process's environment, for the processes started meanwhile."""
+    added = {key: value for key, value in variables.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)

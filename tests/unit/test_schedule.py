@@ -1,0 +1,365 @@
+"""The schedule by exact command lists, and by random event sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rayloader.schedule import (
+    TRANSITIONS,
+    BatchTaken,
+    Closed,
+    Command,
+    Deliver,
+    DrawIndices,
+    Event,
+    Fail,
+    Forget,
+    IndicesDrawn,
+    Opened,
+    SamplerExhausted,
+    Schedule,
+    Submit,
+    TasksDone,
+    TaskState,
+    WorkerExhausted,
+    WorkerLost,
+)
+
+
+def in_words(commands: list[Command]) -> list[tuple[object, ...]]:
+    """Commands as plain tuples that a test can write down."""
+    words: list[tuple[object, ...]] = []
+    for command in commands:
+        match command:
+            case DrawIndices(count):
+                words.append(("draw", count))
+            case Submit(worker_id, tasks):
+                words.append(("submit", worker_id, *[(task.task_id, task.indices) for task in tasks]))
+            case Deliver(task):
+                words.append(("deliver", task.task_id))
+            case Forget(task_ids):
+                words.append(("forget", *task_ids))
+            case Fail(worker_id, cause, lost):
+                words.append(("fail", worker_id, cause, None if lost is None else lost.task_id))
+    return words
+
+
+def opened(num_workers: int, prefetch_factor: int, *, in_order: bool = True, draw: int | None = None) -> Schedule:
+    """An opened schedule whose window is filled with indices 'i0', 'i1', ..."""
+    schedule = Schedule(num_workers, prefetch_factor, in_order=in_order)
+    assert in_words(schedule.handle(Opened())) == [("draw", num_workers * prefetch_factor)]
+    for i in range(num_workers * prefetch_factor if draw is None else draw):
+        (submit,) = schedule.handle(IndicesDrawn(f"i{i}"))
+        assert in_words([submit]) == [("submit", i % num_workers, (i, f"i{i}"))]
+    return schedule
+
+
+def test_fills_the_window_round_robin_when_opened():
+    schedule = opened(num_workers=3, prefetch_factor=2)
+    assert [(task.task_id, task.worker_id) for task in schedule.outstanding] == [
+        (0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2),
+    ]  # fmt: skip
+
+
+def test_delivers_in_task_order_whatever_comes_first():
+    schedule = opened(num_workers=2, prefetch_factor=2)
+    assert schedule.handle(TasksDone((1,))) == []
+    assert schedule.handle(TasksDone((3,))) == []
+    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0), ("deliver", 1)]
+    assert in_words(schedule.handle(TasksDone((2,)))) == [("deliver", 2), ("deliver", 3)]
+
+
+def test_one_call_may_answer_several_tasks():
+    schedule = opened(num_workers=2, prefetch_factor=2)
+    assert in_words(schedule.handle(TasksDone((0, 2)))) == [("deliver", 0)]
+    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1), ("deliver", 2)]
+
+
+def test_draws_one_for_each_batch_taken():
+    schedule = opened(num_workers=2, prefetch_factor=1)
+    schedule.handle(TasksDone((0, 1)))
+    assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
+    assert in_words(schedule.handle(IndicesDrawn("next"))) == [("submit", 0, (2, "next"))]
+    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
+    assert schedule.handle(SamplerExhausted()) == []
+    assert not schedule.finished
+    assert in_words(schedule.handle(TasksDone((2,)))) == [("deliver", 2)]
+    assert schedule.handle(BatchTaken(2)) == []
+    assert schedule.finished
+
+
+def test_an_empty_sampler_finishes_at_once():
+    schedule = opened(num_workers=2, prefetch_factor=2, draw=0)
+    assert not schedule.finished
+    assert schedule.handle(SamplerExhausted()) == []
+    assert schedule.finished
+    assert schedule.head is None
+
+
+def test_fewer_batches_than_workers():
+    schedule = opened(num_workers=4, prefetch_factor=2, draw=1)
+    schedule.handle(SamplerExhausted())
+    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0)]
+    assert schedule.handle(BatchTaken(0)) == []
+    assert schedule.finished
+
+
+def test_an_exhausted_worker_leaves_the_rotation_with_its_tasks():
+    schedule = opened(num_workers=3, prefetch_factor=2)
+    assert in_words(schedule.handle(WorkerExhausted(0))) == [("forget", 0, 3)]
+    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1)]
+    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
+    assert in_words(schedule.handle(IndicesDrawn(None))) == [("submit", 1, (6, None))]
+    assert in_words(schedule.handle(TasksDone((2,)))) == [("deliver", 2)]
+    schedule.handle(BatchTaken(2))
+    assert in_words(schedule.handle(IndicesDrawn(None))) == [("submit", 2, (7, None))]
+
+
+def test_exhaustion_that_is_told_before_an_earlier_answer_loses_nothing():
+    schedule = opened(num_workers=2, prefetch_factor=3)
+    assert in_words(schedule.handle(WorkerExhausted(4))) == [("forget", 4)]
+    assert in_words(schedule.handle(WorkerExhausted(2))) == [("forget", 2)]
+    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0)]
+    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1)]
+    assert in_words(schedule.handle(TasksDone((3,)))) == [("deliver", 3)]
+
+
+def test_exhaustion_of_the_head_delivers_what_was_ready_behind_it():
+    schedule = opened(num_workers=2, prefetch_factor=1)
+    assert schedule.handle(TasksDone((1,))) == []
+    assert in_words(schedule.handle(WorkerExhausted(0))) == [("forget", 0), ("deliver", 1)]
+
+
+def test_finishes_when_every_worker_is_exhausted():
+    schedule = opened(num_workers=2, prefetch_factor=2)
+    schedule.handle(WorkerExhausted(0))
+    assert not schedule.finished
+    schedule.handle(WorkerExhausted(1))
+    assert schedule.finished
+    assert schedule.handle(IndicesDrawn(None)) == []
+
+
+def test_without_order_delivers_what_comes():
+    schedule = opened(num_workers=2, prefetch_factor=1, in_order=False)
+    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1)]
+    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
+    # worker 0 is next in the cycle, but it holds its share of the window
+    assert in_words(schedule.handle(IndicesDrawn("i2"))) == [("submit", 1, (2, "i2"))]
+    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0)]
+
+
+def test_without_order_an_exhausted_workers_places_are_drawn_anew():
+    schedule = opened(num_workers=2, prefetch_factor=2, in_order=False)
+    assert in_words(schedule.handle(WorkerExhausted(0))) == [("forget", 0, 2), ("draw", 2)]
+    assert in_words(schedule.handle(IndicesDrawn(None))) == [("submit", 1, (4, None))]
+
+
+def test_a_lost_worker_fails_the_epoch_and_names_its_first_lost_task():
+    schedule = opened(num_workers=2, prefetch_factor=2)
+    schedule.handle(TasksDone((1,)))
+    assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("fail", 1, "killed", 3)]
+    assert schedule.handle(WorkerLost(1, "killed")) == []
+
+
+def test_the_loss_of_an_exhausted_worker_does_not_matter():
+    schedule = opened(num_workers=2, prefetch_factor=1)
+    schedule.handle(WorkerExhausted(0))
+    assert schedule.handle(WorkerLost(0, "killed")) == []
+
+
+def test_an_exhausted_workers_loss_matters_while_an_earlier_task_is_unanswered():
+    schedule = opened(num_workers=1, prefetch_factor=2)
+    schedule.handle(WorkerExhausted(1))
+    assert in_words(schedule.handle(WorkerLost(0, "killed"))) == [("fail", 0, "killed", 0)]
+
+
+def test_news_of_dropped_or_answered_tasks_is_passed_over():
+    schedule = opened(num_workers=2, prefetch_factor=1)
+    schedule.handle(WorkerExhausted(0))
+    assert schedule.handle(TasksDone((0,))) == []
+    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1)]
+    assert schedule.handle(TasksDone((1,))) == []
+
+
+def test_closing_forgets_everything_and_ends_all_news():
+    schedule = opened(num_workers=2, prefetch_factor=1)
+    schedule.handle(TasksDone((0,)))
+    assert in_words(schedule.handle(Closed())) == [("forget", 0, 1)]
+    assert schedule.finished
+    assert schedule.handle(TasksDone((1,))) == []
+    assert schedule.handle(Closed()) == []
+
+
+def test_an_impossible_event_is_refused():
+    schedule = opened(num_workers=1, prefetch_factor=1)
+    with pytest.raises(RuntimeError, match="cannot happen"):
+        schedule.handle(BatchTaken(0))
+
+
+def test_the_table_of_transitions_names_events_and_steps_that_exist():
+    names = {event.__name__ for event in Event.__args__} | {"Deliver"}  # type: ignore[attr-defined]
+    assert {name for row in TRANSITIONS.values() for name in row} <= names
+    assert set(TRANSITIONS) == set(TaskState)
+
+
+@dataclasses.dataclass
+class WorkerModel:
+    """A worker that answers its tasks in the order they came, as an actor does."""
+
+    length: int | None  # batches until it is exhausted; None: map-style
+    queue: list[int] = dataclasses.field(default_factory=list)
+    built: int = 0
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Random interleavings of answers, takings and closings, against what must hold whatever happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule: Schedule | None = None
+
+    @precondition(lambda self: self.schedule is None)
+    @rule(
+        num_workers=st.integers(1, 4),
+        prefetch_factor=st.integers(1, 3),
+        in_order=st.booleans(),
+        num_batches=st.integers(0, 25),
+        lengths=st.none() | st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    )
+    def open(self, num_workers, prefetch_factor, in_order, num_batches, lengths):
+        self.schedule = Schedule(num_workers, prefetch_factor, in_order=in_order)
+        self.iterable = lengths is not None
+        self.workers = [WorkerModel(lengths[k] if lengths else None) for k in range(num_workers)]
+        self.prefetch_factor = prefetch_factor
+        self.left_in_sampler = num_batches
+        self.deliverable: list[int] = []
+        self.taken: list[int] = []
+        self.answers: list[tuple[int, int, bool]] = []  # (worker, task, exhausted), on their way
+        self.origin: dict[int, tuple[int, int]] = {}  # task -> (worker, how many it had built)
+        self.failed = False
+        self.act(Opened())
+
+    def act(self, event: Event) -> None:
+        assert self.schedule is not None
+        for command in self.schedule.handle(event):
+            match command:
+                case DrawIndices(count):
+                    for _ in range(count):
+                        if self.left_in_sampler == 0 and not self.iterable:
+                            self.act(SamplerExhausted())
+                            break
+                        self.left_in_sampler -= 1
+                        self.act(IndicesDrawn(None))
+                case Submit(worker_id, tasks):
+                    self.workers[worker_id].queue.extend(task.task_id for task in tasks)
+                case Deliver(task):
+                    self.deliverable.append(task.task_id)
+                case Fail():
+                    self.failed = True
+
+    @precondition(lambda self: self.schedule and any(worker.queue for worker in self.workers))
+    @rule(data=st.data())
+    def build(self, data):
+        k = data.draw(st.sampled_from([k for k, worker in enumerate(self.workers) if worker.queue]))
+        worker = self.workers[k]
+        task_id = worker.queue.pop(0)
+        exhausted = worker.length is not None and worker.built >= worker.length
+        if not exhausted:
+            self.origin[task_id] = (k, worker.built)
+            worker.built += 1
+        self.answers.append((k, task_id, exhausted))
+
+    @precondition(lambda self: self.schedule and self.answers)
+    @rule(data=st.data())
+    def answer(self, data):
+        _, task_id, exhausted = self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))
+        self.act(WorkerExhausted(task_id) if exhausted else TasksDone((task_id,)))
+
+    @precondition(lambda self: self.schedule and self.deliverable)
+    @rule()
+    def take(self):
+        task_id = self.deliverable.pop(0)
+        self.taken.append(task_id)
+        self.act(BatchTaken(task_id))
+
+    @precondition(lambda self: self.schedule)
+    @rule(task_id=st.integers(0, 30))
+    def hear_again_of_what_was_taken(self, task_id):
+        if task_id in self.taken:
+            assert self.schedule.handle(TasksDone((task_id,))) == []
+            assert self.schedule.handle(WorkerExhausted(task_id)) == []
+
+    @precondition(lambda self: self.schedule and not self.failed)
+    @rule(k=st.integers(0, 3), rarely=st.integers(0, 9))
+    def lose(self, k, rarely):
+        if rarely == 0 and k < len(self.workers):
+            had_work = any(task.worker_id == k for task in self.schedule.outstanding)
+            self.act(WorkerLost(k, "killed"))
+            assert self.failed or not had_work
+            if self.failed:
+                self.act(Closed())
+                assert self.schedule.finished
+
+    @invariant()
+    def the_window_holds(self):
+        if self.schedule is not None:
+            tasks = self.schedule._tasks.values()
+            assert len(tasks) <= self.schedule.window
+            if self.schedule.in_order:
+                for k in range(len(self.workers)):
+                    assert sum(task.worker_id == k for task in tasks) <= self.prefetch_factor
+
+    @invariant()
+    def order_holds_and_nothing_comes_twice(self):
+        if self.schedule is not None:
+            delivered = self.taken + self.deliverable
+            assert len(set(delivered)) == len(delivered)
+            if self.schedule.in_order:
+                assert delivered == sorted(delivered)
+
+    @invariant()
+    def it_never_sticks(self):
+        if self.schedule is not None and not self.schedule.finished:
+            assert self.deliverable or self.answers or any(worker.queue for worker in self.workers)
+
+    def teardown(self):
+        """Drain: everything that was built must come out, and then the epoch is finished."""
+        if self.schedule is None or self.failed:
+            return
+        while not self.schedule.finished:
+            if self.deliverable:
+                self.take()
+            else:
+                for k, worker in enumerate(self.workers):
+                    if worker.queue:
+                        task_id = worker.queue.pop(0)
+                        exhausted = worker.length is not None and worker.built >= worker.length
+                        if not exhausted:
+                            self.origin[task_id] = (k, worker.built)
+                            worker.built += 1
+                        self.answers.append((k, task_id, exhausted))
+                while self.answers:
+                    _, task_id, exhausted = self.answers.pop()
+                    self.act(WorkerExhausted(task_id) if exhausted else TasksDone((task_id,)))
+        assert not self.deliverable
+        if self.iterable:
+            for k, worker in enumerate(self.workers):
+                mine = [self.origin[task_id][1] for task_id in self.taken if self.origin[task_id][0] == k]
+                assert sorted(mine) == list(range(worker.length or 0))
+        else:
+            assert sorted(self.taken) == list(range(len(self.taken)))
+            assert self.left_in_sampler == 0
+            for task_id in self.taken:
+                if self.schedule.in_order:
+                    assert self.origin[task_id][0] == task_id % len(self.workers)
+
+
+AnyOrder.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+)
+TestAnyOrder = AnyOrder.TestCase
