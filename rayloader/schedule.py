@@ -218,9 +218,8 @@ class Schedule:
                 return self._worker_exhausted(event)
             case WorkerLost():
                 return self._worker_lost(event)
-            case BatchTaken(task_id):
-                self._move(self._tasks[task_id], event)
-                return [] if self._sampler_exhausted or not any(self._active) else [DrawIndices(1)]
+            case BatchTaken():
+                return self._taken(event)
             case Closed():
                 task_ids = tuple(self._tasks)
                 for task in list(self._tasks.values()):
@@ -257,6 +256,12 @@ class Schedule:
         if not self.in_order:
             return [self._deliver(task) for task in done]
         return self._deliver_ready()
+
+    def _taken(self, event: BatchTaken) -> list[Command]:
+        worker_id = self._tasks[event.task_id].worker_id
+        self._move(self._tasks[event.task_id], event)
+        still_wanted = self._active[worker_id] if self.in_order else any(self._active)
+        return [DrawIndices(1)] if still_wanted and not self._sampler_exhausted else []
 
     def _deliver_ready(self) -> list[Command]:
         """Delivers from the head on, up to the first task that is not ready."""

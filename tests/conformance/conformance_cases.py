@@ -201,9 +201,7 @@ def bound_collate():
 
 
 add("collate_bound", "0 2 2p", bound_collate)
-add(
-    "collate_changed", "2 2p", lambda: {"dataset": data.Noisy(), "batch_size": 6}, script=scripts.change_collate
-)
+add("collate_changed", "2 2p", lambda: {"dataset": data.Noisy(), "batch_size": 6}, script=scripts.change_collate)
 add(
     "collate_map_extended",
     "0 2 2p",
@@ -530,9 +528,7 @@ add("stream_fails", "0 2 2p", lambda: {"dataset": streams.FailingGenerator(), "b
 add("stream_fails_single", "2", lambda: {"dataset": streams.FailingGenerator("key"), "batch_size": None})
 add("stream_stops_inside", "2", lambda: {"dataset": streams.FailingGenerator("stop"), "batch_size": 2})
 add("stream_goes_on", "0 2 2p", lambda: {"dataset": streams.FailingIterator(), "batch_size": 2})
-add(
-    "stream_does_not_start", "1", lambda: {"dataset": streams.FailingStart()}, script=scripts.first_errors(1)
-)
+add("stream_does_not_start", "1", lambda: {"dataset": streams.FailingStart()}, script=scripts.first_errors(1))
 add("exits", "2", lambda: failing("exit"), script=scripts.until_an_error)
 
 NAMES = [case.name for case in CASES]

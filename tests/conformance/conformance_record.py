@@ -50,7 +50,7 @@ class Describer:
             described["value"] = sorted(map(repr, value))
         elif value is None or isinstance(value, bool | int | str | bytes | complex | bytearray):
             described["value"] = value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type) or hasattr(value, "__dict__"):
+        elif (dataclasses.is_dataclass(value) and not isinstance(value, type)) or hasattr(value, "__dict__"):
             described["attributes"] = self.describe(vars(value)) if not isinstance(value, type) else repr(value)
         else:
             described["value"] = repr(value)
@@ -150,9 +150,7 @@ def describe_error(error):
         "bases": [f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__],
         "text": describe_text(str(error)),
         "arguments": [type_name(argument) for argument in error.args],
-        "own frames": [
-            frame.name for frame in traceback.extract_tb(error.__traceback__) if is_dataset_code(frame)
-        ],
+        "own frames": [frame.name for frame in traceback.extract_tb(error.__traceback__) if is_dataset_code(frame)],
     }
     error.__traceback__ = None
     return described
@@ -221,6 +219,7 @@ class Recorder:
             except StopIteration as stop:
                 more = False
                 events.append((f"{label}: end after {number}", {"text": describe_text(str(stop))}))
+                stop.__traceback__ = None  # as in describe_error
                 break
             except Exception as error:
                 events.append((f"{label}: batch {number}: error", describe_error(error)))

@@ -1,0 +1,307 @@
+"""The class beside torch's: arguments, checks, attributes, and what frameworks do with it."""
+
+import copy
+import gc
+import inspect
+import pickle
+import types
+import weakref
+
+import pytest
+import rayloader
+import torch
+from probes import Calls, Stream, as_is, in_each_worker, load
+from rayloader import DataLoader
+from torch.utils.data import BatchSampler, Dataset, SequentialSampler
+
+StockLoader = torch.utils.data.DataLoader
+NUMBERS = range(10)
+SAMPLER = SequentialSampler(NUMBERS)
+BATCH_SAMPLER = BatchSampler(SAMPLER, 2, False)
+STREAM = Stream(range)
+
+OURS = ["ray_remote_args", "fresh_processes"]
+
+
+class NoLength:
+    def __getitem__(self, index):
+        return index
+
+
+# Positional arguments, keyword arguments.
+BAD_ARGUMENTS = {
+    "negative num_workers": ((NUMBERS,), {"num_workers": -1}),
+    "num_workers a string": ((NUMBERS,), {"num_workers": "2"}),
+    "num_workers None": ((NUMBERS,), {"num_workers": None}),
+    "negative timeout": ((NUMBERS,), {"timeout": -1}),
+    "timeout None": ((NUMBERS,), {"timeout": None}),
+    "prefetch_factor without workers": ((NUMBERS,), {"prefetch_factor": 2}),
+    "negative prefetch_factor": ((NUMBERS,), {"prefetch_factor": -1, "num_workers": 1}),
+    "prefetch_factor a string": ((NUMBERS,), {"prefetch_factor": "2", "num_workers": 1}),
+    "persistent without workers": ((NUMBERS,), {"persistent_workers": True}),
+    "iterable shuffled": ((STREAM,), {"shuffle": True}),
+    "iterable with sampler": ((STREAM,), {"sampler": SAMPLER}),
+    "iterable with batch_sampler": ((STREAM,), {"batch_sampler": BATCH_SAMPLER}),
+    "sampler and shuffle": ((NUMBERS,), {"sampler": SAMPLER, "shuffle": True}),
+    "batch_sampler and batch_size": ((NUMBERS,), {"batch_sampler": BATCH_SAMPLER, "batch_size": 2}),
+    "batch_sampler and shuffle": ((NUMBERS,), {"batch_sampler": BATCH_SAMPLER, "shuffle": True}),
+    "batch_sampler and sampler": ((NUMBERS,), {"batch_sampler": BATCH_SAMPLER, "sampler": SAMPLER}),
+    "batch_sampler and drop_last": ((NUMBERS,), {"batch_sampler": BATCH_SAMPLER, "drop_last": True}),
+    "drop_last without batches": ((NUMBERS,), {"batch_size": None, "drop_last": True}),
+    "batch_size 0": ((NUMBERS, 0), {}),
+    "negative batch_size": ((NUMBERS, -1), {}),
+    "batch_size a bool": ((NUMBERS, True), {}),
+    "batch_size a float": ((NUMBERS, 1.5), {}),
+    "batch_size a string": ((NUMBERS, "2"), {}),
+    "drop_last a string": ((NUMBERS,), {"drop_last": "yes"}),
+    "context without workers": ((NUMBERS,), {"multiprocessing_context": "fork"}),
+    "unknown context": ((NUMBERS,), {"multiprocessing_context": "thread", "num_workers": 1}),
+    "context of another type": ((NUMBERS,), {"multiprocessing_context": 1, "num_workers": 1}),
+    "nothing to shuffle, no length": ((NoLength(),), {"shuffle": True}),
+    "no dataset": ((), {}),
+    "unknown argument": ((NUMBERS,), {"workers": 2}),
+    "too many positional arguments": ((NUMBERS, *[None] * 13), {}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_raise_torchs_errors(case):
+    arguments, options = BAD_ARGUMENTS[case]
+    with pytest.raises((ValueError, TypeError)) as torchs:
+        StockLoader(*arguments, **options)
+    with pytest.raises((ValueError, TypeError)) as ours:
+        DataLoader(*arguments, **options)
+    assert (ours.type, str(ours.value)) == (torchs.type, str(torchs.value))
+
+
+def test_prefetch_factor_0_is_refused_by_iter_with_torchs_type():
+    loader = DataLoader(NUMBERS, num_workers=1, prefetch_factor=0)
+    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
+        iter(loader)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        ([("num_cpus", 1)], TypeError, r"ray_remote_args must be a dict of .* got \[\('num_cpus', 1\)\]"),
+        ({1: 1}, TypeError, r"ray_remote_args must be a dict of .* got \{1: 1\}"),
+        ({"max_concurrency": 2}, ValueError, "must not hold 'max_concurrency': user code must run"),
+        ({"num_cpus": 1, "name": "x"}, ValueError, "must not hold 'name': workers belong to one process"),
+    ],
+)
+def test_ray_remote_args_are_checked(value, error, text):
+    with pytest.raises(error, match=text):
+        DataLoader(NUMBERS, num_workers=1, ray_remote_args=value)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    ["batch_size", "sampler", "batch_sampler", "drop_last", "dataset", "persistent_workers"],
+)
+def test_attributes_that_must_not_be_set_raise_torchs_error(attribute):
+    loader, stock = DataLoader(NUMBERS), StockLoader(NUMBERS)
+    with pytest.raises(ValueError, match=attribute) as torchs:
+        setattr(stock, attribute, None)
+    with pytest.raises(ValueError, match=attribute) as ours:
+        setattr(loader, attribute, None)
+    assert str(ours.value) == str(torchs.value).replace("DataLoader", type(loader).__name__)
+
+
+def test_collate_fn_may_be_set(ray_session):
+    loader = DataLoader(range(4), batch_size=2, num_workers=2)
+    loader.collate_fn = tuple
+    assert list(loader) == [(0, 1), (2, 3)]
+
+
+def test_generic():
+    alias = DataLoader[int]
+    assert alias.__origin__ is DataLoader
+    assert alias.__args__ == (int,)
+    assert isinstance(alias(NUMBERS), DataLoader)
+
+
+def test_signature_is_torchs_spelled_out_with_ours_after_it():
+    torchs = list(inspect.signature(StockLoader.__init__).parameters.values())
+    ours = list(inspect.signature(DataLoader.__init__).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in ours[: len(torchs)]] == [
+        (p.name, p.kind, p.default) for p in torchs
+    ]
+    assert [(p.name, p.kind) for p in ours[len(torchs) :]] == [(n, inspect.Parameter.KEYWORD_ONLY) for n in OURS]
+
+
+def test_every_parameter_is_an_attribute_from_which_a_framework_can_rebuild_the_loader(ray_session):
+    loader = DataLoader(
+        range(6), 2, num_workers=2, ray_remote_args={"num_cpus": 0}, timeout=60, in_order=False, prefetch_factor=3
+    )
+    parameters = inspect.signature(type(loader)).parameters
+    arguments = {name: getattr(loader, name) for name in parameters if name != "shuffle"}
+    assert arguments.pop("batch_size") == 2
+    assert arguments.pop("drop_last") is False
+    assert arguments.pop("sampler") is loader.sampler
+    rebuilt = type(loader)(**arguments)
+    assert (rebuilt.ray_remote_args, rebuilt.timeout, rebuilt.prefetch_factor) == ({"num_cpus": 0}, 60, 3)
+    assert sorted(batch.tolist() for batch in rebuilt) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_isinstance_of_torchs_class_bound_at_import():
+    assert issubclass(DataLoader, StockLoader)
+    assert isinstance(DataLoader(NUMBERS), StockLoader)
+    assert rayloader.DataLoader is DataLoader
+
+
+def test_without_workers_it_is_torchs_own_iterator():
+    loader = DataLoader(range(4), 2)
+    assert type(iter(loader)) is type(iter(StockLoader(range(4), 2)))
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchs_name_replaced_by_ours(monkeypatch, ray_session, num_workers):
+    monkeypatch.setattr(torch.utils.data, "DataLoader", DataLoader)
+    monkeypatch.setattr(torch.utils.data.dataloader, "DataLoader", DataLoader)
+    loader = torch.utils.data.DataLoader(range(4), 2, num_workers=num_workers)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert isinstance(loader, StockLoader)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda namespace: type("Sub", (DataLoader,), namespace),
+        lambda namespace: types.new_class("Sub", (DataLoader[int],), exec_body=lambda ns: ns.update(namespace)),
+    ],
+    ids=["type", "new_class"],
+)
+def test_dynamic_subclass_with_own_get_iterator(ray_session, make):
+    def get_iterator(self):
+        return (batch * 10 for batch in super(subclass, self)._get_iterator())
+
+    subclass = make({"_get_iterator": get_iterator})
+    loader = subclass(range(4), 2, num_workers=2)
+    assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
+
+
+def test_persistent_workers_have_one_iterator_that_iter_resets(ray_session):
+    loader = DataLoader(range(8), num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
+    assert iter(loader) is iterator
+    assert [batch.item() for batch in iterator] == list(range(8))
+    assert [batch.item() for batch in loader] == list(range(8))
+
+
+def test_without_persistent_workers_live_iterators_are_independent(ray_session):
+    loader = DataLoader(range(4), num_workers=1)
+    first = iter(loader)
+    assert next(first).item() == 0
+    second = iter(loader)
+    assert second is not first
+    pairs = [(next(first).item(), next(second).item()) for _ in range(3)]
+    assert pairs == [(1, 0), (2, 1), (3, 2)]
+    assert [batch.item() for batch in first] == []
+    assert [batch.item() for batch in second] == [3]
+
+
+def test_iter_of_an_iterator_is_itself_and_it_has_a_length(ray_session):
+    iterator = iter(DataLoader(range(5), 2, num_workers=1))
+    assert iter(iterator) is iterator
+    assert len(iterator) == 3
+
+
+@pytest.fixture
+def no_gc():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("taken", [0, 2, 10])
+def test_collected_by_reference_count(ray_session, no_gc, persistent, taken):
+    loader = DataLoader(NUMBERS, num_workers=2, persistent_workers=persistent)
+    iterator = iter(loader)
+    for _ in range(taken):
+        next(iterator)
+    dead = weakref.ref(loader), weakref.ref(iterator)
+    del loader, iterator
+    assert [reference() for reference in dead] == [None, None]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_collected_by_reference_count_after_an_error(ray_session, no_gc, persistent):
+    loader = load(lambda index: 1 // index, 2, persistent_workers=persistent)
+    iterator = iter(loader)
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+    dead = weakref.ref(loader), weakref.ref(iterator)
+    del loader, iterator
+    assert [reference() for reference in dead] == [None, None]
+
+
+def test_a_loader_may_be_pickled_fresh_and_used(ray_session):
+    loader = DataLoader(
+        range(6), 2, num_workers=2, collate_fn=as_is, prefetch_factor=3, ray_remote_args={"num_cpus": 0}
+    )
+    fresh = pickle.loads(pickle.dumps(loader))
+    expected = list(loader)
+    used = pickle.loads(pickle.dumps(loader))
+    assert expected == [[0, 1], [2, 3], [4, 5]]
+    assert list(fresh) == list(used) == expected
+    assert (used.prefetch_factor, used.ray_remote_args) == (3, {"num_cpus": 0})
+
+
+def test_an_iterator_refuses_to_be_pickled_as_torchs_does(ray_session):
+    loader = DataLoader(range(2), num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    with pytest.raises(NotImplementedError) as torchs:
+        pickle.dumps(iter(StockLoader(range(2))))
+    assert torchs.value.args == ("{} cannot be pickled", "_SingleProcessDataLoaderIter")
+    for holder in (iterator, loader):  # with persistent workers a used loader holds its iterator
+        with pytest.raises(NotImplementedError) as ours:
+            pickle.dumps(holder)
+        assert ours.value.args == ("{} cannot be pickled", type(iterator).__name__)
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_loader_works_beside_it(ray_session, copier):
+    loader = DataLoader(Calls(as_is, 4), 2, num_workers=1)
+    twin = copier(loader)
+    assert type(twin) is DataLoader
+    both = [(a.tolist(), b.tolist()) for a, b in zip(loader, twin, strict=True)]
+    assert both == [([0, 1], [0, 1]), ([2, 3], [2, 3])]
+
+
+def test_lengths_are_torchs():
+    for options in ({"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}):
+        for num_workers in (0, 2):
+            arguments = {**options, "num_workers": num_workers}
+            assert len(DataLoader(NUMBERS, **arguments)) == len(StockLoader(NUMBERS, **arguments))
+    with pytest.raises(TypeError, match="has no len"):
+        len(DataLoader(STREAM, num_workers=2))
+
+
+class Five(Stream):
+    def __len__(self):
+        return 5
+
+
+def test_an_iterable_dataset_longer_than_it_said_is_warned_about_in_torchs_words(ray_session):
+    loader = DataLoader(Five(lambda worker: range(3)), batch_size=None, num_workers=2)
+    assert len(loader) == 5
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(5)] == [0, 0, 1, 1, 2]
+    with pytest.warns(UserWarning, match="was reported to be 5.* but 6 samples have been fetched.*replica at each"):
+        assert next(iterator) == 2
+
+
+def test_a_plain_dataset_object_is_enough(ray_session):
+    class Plain(Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return index * 2
+
+    assert [batch.item() for batch in DataLoader(Plain(), num_workers=2)] == [0, 2]
+    assert in_each_worker(lambda index: index) == [0, 1]
