@@ -27,7 +27,7 @@ from rayloader.errors import WorkerDiedError, add_note
 from rayloader.pool import Crew, get_pool
 from rayloader.process_state import ProcessState
 from rayloader.schedule import Schedule
-from rayloader.transport import codec
+from rayloader.transport import codec, unpicklable
 from rayloader.worker import Replica, Setup, changed_collate_fn_map
 
 
@@ -116,7 +116,7 @@ class EpochIterator(_BaseDataLoaderIter):
             return codec.encode(replica)
         except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
             for name in ("dataset", "collate_fn", "worker_init_fn"):
-                if (explanation := codec.explain_unpicklable(getattr(replica, name), name)) is not None:
+                if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
                     add_note(error, f"It cannot be sent to the workers: {explanation}")
             raise
 

@@ -7,7 +7,7 @@
 - Quantized, sparse, nested, conjugated tensors and wrapper subclasses are pickled as torch pickles them, with
   the storages inside taken out as spans. Anything else is cloudpickle's.
 
-The only state is a cache of class definitions. Any thread may call; Ray is unknown here.
+No state beside the cache of classes.py. Any thread may call; Ray is unknown here.
 
 NOTE [Spans]. Pickle's opcode for out-of-band buffers takes the next item of an iterable, whatever that is. So a
 tensor's reduction holds a *token*, an empty `PickleBuffer` that stands for its storage, and `decode` hands out
@@ -15,32 +15,25 @@ the rebuilt storage in its place: no context, no registry. Spans grow while the 
 carry absolute offsets, and the spans' starts follow at the end of the skeleton, which is
 
     body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer) | header's length
-
-NOTE [Classes]. Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and overwrites
-the class, attribute by attribute, in a process that has the id already. From driver to worker that is wanted:
-warm workers see changed methods. A batch must not do it to the driver's class; so there only the id counts, and
-the definition comes along for a process that does not have it (any more).
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import operator
 import pickle
 import types
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import cloudpickle
 import numpy as np
 import torch
-from cloudpickle import cloudpickle as by_value
 from torch import Tensor
 from torch.multiprocessing import reductions
+
+from rayloader.transport import classes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -54,9 +47,6 @@ _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _NAMES = {d: name for name, d in _DTYPES.items() if not name.startswith(("qint", "quint"))}
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-
-_make_class, _make_enum = by_value._make_skeleton_class, by_value._make_skeleton_enum
-_definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,10 +73,10 @@ def encode(obj: object, *, known_classes: bool = False) -> Encoded:
     Args:
         obj: Anything that cloudpickle can pickle.
         known_classes: Name the classes that travel by value instead of defining them, for the way back to the
-            process that they came from; see NOTE [Classes].
+            process that they came from; see classes.py.
 
     Raises:
-        Exception: Whatever pickling `obj` raises, unchanged; `explain_unpicklable` finds the culprit. A tensor
+        Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
             that requires grad and is no leaf is refused in torch's words.
     """
     file = io.BytesIO()
@@ -213,7 +203,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is types.FunctionType and obj.__module__ == __name__:
             return NotImplemented  # spares our own functions cloudpickle's search
         if self.known_classes and issubclass(kind, type):
-            return self._class(obj)
+            return classes.reduce_by_id(obj, super().reducer_override)
         return super().reducer_override(obj)
 
     def _tensor(self, tensor: Tensor) -> Any:
@@ -281,19 +271,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         plain = dtype.isbuiltin == 1 and dtype.metadata is None
         return _array, (buffer, array.shape, dtype.str if plain else dtype, strides)
 
-    def _class(self, cls: type) -> Any:
-        definition = _definitions.get(cls)
-        if definition is None:
-            reduced = super().reducer_override(cls)
-            if reduced is NotImplemented or reduced[0] not in (_make_class, _make_enum):
-                return reduced
-            try:
-                text = cloudpickle.dumps(cls, _PROTOCOL)
-            except Exception:
-                text = None  # something unpicklable was put on it in this process; the id alone will do
-            definition = _definitions[cls] = (by_value._get_or_create_tracker_id(cls), text)
-        return _known_class, definition
-
 
 def _storage_over(view: memoryview) -> torch.UntypedStorage:
     if view.readonly:  # torch.frombuffer would warn
@@ -338,86 +315,3 @@ def _memmap(attributes: dict[str, object], *place: Any) -> Any:
     array = _array(*place).view(np.memmap)
     vars(array).update(attributes)
     return array
-
-
-def _known_class(tracker_id: str, definition: bytes | None) -> Any:
-    cls = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
-    if cls is None and definition is None:
-        raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
-    return _Definition(definition or b"").load() if cls is None else cls
-
-
-class _Definition(pickle.Unpickler):
-    """Loads a class by value, and leaves alone the classes it refers to that this process has."""
-
-    def __init__(self, definition: bytes) -> None:
-        super().__init__(io.BytesIO(definition))
-        self.known = set(by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS)
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        return self._fill if found is by_value._class_setstate else found
-
-    def _fill(self, cls: type, state: object) -> object:
-        return cls if cls in self.known else by_value._class_setstate(cls, state)
-
-
-def explain_unpicklable(obj: object, name: str) -> str | None:
-    """Names the part of an object that can't be pickled, and the remedy.
-
-    Args:
-        obj: What `encode` failed on.
-        name: What the user calls it.
-
-    Returns:
-        `dataset.lock: _thread.lock can't be sent to a worker (reason); remedy`, or None if nothing was found.
-        At most 2000 objects and 6 levels are searched, and nothing is raised.
-    """
-    try:
-        return _culprit(obj, name, 6, iter(range(2000)), [])
-    except Exception:
-        return None
-
-
-def _culprit(obj: object, path: str, depth: int, budget: Iterator[int], above: list[object]) -> str | None:
-    if any(obj is one for one in above) or next(budget, None) is None:
-        return None
-    try:
-        encode(obj)
-        return None
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(Exception):  # what can't even be taken apart is the culprit itself
-        for suffix, part in _parts(obj) if depth else ():
-            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj]):
-                return found
-    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
-    remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
-    if "multiprocessing" in kind:
-        remedy = f"share numbers through a tensor after tensor.share_memory_(), or {remedy}"
-    return f"{path}: {kind} can't be sent to a worker ({reason}); {remedy}"
-
-
-def _parts(obj: Any) -> Iterator[tuple[str, object]]:
-    """What pickling an object pickles in turn, each with what it adds to the path."""
-    if isinstance(obj, dict):
-        yield from ((f"[{key!r:.40}]", value) for key, value in obj.items())
-    elif isinstance(obj, (list, tuple, set, frozenset, deque)):
-        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
-    elif isinstance(obj, types.FunctionType):
-        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
-            yield f".<closure>.{name}", cell.cell_contents
-        used = set(obj.__code__.co_names) & obj.__globals__.keys()
-        yield from ((f".<globals>.{name}", obj.__globals__[name]) for name in sorted(used))
-    elif isinstance(obj, types.MethodType):
-        yield ".__self__", obj.__self__
-    elif isinstance(obj, type):
-        yield from ((f".{name}", value) for name, value in vars(obj).items())
-    else:  # by its reduction, not its attributes, since __getstate__ may drop some
-        _, args, *rest = obj.__reduce_ex__(_PROTOCOL)
-        states = rest[0] if rest and isinstance(rest[0], tuple) else rest[:1]
-        for state in (*states, args):
-            if isinstance(state, dict):
-                yield from ((f".{name}", value) for name, value in state.items())
-            elif state is not None:
-                yield "", state

@@ -23,8 +23,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayloader.transport import codec
-from rayloader.transport.codec import decode, encode, explain_unpicklable, writable_copies
+from rayloader.transport import codec, unpicklable
+from rayloader.transport.codec import decode, encode, writable_copies
 
 ROOT = Path(__file__).parents[2]
 STRIDED = list(codec._NAMES)
@@ -686,14 +686,14 @@ def test_explains_what_cannot_be_pickled(index):
     path, obj = list(culprits().items())[index]
     with pytest.raises((TypeError, RuntimeError, pickle.PicklingError)):
         encode(obj)
-    text = explain_unpicklable(obj, "dataset")
+    text = unpicklable.explain(obj, "dataset")
     assert text.startswith(path.strip() + " can't be sent to a worker (")
     assert "__getstate__" in text
     assert ("share_memory_()" in text) == ("multiprocessing" in path)
 
 
 def test_explains_nothing_where_there_is_nothing():
-    assert explain_unpicklable(Holder(a=1), "dataset") is None
+    assert unpicklable.explain(Holder(a=1), "dataset") is None
 
 
 def test_explaining_is_bounded_and_never_raises():
@@ -704,13 +704,13 @@ def test_explaining_is_bounded_and_never_raises():
         def __repr__(self):
             raise OSError
 
-    assert explain_unpicklable([Hostile(), threading.Lock()], "x").startswith(f"x[0]: {__name__}.")
-    assert explain_unpicklable({Hostile(): threading.Lock()}, "x").startswith("x: builtins.dict")
-    assert explain_unpicklable([0] * 5000 + [threading.Lock()], "x").startswith("x: builtins.list")
+    assert unpicklable.explain([Hostile(), threading.Lock()], "x").startswith(f"x[0]: {__name__}.")
+    assert unpicklable.explain({Hostile(): threading.Lock()}, "x").startswith("x: builtins.dict")
+    assert unpicklable.explain([0] * 5000 + [threading.Lock()], "x").startswith("x: builtins.list")
     deep = threading.Lock()
     for _ in range(20):
         deep = [deep]
-    assert explain_unpicklable(deep, "x").startswith("x[0][0][0][0][0][0]: builtins.list")
+    assert unpicklable.explain(deep, "x").startswith("x[0][0][0][0][0][0]: builtins.list")
 
 
 # Any structure

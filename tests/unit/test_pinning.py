@@ -51,7 +51,9 @@ def test_holds_at_most_one_item_beyond_the_one_in_work(pin_threads):
 
 
 def test_an_error_of_the_source_is_raised_in_its_turn_and_again(pin_threads):
-    def produce(items: Iterator[int] = iter([1])) -> int:
+    items = iter([1])
+
+    def produce() -> int:
         return next(items)
 
     thread = PinThread(produce, None)

@@ -1,0 +1,60 @@
+"""The driver's own classes on their way back to it.
+
+Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and overwrites the class, attribute
+by attribute, in a process that has the id already. From driver to worker that is wanted: warm workers see changed
+methods. A batch must not do it to the driver's class; so there only the id counts, and the definition comes along for a
+process that does not have it (any more).
+
+The only state is a cache of definitions, as long-lived as their classes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import cloudpickle
+from cloudpickle import cloudpickle as by_value
+
+_make_class, _make_enum = by_value._make_skeleton_class, by_value._make_skeleton_enum
+_definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle
+
+
+def reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
+    """A class's reduction that finds it by its id; `reduce_by_value`'s answer for a class that travels by name."""
+    definition = _definitions.get(cls)
+    if definition is None:
+        reduced = reduce_by_value(cls)
+        if reduced is NotImplemented or reduced[0] not in (_make_class, _make_enum):
+            return reduced
+        try:
+            text = cloudpickle.dumps(cls, pickle.HIGHEST_PROTOCOL)
+        except Exception:  # something unpicklable was put on it in this process; the id alone will do
+            text = None
+        definition = _definitions[cls] = (by_value._get_or_create_tracker_id(cls), text)
+    return _known_class, definition
+
+
+def _known_class(tracker_id: str, definition: bytes | None) -> Any:
+    cls = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+    if cls is None and definition is None:
+        raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
+    return _Definition(definition or b"").load() if cls is None else cls
+
+
+class _Definition(pickle.Unpickler):
+    """Loads a class by value, and leaves alone the classes it refers to that this process has."""
+
+    def __init__(self, definition: bytes) -> None:
+        super().__init__(io.BytesIO(definition))
+        self.known = set(by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._fill if found is by_value._class_setstate else found
+
+    def _fill(self, cls: type, state: object) -> object:
+        return cls if cls in self.known else by_value._class_setstate(cls, state)
