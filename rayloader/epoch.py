@@ -22,10 +22,10 @@ from typing import Any
 
 from torch._utils import ExceptionWrapper
 
+from rayloader.crew import ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
 from rayloader.errors import BatchTimeoutError, WorkerDiedError, add_note
-from rayloader.pool import ActorLost, Crew, Ref
 from rayloader.schedule import (
     BatchTaken,
     Closed,

@@ -22,9 +22,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from rayloader import session
+from rayloader.crew import Crew
 from rayloader.epoch import Epoch, describe
 from rayloader.errors import WorkerDiedError, add_note
-from rayloader.pool import Crew, get_pool
+from rayloader.pool import get_pool
 from rayloader.process_state import ProcessState
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable

@@ -2,7 +2,11 @@
 
 Promise: every actor of this process belongs to the one `Pool` of the current Ray session, and is busy (lent to one
 iterator), stopping, or idle. It dies with the last loader that could use it, with `shutdown()`, or with the driver.
-Nothing here calls Ray once the session that the actors came from is gone (see
+Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in session.py).
+
+Threads: `acquire` runs on any thread; `rayloader-pool` does what may wait (stopping, killing), woken through a queue.
+What a finalizer may call (`Crew.release`, a loader's end) only puts into that queue: it may run in the middle of
+anything, this file's critical sections included.
 """
 
 from __future__ import annotations
@@ -15,19 +19,17 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import cloudpickle
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from rayloader import session
+from rayloader.crew import Actor, ActorState, Crew, Returned
 from rayloader.errors import RaySessionError, WorkerStartError
-from rayloader.transport.codec import Encoded
-from rayloader.worker import Result, Setup, Worker, WorkerAddress, to_wire
+from rayloader.worker import Worker
 
 # How long an actor that was told to stop may work on: what it does is of no use any more.
 STOP_TIMEOUT_S = 5.0
@@ -42,169 +44,16 @@ STOP_POLL_S = 0.1
 
 _remote_worker: Any = ray.remote(Worker)
 
-Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
-
-
-class ActorState(Enum):
-    """Who an actor works for."""
-
-    BUSY = "busy"  # lent to an iterator
-    STOPPING = "stopping"  # told to stop, not answered
-    IDLE = "idle"  # warm, free for any loader with the same options
+_LOADER_GONE = object()
+_END = object()
 
 
 @dataclass(eq=False, slots=True)
-class Actor:
-    """One actor process; methods that take or give a `Ref` return at once."""
+class _LoaderEntry:
+    """A loader that has iterated in this session."""
 
-    handle: Any
-    key: bytes  # of the options it was made with
-    hello: Ref  # answered with its address once it runs
-    created_at: float  # time.monotonic()
-    state: ActorState = ActorState.BUSY
-    address: WorkerAddress | None = None
-    started_at: float | None = None  # time.monotonic() when it was first seen to run
-    stopped: Ref = None  # answer to `stop`
-    stop_by: float = 0.0  # time.monotonic()
-
-    def has_started(self) -> bool:
-        """Whether it runs by now; notes where. Raises RayError if it never will."""
-        if self.address is None:
-            try:
-                address: Any = ray.get(self.hello, timeout=0)
-            except GetTimeoutError:
-                return False
-            self.address, self.started_at = address, time.monotonic()
-        return True
-
-    def start(self, setup: Setup, replica: Ref) -> Ref:
-        """`Worker.start`."""
-        return self.handle.start.remote(setup, replica)
-
-    def resume(self, shared_seed: int | None) -> Ref:
-        """`Worker.resume`."""
-        return self.handle.resume.remote(shared_seed)
-
-    def run(self, task_ids: tuple[int, ...], indices: Encoded) -> Ref:
-        """`Worker.run`, with the list of each task's indices."""
-        return self.handle.run.remote(task_ids, to_wire(indices))
-
-
-class ActorLost(Exception):
-    """A worker's answer will not come: its actor, its node or the object is gone."""
-
-    def __init__(self, worker_id: int, error: RayError) -> None:
-        super().__init__(str(error).strip())
-        self.worker_id = worker_id
-
-
-class Crew:
-    """The actors that one iterator owns, one a worker, until `release`."""
-
-    def __init__(self, pool: Pool, actors: list[Actor]) -> None:
-        self._pool = pool
-        self._pid = os.getpid()
-        self._released = False
-        self.actors = actors
-
-    @property
-    def usable(self) -> bool:
-        """Whether the actors are still this crew's and can be talked to."""
-        return not self._released and not self._pool.closed and self._pool.session_alive()
-
-    def check_session(self) -> None:
-        """Raises RaySessionError unless the crew is usable."""
-        if os.getpid() != self._pid:
-            raise RaySessionError(
-                "an iterator works in the process that made it, and this one was forked from it; "
-                "call iter() on the loader again here"
-            )
-        if self._released or self._pool.closed:
-            raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
-        if not self._pool.session_alive():
-            raise RaySessionError(
-                "Ray was shut down while this iterator was live; its workers are gone: "
-                "call iter() on the loader again, which starts anew"
-            )
-
-    def fetch(self, worker_id: int, ref: Ref, timeout: float) -> list[Result] | None:
-        """What a worker's call returned; None if it has not within `timeout` seconds.
-
-        Raises:
-            ActorLost: it never will.
-        """
-        self.check_session()
-        try:
-            return ray.get(ref, timeout=timeout)
-        except GetTimeoutError:
-            return None
-        except RayError as error:
-            raise ActorLost(worker_id, error) from error
-
-    def ready(self, refs: Sequence[Ref], *, count: int, timeout: float) -> list[Ref]:
-        """Those of `refs` that are answered (or lost), once `count` of them are or after `timeout` seconds."""
-        self.check_session()
-        return ray.wait(list(refs), num_returns=min(count, len(refs)), timeout=timeout)[0]
-
-    def put(self, replica: Encoded) -> Ref:
-        """Ships once what all workers will open."""
-        self.check_session()
-        return ray.put(to_wire(replica))
-
-    def check_started(self) -> None:
-        """Notes which actors run by now.
-
-        Raises:
-            WorkerStartError: one has waited for its place for too long.
-            ActorLost: one could not be started.
-        """
-        self.check_session()
-        pending = []
-        for worker_id, actor in enumerate(self.actors):
-            try:
-                if not actor.has_started():
-                    pending.append(actor)
-            except RayError as error:
-                raise ActorLost(worker_id, error) from error
-        if pending:
-            oldest = min(actor.created_at for actor in pending)
-            self._pool.check_start_limit(time.monotonic() - oldest, len(pending), len(self.actors))
-
-    def address(self, worker_id: int) -> WorkerAddress | None:
-        """Where a worker runs; None if it does not, or nobody can say any more."""
-        actor = self.actors[worker_id]
-        if self.usable:
-            with contextlib.suppress(RayError):
-                actor.has_started()
-        return actor.address
-
-    def release(self, *, busy: bool, lost: Sequence[int] = ()) -> None:
-        """Gives the actors back; callable from a finalizer and more than once.
-
-        Args:
-            busy: calls may be unanswered.
-            lost: workers whose actors are gone or must go.
-        """
-        if self._released or os.getpid() != self._pid:
-            return
-        self._released = True
-        gone = [actor for worker_id, actor in enumerate(self.actors) if worker_id in lost]
-        self._pool.post(_Returned([actor for actor in self.actors if actor not in gone], gone, busy=busy))
-
-
-@dataclass(frozen=True, slots=True)
-class _Returned:
-    actors: list[Actor]
-    gone: list[Actor]
-    busy: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _LoaderGone:
-    loader_id: int
-
-
-_END = object()
+    ref: weakref.ref[object]  # its end wakes the thread
+    key: bytes  # of the options that its actors are made with
 
 
 @dataclass(eq=False)
@@ -214,7 +63,7 @@ class Pool:
     session_name: session.SessionName
     closed: bool = False
     _actors: list[Actor] = field(default_factory=list)
-    _loaders: dict[int, bytes] = field(default_factory=dict)  # key of each live loader's options, by id()
+    _loaders: list[_LoaderEntry] = field(default_factory=list)
     _inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)  # put() is safe in finalizers
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
@@ -232,8 +81,10 @@ class Pool:
         """
         key = cloudpickle.dumps(sorted(remote_args.items(), key=lambda item: item[0]))
         with self._lock:
-            self._register(loader, key)
+            if self.closed:
+                raise RaySessionError("the workers were shut down while iter() asked for them; call iter() again")
             self._read_inbox()
+            self._register(loader, key)
             actors = [] if fresh else self._take_warm(count, key)
             missing = count - len(actors)
             if missing:
@@ -287,25 +138,25 @@ class Pool:
     # ---- under the lock
 
     def _register(self, loader: object, key: bytes) -> None:
-        if id(loader) not in self._loaders:
-            finalizer = weakref.finalize(loader, self._inbox.put, _LoaderGone(id(loader)))
-            finalizer.atexit = False  # at exit everything goes
-        self._loaders[id(loader)] = key
+        for entry in self._loaders:
+            if entry.ref() is loader:
+                entry.key = key
+                return
+        inbox = self._inbox
+        self._loaders.append(_LoaderEntry(weakref.ref(loader, lambda _: inbox.put(_LOADER_GONE)), key))
 
     def _read_inbox(self) -> None:
         with contextlib.suppress(queue.Empty):
-            while True:
+            while not self.closed:  # the last message is the thread's
                 self._handle(self._inbox.get_nowait())
 
     def _handle(self, message: Any) -> None:
-        match message:
-            case _LoaderGone(loader_id):
-                self._loaders.pop(loader_id, None)
-            case _Returned(actors, gone, busy):
-                for actor in gone:
-                    self._kill(actor)
-                for actor in actors:
-                    self._take_back(actor, busy=busy)
+        if isinstance(message, Returned):
+            for actor in message.gone:
+                self._kill(actor)
+            for actor in message.actors:
+                self._take_back(actor, busy=message.busy)
+        self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
         self._drop_unusable()
 
     def _take_back(self, actor: Actor, *, busy: bool) -> None:
@@ -316,7 +167,7 @@ class Pool:
         actor.state = ActorState.STOPPING if busy else ActorState.IDLE
 
     def _drop_unusable(self) -> None:
-        usable = set(self._loaders.values())
+        usable = {entry.key for entry in self._loaders}
         for actor in list(self._actors):
             if actor.state is not ActorState.BUSY and actor.key not in usable:
                 self._kill(actor)
@@ -332,24 +183,31 @@ class Pool:
             if len(idle) >= count or not stopping or remaining <= 0:
                 break
             self._settle(timeout=remaining)
-        taken = [actor for actor in idle if self._answers(actor)][:count]
-        for actor in taken:
-            actor.state = ActorState.BUSY
-        return taken
+        return self._alive(idle[:count])
 
-    def _answers(self, actor: Actor) -> bool:
-        """Whether an idle actor is alive: it has answered `stop`, and does not say otherwise now."""
-        try:
-            ray.get([actor.stopped, actor.handle.hello.remote()], timeout=REUSE_WAIT_S)
-        except RayError:
-            self._kill(actor)
-            return False
-        return True
+    def _alive(self, idle: list[Actor]) -> list[Actor]:
+        """Takes those that answer: they have finished `stop`, and have not died since."""
+        probes = [actor.handle.hello.remote() for actor in idle]
+        if probes:
+            ray.wait(probes, num_returns=len(probes), timeout=STOP_TIMEOUT_S)
+        taken = []
+        for actor, probe in zip(idle, probes, strict=True):
+            try:
+                ray.get([actor.stopped, probe], timeout=0)
+            except RayError:  # GetTimeoutError included: it neither answers nor ends
+                self._kill(actor)
+            else:
+                actor.state = ActorState.BUSY
+                taken.append(actor)
+        return taken
 
     def _settle(self, timeout: float) -> None:
         """Moves stopping actors on: to idle once they answered, to the grave once they are late."""
         stopping = [actor for actor in self._actors if actor.state is ActorState.STOPPING]
-        if not stopping or not self.session_alive():
+        if not stopping:
+            return
+        if not self.session_alive():
+            self._actors.clear()  # they ended with it
             return
         done, _ = ray.wait([actor.stopped for actor in stopping], timeout=timeout)
         if done and timeout > 0:  # one was waited for: take the others that came with it
@@ -379,6 +237,8 @@ class Pool:
 
     def _options(self, remote_args: dict[str, Any], count: int) -> dict[str, Any]:
         """Actor options; "DEFAULT" keeps the actors out of a placement group that Ray Tune would put them into."""
+        # The one question to Ray without a public answer: would more nodes come if they were asked for?
+        self._autoscaling = ray._private.state.state.get_max_resources_from_cluster_config() is not None
         options: dict[str, Any] = {"scheduling_strategy": "DEFAULT", "enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
             options["num_cpus"] = self._cpus_per_worker(count)
@@ -391,8 +251,6 @@ class Pool:
         total = ray.cluster_resources()
         if session.OVERSUBSCRIBE_RESOURCE in total:
             return 0
-        # The one question to Ray without a public answer: would more nodes come if they were asked for?
-        self._autoscaling = ray._private.state.state.get_max_resources_from_cluster_config() is not None
         cpus = total.get("CPU", 0)
         wanted = len(self._actors) + count
         if wanted <= cpus or self._autoscaling:

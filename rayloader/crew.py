@@ -1,0 +1,184 @@
+"""The actors that one iterator owns, and all that it may ask of them.
+
+Promise: each method checks that the actors' Ray session still lives before it calls Ray, and raises `RaySessionError`
+if not; what Ray raises about a lost actor, node or object arrives as `ActorLost`. `release` gives the actors back to
+the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from rayloader.errors import RaySessionError
+from rayloader.transport.codec import Encoded
+from rayloader.worker import Result, Setup, WorkerAddress, to_wire
+
+if TYPE_CHECKING:
+    from rayloader.pool import Pool
+
+Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
+
+
+class ActorState(Enum):
+    """Who an actor works for."""
+
+    BUSY = "busy"  # lent to an iterator
+    STOPPING = "stopping"  # told to stop, not answered
+    IDLE = "idle"  # warm, free for any loader with the same options
+
+
+@dataclass(eq=False, slots=True)
+class Actor:
+    """One actor process; methods that take or give a `Ref` return at once."""
+
+    handle: Any
+    key: bytes  # of the options it was made with
+    hello: Ref  # answered with its address once it runs
+    created_at: float  # time.monotonic()
+    state: ActorState = ActorState.BUSY
+    address: WorkerAddress | None = None
+    started_at: float | None = None  # time.monotonic() when it was first seen to run
+    stopped: Ref = None  # answer to `stop`
+    stop_by: float = 0.0  # time.monotonic()
+
+    def has_started(self) -> bool:
+        """Whether it runs by now; notes where. Raises RayError if it never will."""
+        if self.address is None:
+            try:
+                address: Any = ray.get(self.hello, timeout=0)
+            except GetTimeoutError:
+                return False
+            self.address, self.started_at = address, time.monotonic()
+        return True
+
+    def start(self, setup: Setup, replica: Ref) -> Ref:
+        """`Worker.start`."""
+        return self.handle.start.remote(setup, replica)
+
+    def resume(self, shared_seed: int | None) -> Ref:
+        """`Worker.resume`."""
+        return self.handle.resume.remote(shared_seed)
+
+    def run(self, task_ids: tuple[int, ...], indices: Encoded) -> Ref:
+        """`Worker.run`, with the list of each task's indices."""
+        return self.handle.run.remote(task_ids, to_wire(indices))
+
+
+class ActorLost(Exception):
+    """A worker's answer will not come: its actor, its node or the object is gone."""
+
+    def __init__(self, worker_id: int, error: RayError) -> None:
+        super().__init__(str(error).strip())
+        self.worker_id = worker_id
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a crew leaves behind: actors to be used again, and actors that are gone or must go."""
+
+    actors: list[Actor]
+    gone: list[Actor]
+    busy: bool  # calls may be unanswered
+
+
+class Crew:
+    """The actors that one iterator owns, one a worker, until `release`."""
+
+    def __init__(self, pool: Pool, actors: list[Actor]) -> None:
+        self._pool = pool
+        self._pid = os.getpid()
+        self._released = False
+        self.actors = actors
+
+    @property
+    def usable(self) -> bool:
+        """Whether the actors are still this crew's and can be talked to."""
+        return not self._released and not self._pool.closed and self._pool.session_alive()
+
+    def check_session(self) -> None:
+        """Raises RaySessionError unless the crew is usable."""
+        if os.getpid() != self._pid:
+            raise RaySessionError(
+                "an iterator works in the process that made it, and this one was forked from it; "
+                "call iter() on the loader again here"
+            )
+        if self._released or self._pool.closed:
+            raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
+        if not self._pool.session_alive():
+            raise RaySessionError(
+                "Ray was shut down while this iterator was live; its workers are gone: "
+                "call iter() on the loader again, which starts anew"
+            )
+
+    def fetch(self, worker_id: int, ref: Ref, timeout: float) -> list[Result] | None:
+        """What a worker's call returned; None if it has not within `timeout` seconds.
+
+        Raises:
+            ActorLost: it never will.
+        """
+        self.check_session()
+        try:
+            return ray.get(ref, timeout=timeout)
+        except GetTimeoutError:
+            return None
+        except RayError as error:
+            raise ActorLost(worker_id, error) from error
+
+    def ready(self, refs: Sequence[Ref], *, count: int, timeout: float) -> list[Ref]:
+        """Those of `refs` that are answered (or lost), once `count` of them are or after `timeout` seconds."""
+        self.check_session()
+        return ray.wait(list(refs), num_returns=min(count, len(refs)), timeout=timeout)[0]
+
+    def put(self, replica: Encoded) -> Ref:
+        """Ships once what all workers will open."""
+        self.check_session()
+        return ray.put(to_wire(replica))
+
+    def check_started(self) -> None:
+        """Notes which actors run by now.
+
+        Raises:
+            WorkerStartError: one has waited for its place for too long.
+            ActorLost: one could not be started.
+        """
+        self.check_session()
+        pending = []
+        for worker_id, actor in enumerate(self.actors):
+            try:
+                if not actor.has_started():
+                    pending.append(actor)
+            except RayError as error:
+                raise ActorLost(worker_id, error) from error
+        if pending:
+            oldest = min(actor.created_at for actor in pending)
+            self._pool.check_start_limit(time.monotonic() - oldest, len(pending), len(self.actors))
+
+    def address(self, worker_id: int) -> WorkerAddress | None:
+        """Where a worker runs; None if it does not, or nobody can say any more."""
+        actor = self.actors[worker_id]
+        if self.usable:
+            with contextlib.suppress(RayError):
+                actor.has_started()
+        return actor.address
+
+    def release(self, *, busy: bool, lost: Sequence[int] = ()) -> None:
+        """Gives the actors back; callable from a finalizer and more than once.
+
+        Args:
+            busy: calls may be unanswered.
+            lost: workers whose actors are gone or must go.
+        """
+        if self._released or os.getpid() != self._pid:
+            return
+        self._released = True
+        gone = [actor for worker_id, actor in enumerate(self.actors) if worker_id in lost]
+        self._pool.post(Returned([actor for actor in self.actors if actor not in gone], gone, busy=busy))
