@@ -4,9 +4,15 @@ Promise: every actor of this process belongs to the one `Pool` of the current Ra
 iterator), stopping, or idle. It dies with the last loader that could use it, with `shutdown()`, or with the driver.
 Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in session.py).
 
-Threads: `acquire` runs on any thread; `rayloader-pool` does what may wait (stopping, killing), woken through a queue.
-What a finalizer may call (`Crew.release`, a loader's end) only puts into that queue: it may run in the middle of
-anything, this file's critical sections included.
+Threads: any thread may call; `_lock` guards the state. Finalizers (`Crew.release`, a loader's end) may run in the
+middle of anything, this file's critical sections included: they post to the inbox, and handle it at once only if the
+lock is free; whoever holds the lock handles what came meanwhile. A timer, `rayloader-pool`, exists only while actors
+that were told to stop have not answered (NOTE [no thread beside Ray's shutdown]).
+
+NOTE [no thread beside Ray's shutdown]
+While `ray.shutdown()` runs on one thread, another that calls Ray, or drops an ObjectRef, may end the process: Ray's core
+worker exits it (measured, with a thread that polled). So the actors are told to stop, and killed, on the threads that
+use loaders, which are not in `ray.shutdown()` at that moment; and nothing here polls.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,20 +46,17 @@ REUSE_WAIT_S = 1.0
 START_TIMEOUT_S = 60.0
 AUTOSCALING_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
-# How often the pool's thread looks at stopping actors, in seconds; it sleeps for good when there are none.
-STOP_POLL_S = 0.1
 
 _remote_worker: Any = ray.remote(Worker)
 
 _LOADER_GONE = object()
-_END = object()
 
 
 @dataclass(eq=False, slots=True)
 class _LoaderEntry:
     """A loader that has iterated in this session."""
 
-    ref: weakref.ref[object]  # its end wakes the thread
+    ref: weakref.ref[object]  # its end posts a message
     key: bytes  # of the options that its actors are made with
 
 
@@ -66,7 +70,7 @@ class Pool:
     _loaders: list[_LoaderEntry] = field(default_factory=list)
     _inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)  # put() is safe in finalizers
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _thread: threading.Thread | None = None
+    _timer: threading.Timer | None = None
     _autoscaling: bool = False
     _asked: str = ""  # resources that a new actor asks for, in words
 
@@ -80,10 +84,9 @@ class Pool:
         Does not wait until new ones run. With `fresh` none is reused.
         """
         key = cloudpickle.dumps(sorted(remote_args.items(), key=lambda item: item[0]))
-        with self._lock:
+        with self._locked():
             if self.closed:
                 raise RaySessionError("the workers were shut down while iter() asked for them; call iter() again")
-            self._read_inbox()
             self._register(loader, key)
             actors = [] if fresh else self._take_warm(count, key)
             missing = count - len(actors)
@@ -91,17 +94,16 @@ class Pool:
                 options = self._options(remote_args, missing)
                 self._make_room(options, missing, key)
                 actors += [self._create(options, key) for _ in range(missing)]
-            self._ensure_thread()
         return Crew(self, actors)
 
     def post(self, message: Any) -> None:
-        """Hands work to the pool's thread; safe in a finalizer."""
+        """Takes a message and handles it if nobody else is at work here; safe in a finalizer."""
         self._inbox.put(message)
+        self._handle_inbox()
 
     def live_actor_pids(self) -> set[int]:
         """Process ids of the actors that run, whoever uses them (test support)."""
-        with self._lock:
-            self._read_inbox()
+        with self._locked():
             for actor in self._actors:
                 with contextlib.suppress(RayError):
                     actor.has_started()
@@ -124,16 +126,29 @@ class Pool:
         )
 
     def shutdown(self) -> None:
-        """Kills every actor and ends the thread; callable more than once."""
-        with self._lock:
+        """Kills every actor; callable more than once."""
+        with self._locked():
             self.closed = True
             for actor in list(self._actors):
                 self._kill(actor)
             self._loaders.clear()
-            thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            self._inbox.put(_END)
-            thread.join()
+            self._set_timer()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock, with the inbox handled before and after."""
+        with self._lock:
+            self._read_inbox()
+            yield
+        self._handle_inbox()
+
+    def _handle_inbox(self) -> None:
+        """Handles what is in the inbox unless somebody else holds the lock, who will look when he is done."""
+        while not self._inbox.empty() and self._lock.acquire(blocking=False):
+            try:
+                self._read_inbox()
+            finally:
+                self._lock.release()
 
     # ---- under the lock
 
@@ -147,17 +162,16 @@ class Pool:
 
     def _read_inbox(self) -> None:
         with contextlib.suppress(queue.Empty):
-            while not self.closed:  # the last message is the thread's
-                self._handle(self._inbox.get_nowait())
-
-    def _handle(self, message: Any) -> None:
-        if isinstance(message, Returned):
-            for actor in message.gone:
-                self._kill(actor)
-            for actor in message.actors:
-                self._take_back(actor, busy=message.busy)
-        self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
-        self._drop_unusable()
+            while True:
+                message = self._inbox.get_nowait()
+                if isinstance(message, Returned):
+                    for actor in message.gone:
+                        self._kill(actor)
+                    for actor in message.actors:
+                        self._take_back(actor, busy=message.busy)
+                self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
+                self._drop_unusable()
+                self._set_timer()
 
     def _take_back(self, actor: Actor, *, busy: bool) -> None:
         if self.closed or actor not in self._actors or not self.session_alive():
@@ -204,10 +218,7 @@ class Pool:
     def _settle(self, timeout: float) -> None:
         """Moves stopping actors on: to idle once they answered, to the grave once they are late."""
         stopping = [actor for actor in self._actors if actor.state is ActorState.STOPPING]
-        if not stopping:
-            return
-        if not self.session_alive():
-            self._actors.clear()  # they ended with it
+        if not stopping or not self.session_alive():
             return
         done, _ = ray.wait([actor.stopped for actor in stopping], timeout=timeout)
         if done and timeout > 0:  # one was waited for: take the others that came with it
@@ -219,7 +230,7 @@ class Pool:
                     actor.state = ActorState.IDLE
                 except RayError:
                     self._kill(actor)
-            elif time.monotonic() > actor.stop_by:
+            elif time.monotonic() >= actor.stop_by:
                 self._kill(actor)
 
     def _kill(self, actor: Actor) -> None:
@@ -271,31 +282,23 @@ class Pool:
                 if actor.state is not ActorState.BUSY and actor.key != key:
                     self._kill(actor)
 
-    # ---- the thread
+    def _set_timer(self) -> None:
+        """Has late actors killed even if nobody iterates again."""
+        deadlines = [actor.stop_by for actor in self._actors if actor.state is ActorState.STOPPING]
+        if self._timer is not None and not deadlines:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and deadlines:
+            self._timer = threading.Timer(max(0.0, min(deadlines) - time.monotonic()), self._time_is_up)
+            self._timer.name, self._timer.daemon = "rayloader-pool", True
+            self._timer.start()
 
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="rayloader-pool", daemon=True)
-            self._thread.start()
-
-    def _loop(self) -> None:
-        """Ends with `shutdown`, or by itself when there is nothing left to look after."""
-        while True:
-            with self._lock:
-                stopping = any(actor.state is ActorState.STOPPING for actor in self._actors)
-            try:
-                message = self._inbox.get(timeout=STOP_POLL_S if stopping else None)
-            except queue.Empty:
-                message = None
-            if message is _END:
-                return
-            with self._lock:
-                if message is not None:
-                    self._handle(message)
+    def _time_is_up(self) -> None:
+        with self._locked():
+            if self._timer is threading.current_thread():
+                self._timer = None
                 self._settle(timeout=0)
-                if not self._actors and not self._loaders:
-                    self._thread = None
-                    return
+                self._set_timer()
 
 
 _pool: Pool | None = None
