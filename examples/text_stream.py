@@ -115,7 +115,7 @@ def train(model: CharacterModel, loader: DataLoader, steps: int) -> tuple[float,
 
 
 @torch.no_grad()
-def write_sample(model: CharacterModel, prompt: str, length: int, temperature: float = 0.6) -> str:
+def write_sample(model: CharacterModel, prompt: str, length: int, temperature: float = 0.8) -> str:
     """Let the model go on from the prompt, character by character."""
     text = list(prompt.encode("ascii"))
     logits, state = model(torch.tensor([text]))
@@ -144,6 +144,7 @@ def main() -> None:
         generator=torch.Generator().manual_seed(options.seed),
     )
     torch.manual_seed(options.seed)
+    torch.set_num_threads(1)  # the model is small: more threads would mostly wait for each other
     model = CharacterModel()
     loss, unigram_entropy = train(model, loader, options.steps)
     print(f"\nA sample:\n\n{write_sample(model, 'def ', length=400)}\n")

@@ -10,7 +10,7 @@ lock is free; whoever holds the lock handles what came meanwhile. A timer, `rayl
 that were told to stop have not answered (NOTE [no thread beside Ray's shutdown]).
 
 NOTE [no thread beside Ray's shutdown]
-While `ray.shutdown()` runs on one thread, another that calls Ray, or drops an ObjectRef, may end the process: Ray's core
+While `ray.shutdown()` runs on one thread, another that calls Ray, or drops an ObjectRef, may end the process: the core
 worker exits it (measured, with a thread that polled). So the actors are told to stop, and killed, on the threads that
 use loaders, which are not in `ray.shutdown()` at that moment; and nothing here polls.
 """

@@ -183,6 +183,13 @@ add("numbers", "2p", lambda: {"dataset": [0.1, -0.0, float("nan"), 1e300] * 3, "
 add("booleans", "1", lambda: {"dataset": [True, False] * 4, "batch_size": 3})
 add("one_big", "2", lambda: {"dataset": TensorDataset(torch.arange(240_000.0).reshape(6, -1)), "batch_size": 2})
 
+for kind in data.Stacking.KINDS:
+    add(
+        f"stacking_{kind.replace(' ', '_')}",
+        "0 2",
+        lambda kind=kind: {"dataset": data.Stacking(kind, 9), "batch_size": 4, "prefetch_factor": 1},
+    )
+
 # Collate functions.
 
 add("collate_lambda", "0 2p", lambda: {"dataset": data.Points(), "batch_size": 3, "collate_fn": lambda b: b[::-1]})
@@ -529,7 +536,13 @@ add("stream_fails_single", "2", lambda: {"dataset": streams.FailingGenerator("ke
 add("stream_stops_inside", "2", lambda: {"dataset": streams.FailingGenerator("stop"), "batch_size": 2})
 add("stream_goes_on", "0 2 2p", lambda: {"dataset": streams.FailingIterator(), "batch_size": 2})
 add("stream_does_not_start", "1", lambda: {"dataset": streams.FailingStart()}, script=scripts.first_errors(1))
-add("exits", "2", lambda: failing("exit"), script=scripts.until_an_error)
+# No tensors travel here: torch could not fetch those of a process that is gone.
+add(
+    "exits",
+    "2",
+    lambda: {"dataset": data.Failing("exit", at=(0,)), "collate_fn": lambda batch: batch},
+    script=scripts.until_an_error,
+)
 
 NAMES = [case.name for case in CASES]
 assert len(set(NAMES)) == len(NAMES), "two cases of one name"

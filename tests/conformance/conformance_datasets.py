@@ -7,6 +7,7 @@ dataset adds at random comes from the generators that a worker is seeded with, o
 import os
 import random
 import threading
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -164,15 +165,18 @@ class Exotic(Sized):
 
     def __getitem__(self, index):
         dense = torch.eye(3) * index
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of features in beta state
+            compressed = dense.to_sparse_csr()
+            nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3) * index])
         shared = torch.arange(4.0) + index
         return {
             "coo": dense.to_sparse(),
-            "csr": dense.to_sparse_csr(),
-            "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3) * index]),
+            "csr": compressed,
+            "nested": nested,
             "parameter": torch.nn.Parameter(torch.ones(2) * index),
             "leaf": torch.full((2,), float(index), requires_grad=True),
             "subclass": torch.ones(2).mul(index).as_subclass(TensorWithUnit),
-            "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
             "money": Money(index),
             "sample": Sample(torch.ones(1), index, f"sample {index}"),
             "set": {index},
@@ -190,6 +194,39 @@ class Exotic(Sized):
             "same": (shared, shared),
             "overlapping": (shared[1:], shared[:3]),
         }
+
+
+class Stacking(Sized):
+    """Tensors on whose stacking torch's default_collate differs between workers and the main process."""
+
+    KINDS = ("image", "image batch", "widening", "narrowing", "integers", "shapes", "gradient", "subclass", "mixed")
+
+    def __init__(self, kind, length=LENGTH):
+        super().__init__(length)
+        self.kind = kind
+
+    def __getitem__(self, index):
+        value = torch.full((3,), index / 3)
+        odd = index % 2
+        if self.kind == "image":
+            return torch.arange(24.0).reshape(4, 2, 3).permute(2, 0, 1) + index
+        if self.kind == "image batch":
+            return (torch.arange(24.0).reshape(1, 4, 2, 3).permute(0, 3, 1, 2) + index).contiguous(
+                memory_format=torch.channels_last
+            )
+        if self.kind == "widening":
+            return value.double() if odd else value
+        if self.kind == "narrowing":
+            return value if odd else value.double()
+        if self.kind == "integers":
+            return value.int() if odd else value.long()
+        if self.kind == "shapes":
+            return value[:2] if odd else value
+        if self.kind == "gradient":
+            return value.requires_grad_()
+        if self.kind == "subclass":
+            return value.as_subclass(TensorWithUnit)
+        return Money(index) if odd else value
 
 
 class Growing(Sized):

@@ -7,7 +7,6 @@ no user can rely on (addresses, the size of the storage behind a view). `first_d
 
 import contextlib
 import dataclasses
-import gc
 import hashlib
 import os
 import random
@@ -53,7 +52,7 @@ class Describer:
         elif (dataclasses.is_dataclass(value) and not isinstance(value, type)) or hasattr(value, "__dict__"):
             described["attributes"] = self.describe(vars(value)) if not isinstance(value, type) else repr(value)
         else:
-            described["value"] = repr(value)
+            described["value"] = describe_text(repr(value))
         return described
 
     def tensor(self, tensor):
@@ -134,9 +133,9 @@ def describe_text(text):
                 lines.append(line)
         else:
             lines.append(line)
-    text = re.sub(r"\b0x[0-9a-f]{6,}", "0x...", "\n".join(lines))
+    text = re.sub(r"\b0[xX][0-9a-fA-F]{6,}", "0x...", "\n".join(lines))
     # Two of torch's texts say this; which one comes depends on where the signal finds the main process.
-    return re.sub(r"\(pid(\(s\))? [\d, ]+\) exited unexpectedly.*", "(pid N) exited unexpectedly", text)
+    return re.sub(r"\(pid(\(s\))? [\d, ]+\) exited unexpectedly.*", "(pid N) exited unexpectedly", text, flags=re.S)
 
 
 def describe_error(error):
@@ -286,7 +285,6 @@ def record(case, loader_class):
         else:
             case.script(recorder, loader)
             del loader
-        gc.collect()
     recorder.warnings(caught)
     return recorder.events
 

@@ -1,9 +1,9 @@
 """Datasets that let a test run its own code in the workers."""
 
-import warnings
+import pytest
+from torch.utils.data import IterableDataset, get_worker_info
 
 from rayloader import DataLoader
-from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Calls:
@@ -50,8 +50,5 @@ def load(function, length=2, num_workers=None, **options):
     )
 
 
-def many_workers(*arguments, **options):
-    """A loader with more workers than this machine may have cores, which is warned about as torch does."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        return DataLoader(*arguments, **options)
+# For more workers than this machine may have cores: torch warns of it, and so do we.
+oversubscribed = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
