@@ -37,6 +37,7 @@ from rayloader.schedule import (
     IndicesDrawn,
     Opened,
     SamplerExhausted,
+    SamplerFailed,
     Schedule,
     Submit,
     Task,
@@ -99,7 +100,6 @@ class Epoch:
         self._calls: dict[int, _Call] = {}  # unanswered, by task
         self._results: dict[int, Result] = {}  # answered, not delivered, by task
         self._deliverable: deque[tuple[Task, Result]] = deque()  # in delivery order
-        self._owed_draws = 0  # from the sampler, which belongs to the user's thread
         self._last_arrival = 0.0  # time.monotonic()
         self._failure: WorkerDiedError | None = None
 
@@ -155,8 +155,8 @@ class Epoch:
         with self._changed:
             for command in self._schedule.handle(event):
                 match command:
-                    case DrawIndices(count):
-                        self._owed_draws += count
+                    case DrawIndices():
+                        pass  # owed: the sampler belongs to the user's thread, see _draw_owed
                     case Submit(worker_id, tasks):
                         self._submit(worker_id, tasks)
                     case Deliver(task):
@@ -172,14 +172,14 @@ class Epoch:
 
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
-        while self._owed_draws:
-            with self._changed:
-                self._owed_draws -= 1
+        while self._schedule.owed_draws:
             try:
                 indices = next(self._sampler_iter)
             except StopIteration:
-                self._owed_draws = 0
                 self._handle(SamplerExhausted())
+            except BaseException:
+                self._handle(SamplerFailed())
+                raise
             else:
                 self._handle(IndicesDrawn(indices))
 

@@ -47,6 +47,11 @@ class SamplerExhausted:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplerFailed:
+    """The sampler raised: this draw brings nothing, another may."""
+
+
+@dataclass(frozen=True, slots=True)
 class TasksDone:
     """A worker answered these tasks, each with a batch or with the user's exception."""
 
@@ -80,12 +85,22 @@ class Closed:
     """The epoch is over for its user, finished or not."""
 
 
-Event = Opened | IndicesDrawn | SamplerExhausted | TasksDone | WorkerExhausted | WorkerLost | BatchTaken | Closed
+Event = (
+    Opened
+    | IndicesDrawn
+    | SamplerExhausted
+    | SamplerFailed
+    | TasksDone
+    | WorkerExhausted
+    | WorkerLost
+    | BatchTaken
+    | Closed
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawIndices:
-    """Draw from the sampler `count` times; answer each with `IndicesDrawn` or `SamplerExhausted`."""
+    """Draw from the sampler `count` times and report each; they are owed until then (`Schedule.owed_draws`)."""
 
     count: int
 
@@ -175,6 +190,7 @@ class Schedule:
         self._tasks: dict[int, Task] = {}  # in task order
         self._next_task_id = 0
         self._next_worker_id = 0
+        self.owed_draws = 0  # asked for and not reported
         self._opened = False
         self._sampler_exhausted = False
         self._closed = False
@@ -192,8 +208,7 @@ class Schedule:
     @property
     def finished(self) -> bool:
         """Whether every batch there is has been taken, or the epoch was closed."""
-        drained = self._opened and not self._tasks and (self._sampler_exhausted or not any(self._active))
-        return self._closed or drained
+        return self._closed or (self._opened and not self._tasks and not self.owed_draws)
 
     def handle(self, event: Event) -> list[Command]:
         """Takes in what happened and returns what is to be done, in order.
@@ -206,11 +221,16 @@ class Schedule:
         match event:
             case Opened():
                 self._opened = True
-                return [DrawIndices(self.window)]
+                return self._draw(self.window)
             case IndicesDrawn(indices):
+                self.owed_draws -= 1
                 return self._submit(indices)
             case SamplerExhausted():
                 self._sampler_exhausted = True
+                self.owed_draws = 0
+                return []
+            case SamplerFailed():
+                self.owed_draws -= 1
                 return []
             case TasksDone(task_ids):
                 return self._done(task_ids)
@@ -225,7 +245,14 @@ class Schedule:
                 for task in list(self._tasks.values()):
                     self._move(task, event)
                 self._closed = True
+                self.owed_draws = 0
                 return [Forget(task_ids)] if task_ids else []
+
+    def _draw(self, count: int) -> list[Command]:
+        if self._sampler_exhausted or not any(self._active):
+            return []
+        self.owed_draws += count
+        return [DrawIndices(count)]
 
     def _submit(self, indices: Any) -> list[Command]:
         worker_id = self._next_with_room()
@@ -260,8 +287,7 @@ class Schedule:
     def _taken(self, event: BatchTaken) -> list[Command]:
         worker_id = self._tasks[event.task_id].worker_id
         self._move(self._tasks[event.task_id], event)
-        still_wanted = self._active[worker_id] if self.in_order else any(self._active)
-        return [DrawIndices(1)] if still_wanted and not self._sampler_exhausted else []
+        return self._draw(1) if self._active[worker_id] or not self.in_order else []
 
     def _deliver_ready(self) -> list[Command]:
         """Delivers from the head on, up to the first task that is not ready."""
@@ -284,8 +310,8 @@ class Schedule:
         for task in dropped:
             self._move(task, event)
         commands: list[Command] = [Forget(tuple(task.task_id for task in dropped))]
-        if not self.in_order and any(self._active) and not self._sampler_exhausted:
-            commands.append(DrawIndices(len(dropped)))
+        if not self.in_order:
+            commands += self._draw(len(dropped))
         return commands + self._deliver_ready()
 
     def _worker_lost(self, event: WorkerLost) -> list[Command]:

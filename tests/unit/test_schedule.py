@@ -22,6 +22,7 @@ from rayloader.schedule import (
     IndicesDrawn,
     Opened,
     SamplerExhausted,
+    SamplerFailed,
     Schedule,
     Submit,
     TasksDone,
@@ -99,6 +100,18 @@ def test_an_empty_sampler_finishes_at_once():
     assert schedule.handle(SamplerExhausted()) == []
     assert schedule.finished
     assert schedule.head is None
+
+
+def test_a_failing_sampler_leaves_a_smaller_window_and_ends_with_it():
+    schedule = opened(num_workers=1, prefetch_factor=2)
+    schedule.handle(TasksDone((0, 1)))
+    assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
+    assert schedule.handle(SamplerFailed()) == []
+    assert not schedule.finished
+    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
+    assert not schedule.finished
+    assert schedule.handle(SamplerFailed()) == []
+    assert schedule.finished
 
 
 def test_fewer_batches_than_workers():
