@@ -109,7 +109,7 @@ class Crew:
         if os.getpid() != self._pid:
             raise RaySessionError(
                 "an iterator works in the process that made it, and this one was forked from it; "
-                "call iter() on the loader again here"
+                "load with num_workers=0 here, or start this process with the spawn method"
             )
         if self._released or self._pool.closed:
             raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")

@@ -3,10 +3,9 @@
 Promise: `Epoch` feeds events to the schedule and carries out its commands; it decides nothing. It owns the unanswered
 calls, the answers that wait for their turn, and the pin thread; `close` ends all of them.
 
-Threads: the user's thread draws from the sampler, at torch's moments, and submits. It also receives, unless batches
-are to be
-pinned: then `rayloader-pin` receives and the user's thread takes from it. `Epoch._changed` guards the schedule and
-the tables.
+Threads: the user's thread draws from the sampler, at torch's moments, and submits. It also receives, unless batches are
+to be pinned: then `rayloader-pin` receives and the user's thread takes from it. `Epoch._changed` guards the schedule
+and the tables.
 """
 
 from __future__ import annotations
@@ -239,10 +238,11 @@ class Epoch:
         if self._schedule.in_order and not self._timeout:
             if self._take_in(calls[head.task_id], wait):
                 return
-            count, wait = len(calls), 0.0
+            count, wait = len(self._crew.actors), 0.0
         else:
             count = 1
-        by_ref = {call.ref: call for call in calls.values()}
+        first_of_worker = {call.worker_id: call for call in reversed(calls.values())}  # it answers in order
+        by_ref = {call.ref: call for call in first_of_worker.values()}
         answered = self._crew.ready(list(by_ref), count=count, timeout=wait)
         for ref in answered:
             self._take_in(by_ref[ref], 0.0)

@@ -72,7 +72,7 @@ class Pool:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _timer: threading.Timer | None = None
     _autoscaling: bool = False
-    _asked: str = ""  # resources that a new actor asks for, in words
+    _asked: dict[str, float | None] = field(default_factory=dict)  # resources of the newest actors
 
     def session_alive(self) -> bool:
         """Whether Ray is still the one that these actors live in."""
@@ -89,11 +89,16 @@ class Pool:
                 raise RaySessionError("the workers were shut down while iter() asked for them; call iter() again")
             self._register(loader, key)
             actors = [] if fresh else self._take_warm(count, key)
-            missing = count - len(actors)
-            if missing:
-                options = self._options(remote_args, missing)
-                self._make_room(options, missing, key)
-                actors += [self._create(options, key) for _ in range(missing)]
+            try:
+                missing = count - len(actors)
+                if missing:
+                    self._make_room(remote_args, missing, key)
+                    options = self._options(remote_args, missing)
+                    actors += [self._create(options, key) for _ in range(missing)]
+            except BaseException:  # what Ray says of the options, a warning made an error, Ctrl-C: nobody has them
+                for actor in actors:
+                    self._take_back(actor, busy=False)
+                raise
         return Crew(self, actors)
 
     def post(self, message: Any) -> None:
@@ -118,9 +123,10 @@ class Pool:
         total, free = ray.cluster_resources(), ray.available_resources()
         interesting = [name for name in total if not name.startswith(("node:", "object_store"))]
         free_text = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in sorted(interesting))
+        asked = ", ".join(f"{name} {amount:g}" for name, amount in self._asked.items() if amount)
         raise WorkerStartError(
             f"{pending} of {wanted} DataLoader workers found no place in the Ray cluster within {limit:g} s. "
-            f"Each asks for {self._asked or 'no resources'}; free now: {free_text}. "
+            f"Each asks for {asked or 'no resources'}; free now: {free_text}. "
             f"Lower num_workers, leave CPUs to the workers (training may hold them all), ask for less with "
             f'ray_remote_args={{"num_cpus": 0}}, or raise {START_TIMEOUT_VARIABLE} (seconds) if nodes are still to come'
         )
@@ -137,10 +143,12 @@ class Pool:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """The lock, with the inbox handled before and after."""
-        with self._lock:
-            self._read_inbox()
-            yield
-        self._handle_inbox()
+        try:
+            with self._lock:
+                self._read_inbox()
+                yield
+        finally:
+            self._handle_inbox()
 
     def _handle_inbox(self) -> None:
         """Handles what is in the inbox unless somebody else holds the lock, who will look when he is done."""
@@ -157,8 +165,7 @@ class Pool:
             if entry.ref() is loader:
                 entry.key = key
                 return
-        inbox = self._inbox
-        self._loaders.append(_LoaderEntry(weakref.ref(loader, lambda _: inbox.put(_LOADER_GONE)), key))
+        self._loaders.append(_LoaderEntry(weakref.ref(loader, lambda _: self.post(_LOADER_GONE)), key))
 
     def _read_inbox(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -253,8 +260,7 @@ class Pool:
         options: dict[str, Any] = {"scheduling_strategy": "DEFAULT", "enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
             options["num_cpus"] = self._cpus_per_worker(count)
-        asked = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus"), **options.get("resources", {})}
-        self._asked = ", ".join(f"{name} {amount:g}" for name, amount in asked.items() if amount)
+        self._asked = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
         return options
 
     def _cpus_per_worker(self, count: int) -> float:
@@ -275,9 +281,9 @@ class Pool:
         )
         return 0
 
-    def _make_room(self, options: dict[str, Any], count: int, key: bytes) -> None:
-        """Kills the idle actors that `key`'s loaders cannot use if they may hold the CPUs that new actors need."""
-        if options["num_cpus"] and ray.available_resources().get("CPU", 0) < count * options["num_cpus"]:
+    def _make_room(self, remote_args: dict[str, Any], count: int, key: bytes) -> None:
+        """Kills the idle actors that `key`'s loaders cannot use if they may hold what new actors need."""
+        if ray.available_resources().get("CPU", 0) < count * (remote_args.get("num_cpus", 1) or 0):
             for actor in list(self._actors):
                 if actor.state is not ActorState.BUSY and actor.key != key:
                     self._kill(actor)

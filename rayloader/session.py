@@ -36,6 +36,7 @@ LOCAL_RAY_ENVIRONMENT = {
 SessionName = tuple[str, str]
 
 _started: SessionName | None = None  # of the Ray that was started here
+_forked = False  # from a process that was connected to Ray
 
 
 def current() -> SessionName | None:
@@ -50,9 +51,14 @@ def ensure() -> SessionName:
     """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
 
     Raises:
-        RaySessionError: Ray is used through Ray Client.
+        RaySessionError: Ray is used through Ray Client, or by the parent of this forked process.
     """
     global _started
+    if _forked:
+        raise RaySessionError(
+            "Ray cannot be used in a process that was forked from one that uses it: Ray's threads did not come along; "
+            "use num_workers=0 here, or start this process with the spawn method"
+        )
     session = current()
     if session is None:
         address = os.environ.get("RAY_ADDRESS")
@@ -80,9 +86,10 @@ def end() -> None:
 
 
 def forget() -> None:
-    """In a forked child: the parent's Ray is not ours to end."""
-    global _started
+    """In a forked child: the parent's Ray is not ours to end, nor to use."""
+    global _started, _forked
     _started = None
+    _forked = ray.is_initialized()
 
 
 def node_id() -> str:

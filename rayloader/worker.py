@@ -114,18 +114,22 @@ def changed_collate_fn_map() -> dict[Any, Any]:
 
 
 def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Torch's collate for tensors as it runs outside of workers (see NOTE [no shared memory in collate])."""
-    info, torch_worker._worker_info = torch_worker._worker_info, None
-    try:
-        return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    finally:
-        torch_worker._worker_info = info
+    """Stacks as torch's collate does in workers, step by step; see NOTE [no shared memory in collate]."""
+    elem = batch[0]
+    if elem.is_nested or elem.layout is not torch.strided:
+        return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return] # refuses
+    nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
+    memory = torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()
+    storage = torch.TypedStorage(wrap_storage=memory, dtype=elem.dtype, _internal=True)
+    out = elem.new(storage).resize_(len(batch), *elem.size())
+    return torch.stack(batch, 0, out=out)
 
 
 # NOTE [no shared memory in collate]
-# In a worker torch's default_collate allocates fresh shared memory for each batch, ten times slower than a plain
-# stack, and of no use here: batches do not travel in torch's shared memory. It decides by get_worker_info(), so the
-# map's tensor entry calls it with that hidden.
+# In a worker torch's default_collate stacks into fresh shared memory, ten times slower than a plain stack, and of no
+# use here: batches do not travel in torch's shared memory. So the map's tensor entry does the same in the worker's own
+# memory. The same to the letter: stacking into a given tensor makes the batch contiguous whatever the samples' strides
+# are, and that its storage cannot grow decides which error samples of different shapes end in.
 
 
 class Worker:
@@ -192,10 +196,10 @@ class _Hosted:
 
     def resume(self, shared_seed: int | None) -> None:
         """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again."""
+        self._exhausted = False
         if self._fetcher is None:
             return  # never started: that failure stands
         self._failure = None
-        self._exhausted = False
         with self._keeping_failure():
             self._shuffle_datapipe(shared_seed)
             self._create_fetcher()
@@ -209,10 +213,12 @@ class _Hosted:
         return [self._build(*task) for task in zip(task_ids, all_indices, strict=True)]
 
     def _build(self, task_id: int, indices: Any) -> Result:
-        if self._failure is not None:
-            return dataclasses.replace(self._failure, task_id=task_id)
         if self._exhausted:
             return Result(task_id, ResultKind.EXHAUSTED)
+        if self._failure is not None:
+            # Its indices are endless: told once, as an iterator that raised ends.
+            self._exhausted = self._setup.dataset_kind == _DatasetKind.Iterable
+            return dataclasses.replace(self._failure, task_id=task_id)
         try:
             batch = self._fetcher.fetch(indices)
             return Result(task_id, ResultKind.BATCH, to_wire(codec.encode(batch, known_classes=True)))

@@ -43,8 +43,6 @@ def _culprit(obj: object, path: str, depth: int, budget: Iterator[int], above: l
                 return found
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
     remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
-    if "multiprocessing" in kind:
-        remedy = f"share numbers through a tensor after tensor.share_memory_(), or {remedy}"
     return f"{path}: {kind} can't be sent to a worker ({reason}); {remedy}"
 
 

@@ -161,6 +161,7 @@ add(
     "0 2 3p",
     lambda: {"dataset": ChainDataset([streams.Sharded(7), streams.Sharded(4)]), "batch_size": 3},
 )
+add("datapipe", "0 2 2p", lambda: {"dataset": streams.datapipe(), "batch_size": 3, "shuffle": True})
 add("range", "2", lambda: {"dataset": range(9), "batch_size": 4})
 add("empty", "0 2 2p", lambda: {"dataset": []})
 add("empty_tensors", "3", lambda: {"dataset": TensorDataset(torch.empty(0, 2)), "batch_size": 2})
@@ -266,7 +267,7 @@ add("facts", "0 1 2 3p", facts)
 add("facts_single", "2", lambda: facts(batch_size=None))
 add("surroundings", "0 2 2p", facts, script=scripts.surroundings)
 add("affinity", "2 2p", facts, script=scripts.affinity)
-add("grad_mode", "0 2", facts, script=scripts.grad_mode)
+add("modes", "0 2 2p", facts, script=scripts.modes)
 add("default_dtype", "0 2 2p", facts, script=scripts.default_dtype)
 add(
     "default_dtype_collated",
@@ -277,6 +278,7 @@ add(
 add("own_state", "0 2 2p", lambda: {"dataset": data.Stateful(), "batch_size": 3}, script=scripts.epochs(3))
 add("own_generator", "0 2 2p", lambda: {"dataset": data.OwnGenerator(), "batch_size": 3})
 add("dataset_changed", "0 2 2p", lambda: {"dataset": data.Stateful(), "batch_size": 3}, scripts.change_dataset)
+add("private_writes", "0 2 2p", lambda: {"dataset": data.PrivateWrites(), "batch_size": 3})
 add("shared_cache", "2 2p", lambda: {"dataset": data.SharedCache(), "batch_size": 3}, scripts.shared_cache)
 add("nested_loader", "0 2", lambda: {"dataset": data.NestedLoader(6), "batch_size": 2})
 
@@ -298,6 +300,7 @@ for setting, prefetch in (("0", None), ("1", 1), ("2", None), ("2p", 4), ("3", 2
 add("eager_sampler", "0 2 2p", lambda: {"dataset": data.Noisy(), "sampler": calls.EagerRandom(17), "batch_size": 4})
 add("eager_batches", "0 1p 2 3p", lambda: {"dataset": data.Noisy(), "batch_sampler": calls.EagerBatches(17)})
 add("batch_list", "0 2p", lambda: {"dataset": data.Noisy(), "batch_sampler": [[3, 1], [2], [0, 16, 5, 5]]})
+add("batch_tensors", "0 2", lambda: {"dataset": data.Echo(), "batch_sampler": torch.arange(8).reshape(4, 2)})
 add("batch_tuples", "2", lambda: {"dataset": data.Whole(), "batch_sampler": [(3, 1), (2,), (0, 16)]})
 add(
     "batch_generator",
@@ -445,6 +448,7 @@ add("prefetch_deep", "2", partial(shuffled_noise, prefetch_factor=20))
 # Arguments that change nothing here.
 
 add("pin_memory", "0 2", lambda: {"dataset": data.records(), "batch_size": 4, "pin_memory": True})
+add("pin_memory_device", "2", lambda: {"dataset": data.records(), "pin_memory": True, "pin_memory_device": "cuda"})
 add("timeout", "2", lambda: {"dataset": data.Noisy(), "batch_size": 4, "timeout": 60})
 add("context", "2", lambda: {"dataset": data.Noisy(), "batch_size": 4, "multiprocessing_context": "fork"})
 

@@ -6,6 +6,7 @@ dataset adds at random comes from the generators that a worker is seeded with, o
 
 import os
 import random
+import sys
 import threading
 import warnings
 from collections import namedtuple
@@ -101,6 +102,11 @@ class Points(Sized):
 class Facts(Sized):
     """What a worker knows about itself and about its process."""
 
+    def __init__(self, length=LENGTH):
+        super().__init__(length)
+        self.arguments = list(sys.argv)
+        self.path = [os.path.abspath(entry) for entry in sys.path]
+
     def __getitem__(self, index):
         info = get_worker_info()
         grad = torch.ones(1, requires_grad=True) * 2
@@ -109,6 +115,7 @@ class Facts(Sized):
             "info": None if info is None else (info.id, info.num_workers, info.seed, info.dataset is self),
             "method": None if info is None else (info.worker_method, info.rng),
             "threads": torch.get_num_threads() if info else 1,
+            "seed": torch.initial_seed(),
             "dtype": str(torch.get_default_dtype()),
             "made": torch.tensor([1.5]) + index,
             "folder": os.path.basename(os.getcwd()),
@@ -117,6 +124,10 @@ class Facts(Sized):
             "niceness": os.nice(0),
             "main_thread": threading.current_thread() is threading.main_thread(),
             "grad": grad.requires_grad,
+            "inference": torch.is_inference_mode_enabled(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "arguments": sys.argv == self.arguments,
+            "not on the path": [entry for entry in self.path if entry not in map(os.path.abspath, sys.path)],
         }
 
 
@@ -271,6 +282,22 @@ class OwnGenerator(Sized):
 
     def __getitem__(self, index):
         return torch.rand(2, generator=self.generator) + index
+
+
+class PrivateWrites(Sized):
+    """Writes into its own plain tensors and arrays: each worker has its copy, whose views stay views."""
+
+    def __init__(self, length=LENGTH):
+        super().__init__(length)
+        self.tensor = torch.zeros(length + 3)
+        self.view = self.tensor[3:]
+        self.array = np.zeros(length)
+        self.same = self.array
+
+    def __getitem__(self, index):
+        self.view[index] += 1
+        self.same[index] -= 1
+        return float(self.tensor.sum()), float(self.array.sum())
 
 
 class SharedCache(Sized):

@@ -4,6 +4,7 @@ import random
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from conformance_datasets import fail
 
@@ -73,6 +74,11 @@ class Endless(IterableDataset):
         while True:
             yield worker, i, random.random()
             i += 1
+
+
+def datapipe():
+    """One of torch's old datapipes: sharded and shuffled by the loader, which draws a seed for that."""
+    return IterableWrapper(range(19)).shuffle().sharding_filter()
 
 
 class ShardedByInit(IterableDataset):

@@ -63,6 +63,7 @@ class Describer:
             "device": str(tensor.device),
             "requires_grad": tensor.requires_grad,
             "leaf": tensor.is_leaf,
+            "inference": tensor.is_inference(),
             "pinned": tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned(),
         }
         tensor = tensor.detach()
@@ -253,10 +254,13 @@ class Recorder:
         self.note(f"{label}: worker info outside", get_worker_info())
 
     def warnings(self, caught):
-        """All UserWarnings; those on `multiprocessing_context` are ours alone (it means nothing there)."""
+        """All UserWarnings, but for those that say "Triggered internally", which come once in a process's life, and
+        those on `multiprocessing_context`, which are ours alone (it means nothing there).
+        """
+        left_out = re.compile("Triggered internally|multiprocessing_context")
         for warning in caught:
             text = str(warning.message)
-            if issubclass(warning.category, UserWarning) and "multiprocessing_context" not in text:
+            if issubclass(warning.category, UserWarning) and not left_out.search(text):
                 self.events.append(("warning", {"text": describe_text(text), "type": warning.category.__name__}))
 
 

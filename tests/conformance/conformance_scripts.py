@@ -198,9 +198,17 @@ def default_dtype(rec, loader):
         torch.set_default_dtype(before)
 
 
-def grad_mode(rec, loader):
+def modes(rec, loader):
+    """The thread's grad and inference modes and the use of deterministic algorithms at `iter()` are the workers'."""
     with torch.no_grad():
         rec.epoch(loader)
+    with torch.inference_mode():
+        rec.epoch(loader)
+    torch.use_deterministic_algorithms(True)
+    try:
+        rec.epoch(loader)
+    finally:
+        torch.use_deterministic_algorithms(False)
     rec.epoch(loader)
 
 

@@ -1,0 +1,144 @@
+"""The same cases through torch's loader and ours: equal in every value, type, stride, error and generator state.
+
+Torch's side runs once, in a process of its own that has no Ray in it (reference.py); ours runs here on warm actors.
+`pytest tests/conformance --against=torch` puts torch's loader in the place of ours, to prove the cases deterministic.
+"""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.utils.data
+
+from conformance_cases import CASES, NAMES
+from conformance_record import first_difference, record
+
+REFERENCE = Path(__file__).parent / "reference.py"
+REFERENCE_LIMIT = 320.0  # seconds for all cases; reference.py itself gives up before and prints its stacks
+
+
+@pytest.fixture(scope="session")
+def reference(request, tmp_path_factory):
+    """Torch's records of the cases that were selected, by name."""
+    out = tmp_path_factory.mktemp("reference") / "records.pickle"
+    selected = [item.callspec.params["case"].name for item in request.session.items if is_case(item)]
+    command = [sys.executable, str(REFERENCE), str(out), *(selected if len(selected) < len(CASES) else [])]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=REFERENCE_LIMIT)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return pickle.loads(out.read_bytes())
+
+
+def is_case(item):
+    return "case" in getattr(getattr(item, "callspec", None), "params", {})
+
+
+@pytest.fixture(scope="session")
+def loader_class(request):
+    if request.config.getoption("--against") == "torch":
+        return torch.utils.data.DataLoader
+    request.getfixturevalue("ray_session")
+    from rayloader import DataLoader
+
+    return DataLoader
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_same_as_torch(case, reference, loader_class):
+    difference = first_difference(reference[case.name], record(case, loader_class))
+    if difference:
+        pytest.fail(difference, pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    """The arguments of every case that can be built."""
+    return [case.make() for case in CASES]
+
+
+def test_there_are_enough_cases():
+    assert len(CASES) >= 150
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_every_worker_setting_is_compared(arguments, workers, persistent):
+    found = [a for a in arguments if (a["num_workers"], a["persistent_workers"]) == (workers, persistent)]
+    assert len(found) >= (0 if persistent and not workers else 15)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        "TensorDataset",
+        "list",
+        "range",
+        "Noisy",
+        "Arrays",
+        "Whole",
+        "Points",
+        "Subset",
+        "ConcatDataset",
+        "StackDataset",
+        "ChainDataset",
+        "Sharded",
+        "NoisyStream",
+        "Uneven",
+        "Declared",
+        "Endless",
+    ],
+)
+def test_every_dataset_is_compared(arguments, dataset):
+    workers = {a["num_workers"] for a in arguments if type(a["dataset"]).__name__ == dataset}
+    assert workers - {0}
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        "RandomSampler",
+        "SubsetRandomSampler",
+        "WeightedRandomSampler",
+        "DistributedSampler",
+        "BatchSampler",
+        "EagerRandom",
+        "LazyRandom",
+        "EagerBatches",
+        "list",
+        "generator",
+    ],
+)
+def test_every_sampler_is_compared(arguments, sampler):
+    samplers = {
+        type(a[name]).__name__: a["num_workers"]
+        for name in ("sampler", "batch_sampler")
+        for a in arguments
+        if name in a and a["num_workers"]
+    }
+    assert sampler in samplers
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("batch_size", [None, 2, 3, 4, 5]),
+        ("shuffle", [True]),
+        ("drop_last", [True]),
+        ("prefetch_factor", [1, 2, 4]),
+        ("in_order", [False]),
+        ("pin_memory", [True]),
+    ],
+)
+def test_every_value_is_compared(arguments, name, values):
+    for value in values:
+        assert any(name in a and a[name] == value and a["num_workers"] for a in arguments), value
+
+
+def test_noise_in_workers_is_compared(arguments):
+    noisy = [a for a in arguments if type(a["dataset"]).__name__ in ("Noisy", "Arrays", "Whole", "NoisyStream")]
+    assert {(a["num_workers"], a["persistent_workers"]) for a in noisy} >= {
+        (workers, persistent) for workers in (1, 2, 3) for persistent in (False, True)
+    }
+    assert any("generator" in a for a in noisy)
+    assert any("generator" not in a for a in noisy)

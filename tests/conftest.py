@@ -1,0 +1,133 @@
+"""One local Ray for the whole session, and the proof after each test that nothing of ours is left.
+
+`ray_session` starts Ray through rayloader itself and keeps a loader alive, so that its actors stay warm and serve all
+tests. `nothing_left` runs around every test; it waits on threads and processes themselves, with a bound, never for a
+span of time.
+"""
+
+import contextlib
+import gc
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+
+EXIT_LIMIT = 20.0  # seconds for threads and actors to end after a test; on expiry the test fails
+OUR_ACTOR = re.compile(r"ray::Worker\b")  # how Ray titles the process of a rayloader.worker.Worker
+
+_keepers = []
+
+
+def pytest_addoption(parser):
+    """Adds `--against`."""
+    parser.addoption(
+        "--against",
+        choices=("rayloader", "torch"),
+        default="rayloader",
+        help="conformance: whose loader is compared with torch's; torch's own shows that every case is deterministic",
+    )
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """A local Ray with three warm actors; gives the loader that keeps them."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from rayloader import DataLoader, shutdown
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
+        keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
+        for _ in keeper:
+            pass
+    _keepers.append(keeper)
+    yield keeper
+    _keepers.clear()
+    del keeper
+    shutdown()
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+    check_actors(allowed=set)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """After a test: no thread, descriptor, mapping or actor process of ours but those that were there before.
+
+    While `ray_session` lasts, the actors of the process's pool stay warm for it, and the pool's thread with them.
+    """
+    threads, files, actors = our_threads(), our_files(), pool_pids()
+    yield
+    if "rayloader" not in sys.modules:
+        return
+    check_threads(threads)
+    left = our_files() - files
+    if left:
+        gc.collect()
+        left = our_files() - files
+    assert not left, f"memory files left open or mapped: {sorted(left)}"
+    if "rayloader.pool" in sys.modules:
+        check_actors(allowed=lambda: pool_pids() if _keepers else pool_pids() & actors)
+
+
+def our_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("rayloader-")}
+
+
+def check_threads(before):
+    def left():
+        allowed = {"rayloader-pool"} if _keepers else set()
+        return [thread for thread in our_threads() - before if thread.name not in allowed]
+
+    if left():
+        gc.collect()  # an iterator in a cycle ends its threads when it is collected
+    deadline = time.monotonic() + EXIT_LIMIT
+    for thread in left():
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not left(), f"threads left: {left()}"
+
+
+def our_files():
+    """Names of our memory files that this process has open or mapped."""
+    names = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    return {name for name in names if "rayloader-" in name}
+
+
+def pool_pids():
+    """Processes of the actors that this process's pool knows and keeps."""
+    pool = sys.modules.get("rayloader.pool")
+    return pool.live_actor_pids() if pool is not None else set()
+
+
+def our_actors():
+    """All processes of rayloader's actors below this process, whose Ray it started."""
+    actors = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if OUR_ACTOR.match(" ".join(process.cmdline())):
+                actors.append(process)
+    return actors
+
+
+def check_actors(allowed):
+    """Waits until no actor of ours runs but those that `allowed()` names."""
+    deadline = time.monotonic() + EXIT_LIMIT
+    collected = False
+    while left := [process for process in our_actors() if process.pid not in allowed()]:
+        if not collected:
+            collected = gc.collect() is not None
+        assert time.monotonic() < deadline, f"actors left: {left}"
+        psutil.wait_procs(left, timeout=0.5)  # an actor that is still starting may yet turn out to be the pool's
