@@ -6,6 +6,7 @@ process adopts them for as long as it works for that iterator, and is then as Ra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ class ProcessState:
     affinity: set[int]  # cores of the thread that called iter()
     default_dtype: torch.dtype
     grad_enabled: bool
+    inference_mode: bool
 
     @classmethod
     def capture(cls, node_id: str) -> ProcessState:
@@ -44,6 +46,7 @@ class ProcessState:
             affinity=os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(),
             default_dtype=torch.get_default_dtype(),
             grad_enabled=torch.is_grad_enabled(),
+            inference_mode=torch.is_inference_mode_enabled(),
         )
 
 
@@ -61,6 +64,7 @@ class Baseline:
         self._default_dtype = torch.get_default_dtype()
         self._num_threads = torch.get_num_threads()
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self._modes = contextlib.ExitStack()  # torch's, of this thread
         self._collate_fn_map = dict(default_collate_fn_map)
 
     def adopt(self, state: ProcessState) -> None:
@@ -74,7 +78,8 @@ class Baseline:
         if here and state.affinity:
             os.sched_setaffinity(0, state.affinity)
         torch.set_default_dtype(state.default_dtype)
-        torch.set_grad_enabled(state.grad_enabled)
+        self._modes.enter_context(torch.inference_mode(state.inference_mode))
+        self._modes.enter_context(torch.set_grad_enabled(state.grad_enabled))
 
     def _merged_environ(self, driver: dict[str, str], *, here: bool) -> dict[str, str]:
         """The driver's variables; Ray's own and what `runtime_env` or Ray set for this actor stay.
@@ -94,7 +99,7 @@ class Baseline:
             os.sched_setaffinity(0, self._affinity)
         torch.set_default_dtype(self._default_dtype)
         torch.set_num_threads(self._num_threads)
-        torch.set_grad_enabled(True)
+        self._modes.close()
         for number, handler in self._signals.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
