@@ -29,6 +29,7 @@ class ProcessState:
     default_dtype: torch.dtype
     grad_enabled: bool
     inference_mode: bool
+    deterministic: tuple[bool, bool]  # torch.use_deterministic_algorithms: on, and warn only
 
     @classmethod
     def capture(cls, node_id: str) -> ProcessState:
@@ -47,6 +48,7 @@ class ProcessState:
             default_dtype=torch.get_default_dtype(),
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
+            deterministic=_deterministic(),
         )
 
 
@@ -62,6 +64,7 @@ class Baseline:
         self._sys_path = list(sys.path)
         self._affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._default_dtype = torch.get_default_dtype()
+        self._deterministic = _deterministic()
         self._num_threads = torch.get_num_threads()
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._modes = contextlib.ExitStack()  # torch's, of this thread
@@ -78,6 +81,7 @@ class Baseline:
         if here and state.affinity:
             os.sched_setaffinity(0, state.affinity)
         torch.set_default_dtype(state.default_dtype)
+        _use_deterministic(state.deterministic)
         self._modes.enter_context(torch.inference_mode(state.inference_mode))
         self._modes.enter_context(torch.set_grad_enabled(state.grad_enabled))
 
@@ -98,6 +102,7 @@ class Baseline:
         if self._affinity:
             os.sched_setaffinity(0, self._affinity)
         torch.set_default_dtype(self._default_dtype)
+        _use_deterministic(self._deterministic)
         torch.set_num_threads(self._num_threads)
         self._modes.close()
         for number, handler in self._signals.items():
@@ -105,6 +110,15 @@ class Baseline:
                 signal.signal(number, handler)
         default_collate_fn_map.clear()
         default_collate_fn_map.update(self._collate_fn_map)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _use_deterministic(mode: tuple[bool, bool]) -> None:
+    if mode != _deterministic():
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
 def _set_environ(environ: dict[str, str]) -> None:

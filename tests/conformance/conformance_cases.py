@@ -468,6 +468,19 @@ add(
     unordered=True,
 )
 
+add(
+    "first_come",
+    "1 2 3p",
+    lambda: {"dataset": data.Located(40), "batch_size": 2, "in_order": False, "prefetch_factor": 6},
+    script=scripts.first_come,
+)
+add(
+    "first_come_streams",
+    "1 2 3p",
+    lambda: {"dataset": streams.Located(40), "batch_size": 2, "in_order": False, "prefetch_factor": 6},
+    script=scripts.first_come,
+)
+
 # The consumer: writes into batches, keeps them, iterates in a thread, pickles the loader, asks past the end.
 
 add("written_into", "0 2 2p", lambda: {"dataset": data.Points(), "batch_size": 3}, scripts.write_into_batches)

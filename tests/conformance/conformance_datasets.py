@@ -284,6 +284,14 @@ class OwnGenerator(Sized):
         return torch.rand(2, generator=self.generator) + index
 
 
+class Located(Sized):
+    """Tells which worker read the sample."""
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        return index, -1 if info is None else info.id
+
+
 class PrivateWrites(Sized):
     """Writes into its own plain tensors and arrays: each worker has its copy, whose views stay views."""
 

@@ -39,6 +39,14 @@ class NoisyStream(Sharded):
             yield sample["value"], random.random(), torch.rand(2), self.iterations
 
 
+class Located(Sharded):
+    """Tells which worker gave the sample."""
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield tuple(sample["value"].tolist())
+
+
 class Uneven(IterableDataset):
     """Worker k gives 3 * (k + 1) samples, or as told: workers end at different times, some at once."""
 

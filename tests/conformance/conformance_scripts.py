@@ -77,6 +77,19 @@ def same_iterator(rec, loader):
     rec.epoch(loader)
 
 
+def first_come(rec, loader):
+    """Without order among the workers, each worker's batches still come in its own order, and none is lost.
+
+    Batches are of pairs (index, worker), of ascending indices. Many epochs: it is a race that might be lost.
+    """
+    for epoch in range(12):
+        batches = [(int(workers[0]), indices.tolist()) for indices, workers in loader]
+        for worker in sorted({worker for worker, _ in batches}):
+            own = [indices for found, indices in batches if found == worker]
+            rec.note(f"epoch {epoch}: worker {worker} in order", own == sorted(own))
+        rec.note(f"epoch {epoch}: samples", sorted(index for _, indices in batches for index in indices))
+
+
 def past_the_end(rec, loader):
     """`next` goes on after StopIteration: the real end stays an end, a StopIteration of user code does not."""
     iterator = iter(loader)
