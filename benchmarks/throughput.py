@@ -129,7 +129,9 @@ def main() -> None:
         serve(RayDataLoader)
     else:
         for case in arguments.cases.split(","):
-            print(case, json.dumps({key: float(f"{value:.4g}") for key, value in measure(case, arguments.rounds).items()}))
+            print(
+                case, json.dumps({key: float(f"{value:.4g}") for key, value in measure(case, arguments.rounds).items()})
+            )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from conformance_cases import CASES, NAMES
 from conformance_record import first_difference, record
 
 FOLDER = Path(__file__).parent
-FRESH = "noisy-shuffled_generator-w2"  # the case that is also run where it is what starts Ray
+FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
 LIMIT = 320.0  # seconds for a side in a process of its own; reference.py gives up before and prints its stacks
 
 

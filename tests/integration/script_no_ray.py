@@ -1,0 +1,35 @@
+"""What must do without Ray: loaders without workers, and making loaders with some.
+
+python script_no_ray.py
+"""
+
+import multiprocessing
+import sys
+import warnings
+
+import torch
+from torch.utils.data import get_worker_info
+
+from rayloader import DataLoader, shutdown
+
+loader = DataLoader(range(4), 2)
+for _ in range(2):
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+assert get_worker_info() is None
+assert len(DataLoader(range(4), 2, num_workers=2)) == 2
+
+methods = multiprocessing.get_all_start_methods()
+assert "spawn" in methods
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for method in methods:
+        for context in (method, multiprocessing.get_context(method), torch.multiprocessing.get_context(method)):
+            loader = DataLoader(range(4), 2, num_workers=2, multiprocessing_context=context)
+            assert loader.multiprocessing_context.get_start_method() == method
+(warning,) = caught
+assert "multiprocessing_context has no effect" in str(warning.message)
+assert warning.filename == __file__
+
+shutdown()
+assert not any(name == "ray" or name.startswith("ray.") for name in sys.modules)
+print("the end")

@@ -1,0 +1,92 @@
+"""Ray is shut down under live iterators, by its user and by rayloader; nothing of ours is left; all begins anew.
+
+python script_sessions.py
+"""
+
+import gc
+import os
+import threading
+import warnings
+
+import psutil
+import pytest
+import ray
+
+import rayloader
+from rayloader import DataLoader, RaySessionError
+
+
+class Pids:
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+def check_dead(iterator):
+    with pytest.raises(RaySessionError, match=r"call iter\(\) on the loader again"):
+        next(iterator)
+
+
+def check_gone(processes):
+    assert psutil.wait_procs(processes, 30)[1] == []
+
+
+def ours():
+    """Threads and memory files of ours, and descriptors of any kind but Ray's (which come and go with it)."""
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("rayloader-")]
+    return names + [name for name in map(link, os.listdir("/proc/self/fd")) if "rayloader" in name]
+
+
+def link(descriptor):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+def use(loader):
+    """A live iterator and its worker processes."""
+    iterator = iter(loader)
+    return iterator, [psutil.Process(pid) for pid in {next(iterator), next(iterator)}]
+
+
+loader = DataLoader(Pids(), None, num_workers=2)
+
+# Ray started by us: shutdown() ends the workers and Ray.
+iterator, processes = use(loader)
+rayloader.shutdown()
+rayloader.shutdown()
+assert not ray.is_initialized()
+check_gone(processes)
+check_dead(iterator)
+assert ours() == []
+
+# The user shuts Ray down, under persistent workers and others; an error does not start it again, the next iter() does.
+iterator, processes = use(loader)
+assert ray.is_initialized()
+persistent = DataLoader(Pids(), None, num_workers=2, persistent_workers=True)
+again, more = use(persistent)
+ray.shutdown()
+check_gone(processes + more)
+check_dead(iterator)
+check_dead(again)
+assert not ray.is_initialized()
+
+# Ray started by the user: shutdown() leaves it running, and what he did not ask for stays away.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
+again, processes = use(persistent)
+rayloader.shutdown()
+check_gone(processes)
+check_dead(again)
+assert ray.is_initialized()
+assert len({*loader}) == 2
+del loader, persistent, iterator, again
+gc.collect()
+rayloader.shutdown()
+assert ours() == []
+assert ray.is_initialized()
+print("the end")

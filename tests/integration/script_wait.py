@@ -1,0 +1,36 @@
+"""A script that waits for a batch that does not come, until a signal ends it.
+
+    python script_wait.py FOLDER
+
+It prints what it started; through FOLDER/mail its worker tells that it was reached.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+import rayloader
+from latches import Gate
+
+
+class Waits:
+    def __init__(self, folder):
+        self.folder = folder
+        self.gate = Gate(folder / "gate")
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index >= 2:
+            self.gate.wait()
+        return os.getpid()
+
+
+loader = rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=2)
+iterator = iter(loader)
+print("actors:", next(iterator), next(iterator))
+print("all:", *(process.pid for process in psutil.Process().children(recursive=True)), flush=True)
+next(iterator)

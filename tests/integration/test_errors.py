@@ -1,0 +1,518 @@
+"""What goes wrong in the user's code and how it arrives: type, torch's text, place; and what works afterwards."""
+
+import ctypes
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+from torch.utils.data import Sampler, get_worker_info
+
+import rayloader
+from latches import Barrier, Gate, Mail
+from probes import Calls, Stream, as_is, load
+from rayloader import DataLoader
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+class CustomError(Exception):
+    """Can be made of one string."""
+
+
+class TwoArgumentError(Exception):
+    """Cannot."""
+
+    def __init__(self, code, reason):
+        super().__init__(f"code {code}: {reason}")
+
+
+AS_PLANNED = r"^as planned$"
+
+
+def fail(*_):
+    raise CustomError("as planned")
+
+
+def outcomes(iterator, limit=50):
+    """All that `next` gives until the end: batches, and exceptions in their place."""
+    found = []
+    while len(found) < limit:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(error)
+    raise AssertionError(f"no end: {found}")
+
+
+def check_caught(error, worker, kind=CustomError, line='raise CustomError("as planned")', original="CustomError"):
+    """The exception is of that type and its text is torch's, with the traceback of the worker."""
+    assert type(error) is kind
+    text = str(error)
+    assert text.startswith(
+        f"Caught {original} in DataLoader worker process {worker}.\nOriginal Traceback (most recent call last):\n"
+    )
+    assert line in text
+    assert "ray" not in type(error).__module__
+    assert "RayTaskError" not in text
+
+
+def note_of(error):
+    (note,) = error.__notes__
+    return note
+
+
+# ---- where user code raises
+
+
+def test_getitem_raises():
+    def get(index):
+        if index == 5:
+            fail()
+        return index
+
+    iterator = iter(DataLoader(Calls(get, 8), 2, num_workers=2))
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(CustomError) as caught:
+        next(iterator)
+    check_caught(caught.value, worker=0)
+    assert f'File "{__file__}", line ' in str(caught.value)
+    assert re.fullmatch(r"batch 2 from worker 0 \(pid \d+ on \S+, node \w+\), indices \[4, 5\]", note_of(caught.value))
+    assert [batch.tolist() for batch in iterator] == [[6, 7]]
+
+
+class Several(Calls):
+    def __getitems__(self, indices):
+        fail()
+
+
+def test_getitems_raises():
+    for worker, error in enumerate(outcomes(iter(DataLoader(Several(as_is, 4), 2, num_workers=2)))):
+        check_caught(error, worker)
+        assert note_of(error).endswith(f"indices [{2 * worker}, {2 * worker + 1}]")
+
+
+def test_without_batching_the_note_names_the_index():
+    error, last = outcomes(iter(load(lambda index: fail() if index == 0 else index)))
+    check_caught(error, 0)
+    assert note_of(error).endswith("indices 0")
+    assert last == 1
+
+
+def test_iter_raises():
+    loader = DataLoader(Stream(lambda worker: range(2) if worker else fail()), None, num_workers=2)
+    error, *rest = outcomes(iter(loader))
+    check_caught(error, 0)
+    assert rest == [0, 1]
+
+
+def test_next_raises_and_only_that_worker_stops():
+    def numbers(worker):
+        for number in range(3):
+            if (worker, number) == (0, 1):
+                fail()
+            yield 10 * worker + number
+
+    *batches, error, eleven, twelve = outcomes(iter(DataLoader(Stream(numbers), None, num_workers=2)))
+    assert (batches, eleven, twelve) == ([0, 10], 11, 12)
+    check_caught(error, 0)
+    assert re.fullmatch(r"batch 2 from worker 0 \(pid \d+ on \S+, node \w+\)", note_of(error))
+
+
+def test_collate_raises():
+    loader = DataLoader(range(4), 2, num_workers=2, collate_fn=lambda batch: fail() if 3 in batch else batch)
+    good, error = outcomes(iter(loader))
+    assert good == [0, 1]
+    check_caught(error, 1)
+    assert note_of(error).endswith("indices [2, 3]")
+
+
+def test_torchs_own_collate_error_arrives():
+    _, error = outcomes(iter(DataLoader([0, 1, 2, "3"], 2, num_workers=1)))
+    check_caught(error, 0, TypeError, "default_collate", "TypeError")
+
+
+def test_worker_init_fn_raises():
+    loader = load(as_is, worker_init_fn=lambda worker: fail() if worker == 1 else None)
+    good, error = outcomes(iter(loader))
+    assert good == 0
+    check_caught(error, 1)
+    assert note_of(error).startswith("batch 1 from worker 1 ")
+
+
+class FailsToArrive(Calls):
+    def __setstate__(self, state):
+        fail()
+
+
+def test_the_datasets_unpickling_raises():
+    found = outcomes(iter(DataLoader(FailsToArrive(as_is), num_workers=2)))
+    assert len(found) == 2
+    for worker, error in enumerate(found):
+        check_caught(error, worker)
+
+
+class Holder:
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+
+def test_a_dataset_that_cannot_be_pickled_names_the_attribute_at_iter():
+    dataset = Calls(as_is)
+    dataset.cache = {"entry": [1, Holder(lock=threading.Lock())]}
+    loader = DataLoader(dataset, num_workers=2)
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object") as caught:
+        iter(loader)
+    assert "dataset.cache['entry'][1].lock: _thread.lock can't be sent to a worker" in note_of(caught.value)
+    del dataset.cache
+    assert [batch.item() for batch in loader] == [0, 1]
+
+
+@pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
+def test_a_function_that_cannot_be_pickled_is_named(argument):
+    lock = threading.Lock()
+    loader = DataLoader(range(2), num_workers=1, **{argument: lambda _: lock})
+    with pytest.raises(TypeError, match="cannot pickle") as caught:
+        iter(loader)
+    assert f"{argument}.<closure>.lock: _thread.lock can't be sent" in note_of(caught.value)
+
+
+class RefusesToLeave:
+    def __reduce__(self):
+        fail()
+
+
+def test_a_batch_that_cannot_be_pickled():
+    first, error, last = outcomes(iter(load(lambda index: RefusesToLeave() if index == 1 else index, 3, num_workers=1)))
+    assert (first, last) == (0, 2)
+    check_caught(error, 0)
+    assert "batch 1 from worker 0" in note_of(error)
+
+
+class RefusesToArrive:
+    def __reduce__(self):
+        return fail, ()
+
+
+def test_a_batch_that_fails_to_unpickle_in_the_driver():
+    first, error, last = outcomes(
+        iter(load(lambda index: RefusesToArrive() if index == 1 else index, 3, num_workers=1))
+    )
+    assert (first, last) == (0, 2)
+    assert type(error) is CustomError
+    assert "unpickling a batch of DataLoader worker process 0" in str(error)
+    assert 'raise CustomError("as planned")' in str(error)
+    assert "batch 1 from worker 0" in note_of(error)
+
+
+class NoLength(Calls):
+    def __len__(self):
+        fail()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_len_raises_where_torchs_does(num_workers):
+    loader = DataLoader(NoLength(as_is), num_workers=num_workers)
+    with pytest.raises(CustomError, match=AS_PLANNED):
+        len(loader)
+    with pytest.raises(CustomError, match=AS_PLANNED):
+        next(iter(loader))
+
+
+class FailingSampler(Sampler):
+    """Yields 0, 1, 2 ... and raises in place of `at`."""
+
+    def __init__(self, at):
+        self.at = at
+        self.drawn = 0
+
+    def __iter__(self):
+        for index in range(8):
+            if index == self.at:
+                fail()
+            self.drawn += 1
+            yield index
+
+
+def test_the_sampler_raises_at_iter():
+    with pytest.raises(CustomError, match=AS_PLANNED):
+        iter(DataLoader(range(8), num_workers=2, prefetch_factor=2, sampler=FailingSampler(at=3)))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_sampler_raises_on_the_way(persistent):
+    sampler = FailingSampler(at=5)
+    loader = DataLoader(range(8), num_workers=2, prefetch_factor=2, sampler=sampler, persistent_workers=persistent)
+    iterator = iter(loader)
+    assert sampler.drawn == 4
+    assert next(iterator).item() == 0
+    assert sampler.drawn == 5
+    with pytest.raises(CustomError, match=AS_PLANNED):
+        next(iterator)
+    sampler.at = None
+    assert [batch.item() for batch in loader] == list(range(8))
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+def test_indices_are_drawn_at_iter_as_many_as_the_window_holds_then_one_for_each_batch(prefetch_factor):
+    sampler = FailingSampler(at=None)
+    iterator = iter(DataLoader(range(8), num_workers=2, prefetch_factor=prefetch_factor, sampler=sampler))
+    drawn = [sampler.drawn]
+    for _ in range(3):
+        next(iterator)
+        drawn.append(sampler.drawn)
+    assert drawn == [min(8, 2 * prefetch_factor + taken) for taken in range(4)]
+
+
+# ---- what it raises
+
+
+def raise_at_1(make):
+    def get(index):
+        if index == 1:
+            raise make()
+        return index
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "arrives_as"),
+    [
+        (CustomError, ("as planned",), CustomError),
+        (TwoArgumentError, (3, "as planned"), RuntimeError),
+        (UnicodeDecodeError, ("utf-8", b"x", 0, 1, "as planned"), RuntimeError),
+        (FileNotFoundError, (2, "as planned"), FileNotFoundError),
+        (KeyError, ("as planned",), KeyError),
+        (AssertionError, (), AssertionError),
+    ],
+)
+def test_types_arrive_and_what_no_string_makes_is_a_runtime_error(kind, arguments, arrives_as):
+    first, caught, last = outcomes(iter(load(raise_at_1(lambda: kind(*arguments)), 3, num_workers=1)))
+    assert (first, last) == (0, 2)
+    check_caught(caught, 0, arrives_as, "raise make()", kind.__name__)
+
+
+def test_a_type_that_exists_in_the_worker_only_arrives_as_text():
+    def get(index):
+        raise type("Local", (Exception,), {"__reduce_ex__": lambda self, protocol: fail()})("made here")
+
+    (error,) = outcomes(iter(load(get, 1)))
+    assert isinstance(error, Exception)
+    assert str(error).startswith("Caught Local in DataLoader worker process 0.\nOriginal Traceback")
+    assert "Local: made here" in str(error)
+
+
+def test_stop_iteration_out_of_a_map_style_dataset_ends_the_epoch_quietly():
+    loader = load(raise_at_1(StopIteration), 4, num_workers=1)
+    iterator = iter(loader)
+    assert list(iterator) == [0]
+    assert list(iterator) == [2, 3]  # as torch's goes on when it is asked again
+    assert list(loader) == [0]
+
+
+def test_an_error_in_each_batch_is_an_error_for_each():
+    found = outcomes(iter(load(fail, 6, num_workers=2)))
+    assert len(found) == 6
+    for task, error in enumerate(found):
+        check_caught(error, task % 2)
+
+
+def test_without_order_errors_arrive_too():
+    found = outcomes(iter(load(raise_at_1(CustomError), 6, num_workers=2, in_order=False)))
+    assert sorted(value for value in found if isinstance(value, int)) == [0, 2, 3, 4, 5]
+    (error,) = [value for value in found if not isinstance(value, int)]
+    assert str(error).startswith("Caught CustomError in DataLoader worker process ")
+
+
+def test_persistent_workers_go_on_after_an_error():
+    loader = load(raise_at_1(CustomError), 3, num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        first, error, last = outcomes(iter(loader))
+        assert (first, last) == (0, 2)
+        check_caught(error, 1, line="raise make()")
+
+
+# ---- a worker that exits
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+EXITS = {
+    "SystemExit": lambda: sys.exit(3),
+    "KeyboardInterrupt": interrupt,
+    "os._exit": lambda: os._exit(3),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segmentation fault": lambda: ctypes.string_at(0),
+}
+
+
+@pytest.mark.parametrize("way", EXITS)
+def test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_works(tmp_path, way):
+    mail = Mail(tmp_path / "mail")
+    leave = EXITS[way]
+
+    def get(index):
+        if index == 3 and os.environ["RAYLOADER_TEST_EXIT"] == "1":
+            mail.send(os.getpid())
+            leave()
+        return index
+
+    loader = load(get, 6, num_workers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYLOADER_TEST_EXIT", "1")
+        iterator = iter(loader)
+    with pytest.raises(RuntimeError) as caught:
+        assert [next(iterator) for _ in range(6)] == []
+    (pid,) = mail.receive()
+    mail.close()
+    assert type(caught.value) is rayloader.WorkerDiedError
+    assert caught.value.worker_id == 1
+    assert str(caught.value).startswith(f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker 1 on ")
+    if way in ("SystemExit", "KeyboardInterrupt"):  # the cause is told with its traceback
+        assert f'File "{__file__}", line ' in str(caught.value)
+        assert f", in {EXITS[way].__name__}\n" in str(caught.value)
+        assert way in str(caught.value).splitlines()[-1]
+    assert re.fullmatch(rf"batch [13] from worker 1 \(pid {pid} on .*\), indices [13]", note_of(caught.value))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYLOADER_TEST_EXIT", "0")
+        assert list(loader) == list(range(6))
+
+
+def test_after_a_death_the_iterator_says_so_again(tmp_path):
+    iterator = iter(load(lambda index: os._exit(1), 2, num_workers=1))
+    for _ in range(2):
+        with pytest.raises(rayloader.WorkerDiedError, match="exited unexpectedly"):
+            next(iterator)
+
+
+def test_the_error_of_a_death_can_be_pickled():
+    error = pickle.loads(pickle.dumps(rayloader.WorkerDiedError("DataLoader worker died", 3)))
+    assert (str(error), error.worker_id, isinstance(error, RuntimeError)) == ("DataLoader worker died", 3, True)
+
+
+def test_a_dead_worker_that_another_waits_for_is_an_error_not_a_hang(tmp_path):
+    barrier = Barrier(tmp_path, 3)
+    mail = Mail(tmp_path / "mail")
+
+    def get(index):
+        if index == 1:
+            mail.send(os.getpid())
+            os._exit(1)
+        barrier.wait(leader=True)
+
+    iterator = iter(load(get))
+    with pytest.raises(rayloader.WorkerDiedError) as caught:
+        next(iterator)
+    assert str(caught.value).startswith(f"DataLoader worker (pid(s) {mail.receive()[0]}) exited unexpectedly: worker 1")
+    for path in barrier.paths:  # lets worker 0 go
+        descriptor = os.open(path, os.O_RDWR)
+        os.write(descriptor, b"...")
+        os.close(descriptor)
+    mail.close()
+
+
+def test_persistent_workers_are_replaced_after_a_death(tmp_path):
+    mail = Mail(tmp_path / "mail")
+    gate = tmp_path / "fault"
+    gate.touch()
+
+    def get(index):
+        if index == 2 and gate.exists():
+            gate.unlink()
+            os._exit(1)
+        return index
+
+    loader = load(get, 4, num_workers=2, persistent_workers=True, worker_init_fn=mail.send)
+    with pytest.raises(rayloader.WorkerDiedError):
+        list(loader)
+    assert sorted(mail.receive(2)) == ["0", "1"]
+    assert list(loader) == [0, 1, 2, 3]
+    assert sorted(mail.receive(2)) == ["0", "1"]
+    mail.close()
+
+
+# ---- timeouts
+
+
+def test_a_timeout_names_batch_and_worker_and_iteration_may_go_on(tmp_path):
+    gate = Gate(tmp_path / "gate")
+
+    def get(index):
+        if index == 2:
+            gate.wait()
+        return index
+
+    iterator = iter(load(get, 6, num_workers=2, timeout=2))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 2 seconds\b") as caught:
+        next(iterator)
+    assert type(caught.value) is rayloader.BatchTimeoutError
+    assert re.search(r"batch 2 from worker 0 \(pid \d+ on \S+, node \w+\), indices 2$", str(caught.value))
+    gate.open()
+    assert list(iterator) == [2, 3, 4, 5]
+
+
+def test_each_arrival_extends_the_time_limit_as_in_torch(tmp_path):
+    gates = [Gate(tmp_path / f"gate {index}") for index in range(2)]
+
+    def get(index):
+        gates[index].wait()
+        return index
+
+    # The head comes after more than the limit, but the other worker's batch came in between.
+    openers = [threading.Timer(seconds, gates[index].open) for index, seconds in ((1, 2.5), (0, 4.5))]
+    iterator = iter(load(get, timeout=3.5))
+    for opener in openers:
+        opener.start()
+    assert list(iterator) == [0, 1]
+    for opener in openers:
+        opener.join()
+
+
+def test_a_dead_worker_is_reported_as_such_before_the_timeout():
+    iterator = iter(load(lambda index: os._exit(1), 1, timeout=300))
+    with pytest.raises(rayloader.WorkerDiedError):
+        next(iterator)
+
+
+# ---- no room
+
+
+def test_a_cluster_without_room_is_an_error_that_says_what_was_asked_for(monkeypatch):
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "0.1")
+    loader = load(as_is, ray_remote_args={"num_cpus": 0, "resources": {"unobtainium": 1}})
+    with pytest.raises(rayloader.WorkerStartError) as caught:
+        next(iter(loader))
+    text = str(caught.value)
+    assert text.startswith("2 of 2 DataLoader workers found no place in the Ray cluster within 0.1 s.")
+    assert "Each asks for unobtainium 1; free now: " in text
+    assert "RAYLOADER_START_TIMEOUT" in text
+
+
+# ---- tensors that may not travel
+
+
+def test_a_batch_that_requires_grad_is_refused_in_torchs_words():
+    def get(index):
+        return torch.ones(1, requires_grad=True) * 2
+
+    (error,) = outcomes(iter(load(get, 1)))
+    check_caught(error, 0, RuntimeError, "non-leaf", "RuntimeError")
+
+
+def test_worker_ids_in_errors_are_those_of_get_worker_info():
+    def get(index):
+        raise CustomError(f"I am {get_worker_info().id}")
+
+    for error in outcomes(iter(load(get, 4, num_workers=2))):
+        worker = re.search(r"I am (\d)", str(error))[1]
+        check_caught(error, worker, line="raise CustomError")

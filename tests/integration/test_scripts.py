@@ -1,0 +1,127 @@
+"""Scripts in processes of their own, `script_*.py` beside this file: how they end, and what is left of them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from probes import in_each_worker
+
+FOLDER = Path(__file__).parent
+HANG_LIMIT = 120  # seconds for a script; on expiry it is killed and the test fails
+EXIT_LIMIT = 30  # seconds for Ray's processes to end after their driver; on expiry the test fails
+
+
+def start(name, *arguments, joined=False, **options):
+    """Starts a script; with `joined` in the Ray of this session, else outside any."""
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    if joined:
+        environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    return subprocess.Popen(
+        [sys.executable, FOLDER / name, *map(str, arguments)],
+        env={**environment, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def finish(script):
+    """Its output, once it has ended by itself."""
+    try:
+        output, errors = script.communicate(timeout=HANG_LIMIT)
+    finally:
+        kill_group(script)
+    return output.splitlines(), errors
+
+
+def kill_group(script):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(script.pid, signal.SIGKILL)
+
+
+def processes(line):
+    """Those that a line `name: pid pid ...` names and that still run."""
+    return [psutil.Process(int(pid)) for pid in line.split(":")[1].split() if psutil.pid_exists(int(pid))]
+
+
+def check_gone(left):
+    assert psutil.wait_procs(left, EXIT_LIMIT)[1] == []
+
+
+def test_a_script_ends_by_itself_whatever_is_still_alive(tmp_path):
+    output, errors = finish(script := start("script_exit.py", tmp_path))
+    assert (script.returncode, output[-1]) == (0, "the end"), errors
+    assert "Traceback" not in errors
+    check_gone(processes(output[0]))
+
+
+def test_a_script_that_joins_a_running_ray_ends_and_takes_its_actors_along(ray_session, tmp_path):
+    output, errors = finish(script := start("script_exit.py", tmp_path, joined=True))
+    assert (script.returncode, output[-1]) == (0, "the end"), errors
+    assert "Started a local Ray instance" not in errors
+    check_gone(processes(output[0]))
+    assert in_each_worker(lambda index: index) == [0, 1]  # Ray, and the session's own actors, are as they were
+
+
+@pytest.fixture
+def waiting_script(tmp_path):
+    """A script that waits in next(), and the processes that it started."""
+    script = start("script_wait.py", tmp_path)
+    actors, everything = script.stdout.readline(), script.stdout.readline()
+    assert everything, script.communicate()[1]
+    actors, everything = processes(actors), processes(everything)
+    assert len(actors) == 2
+    assert len(everything) > 4
+    assert set(actors) < set(everything)
+    yield script, everything
+    kill_group(script)
+    script.communicate()
+    for process in everything:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def test_ctrl_c_ends_a_waiting_script_and_nothing_is_left(waiting_script):
+    script, everything = waiting_script
+    os.killpg(script.pid, signal.SIGINT)  # as a terminal sends it: to all of the process group
+    _, errors = script.communicate(timeout=HANG_LIMIT)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert script.returncode != 0
+    check_gone(everything)
+
+
+def test_a_killed_driver_takes_everything_along(waiting_script):
+    script, everything = waiting_script
+    agents = [process for process in everything if process.name().endswith("Agent")]
+    assert len(agents) == 2
+    script.kill()
+    script.wait()
+    # Ray's two agents notice it too, but take more than a minute, whoever started them.
+    check_gone([process for process in everything if process not in agents])
+
+
+def test_fork_with_a_live_iterator(ray_session):
+    output, errors = finish(script := start("script_fork.py", joined=True))
+    assert (script.returncode, output) == (0, ["the end"]), errors
+    assert "an iterator works in the process that made it" in errors
+    assert "Traceback" not in errors
+
+
+def test_ray_and_rayloader_may_be_shut_down_under_live_iterators():
+    output, errors = finish(script := start("script_sessions.py"))
+    assert (script.returncode, output) == (0, ["the end"]), errors
+    assert "Traceback" not in errors
+
+
+def test_without_workers_ray_is_never_imported_and_a_context_is_warned_about_once():
+    output, errors = finish(script := start("script_no_ray.py"))
+    assert (script.returncode, output, errors) == (0, ["the end"], "")

@@ -1,0 +1,97 @@
+"""One Ray cluster of two nodes on this machine, with the driver on one of them, for all tests of this folder.
+
+The head node is the driver's: 1 CPU, resource `here`. The other has 2 CPUs, the resource `away` and the label
+`place=away`; its environment says MACHINE=away. Scenarios that need a Ray session of their own run in subprocesses
+(`multinode_scripts.py`), which join this cluster by its address.
+"""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from multinode_waiting import wait_until
+
+HERE = Path(__file__).parent
+SCRIPT_LIMIT = 90.0  # seconds; on expiry subprocess.run kills the script and raises
+
+
+@dataclass
+class Nodes:
+    """The running cluster."""
+
+    cluster: Any
+    address: str
+    here: str  # node ids
+    away: str
+
+
+@pytest.fixture(scope="session")
+def nodes():
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray notes the "current cluster" under its temporary directory, where any other `ray.init()` would find it.
+        folder = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: Ray puts sockets below it
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"here": 4}, "include_dashboard": False}
+        )
+        away = cluster.add_node(
+            num_cpus=2, resources={"away": 4}, labels={"place": "away"}, env_vars={"MACHINE": "away"}
+        )
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
+        import rayloader
+
+        rayloader.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """Torch's own batches of every case, made in a process without Ray."""
+    path = tmp_path_factory.mktemp("reference") / "batches.pt"
+    subprocess.run([sys.executable, HERE / "multinode_reference.py", path], check=True, timeout=SCRIPT_LIMIT)
+    return torch.load(path, weights_only=False)
+
+
+@pytest.fixture
+def run_script(nodes, tmp_path):
+    """Runs a function of `multinode_scripts.py` in a process of its own; gives what it printed, as an object."""
+
+    def run(name, *arguments, returncode=0, **environment):
+        result = subprocess.run(
+            [sys.executable, HERE / "multinode_scripts.py", name, *map(str, arguments)],
+            env={**os.environ, **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=SCRIPT_LIMIT,
+        )
+        assert result.returncode == returncode, result.stderr
+        return SimpleNamespace(**json.loads(result.stdout.splitlines()[-1]), stderr=result.stderr)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def all_cpus_free(nodes, nothing_left):
+    """Every test begins with all CPUs free but those of warm actors that a fixture keeps."""
+    free = ray.available_resources().get("CPU", 0)
+    yield
+    gc.collect()
+    wait_until(lambda: ray.available_resources().get("CPU", 0) >= free, "the test's actors have given up their CPUs")

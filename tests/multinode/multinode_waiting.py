@@ -1,0 +1,29 @@
+"""Waiting for what the tests have caused: on processes themselves, or by asking Ray; bounded."""
+
+import threading
+import time
+
+import psutil
+
+HANG_LIMIT = 30.0  # seconds; on expiry the test fails
+
+
+def wait_until(condition, what):
+    """Asks until the answer is yes: for facts that Ray tells only when asked."""
+    deadline = time.monotonic() + HANG_LIMIT
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {HANG_LIMIT:g} s: {what}"
+        pause.wait(0.05)
+
+
+def wait_for_exit(pids):
+    """Waits for the end of processes that need not be children of ours."""
+    processes = []
+    for pid in pids:
+        try:
+            processes.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(processes, timeout=HANG_LIMIT)
+    assert not alive, f"processes left: {alive}"

@@ -1,0 +1,87 @@
+"""Programs that find a cluster: they join it, work, and leave nothing of theirs in it."""
+
+import signal
+
+import pytest
+import ray
+import ray.util.client
+
+from multinode_waiting import wait_for_exit, wait_until
+from rayloader import DataLoader, RaySessionError
+
+pytestmark = pytest.mark.multinode
+
+
+def check_left(*programs):
+    """Nothing of these programs is left in the cluster: neither processes nor actors that live for Ray."""
+    for program in programs:
+        wait_for_exit(program["pids"])
+        wait_until(lambda job=program["job"]: not living_actors(job), "the program's actors are dead")
+
+
+def living_actors(job):
+    """From the table behind the public way, which needs the dashboard."""
+    actors = ray._private.state.actors().values()
+    return [actor for actor in actors if actor["JobID"] == job and actor["State"] != "DEAD"]
+
+
+def test_a_program_with_ray_address_joins_the_cluster(nodes, run_script):
+    result = run_script("never_calls_init", RAY_ADDRESS=nodes.address)
+    assert result.address == nodes.address
+    assert len(result.pids) == 2
+    assert set(result.nodes) <= {nodes.here, nodes.away}
+    check_left(vars(result))
+
+
+def test_a_program_without_ray_address_starts_its_own(nodes, run_script):
+    """Though Ray has noted the cluster as this machine's current one."""
+    result = run_script("never_calls_init")
+    assert result.address != nodes.address
+    wait_for_exit(result.pids)
+
+
+@pytest.mark.parametrize("address", ["auto", "local"])
+def test_words_for_an_address(address, nodes, run_script):
+    result = run_script("never_calls_init", RAY_ADDRESS=address)
+    assert (result.address == nodes.address) is (address == "auto")
+    wait_for_exit(result.pids)
+
+
+@pytest.mark.parametrize(
+    ("name", "returncode"),
+    [("ends_in_mid_epoch", 0), ("fails_in_mid_epoch", 1), ("is_killed_in_mid_epoch", -signal.SIGKILL)],
+)
+def test_a_program_that_ends_in_mid_epoch_leaves_nothing(name, returncode, nodes, run_script):
+    result = run_script(name, returncode=returncode, RAY_ADDRESS=nodes.address)
+    assert ("LookupError: a bug in the training loop" in result.stderr) is (name == "fails_in_mid_epoch")
+    check_left(vars(result))
+
+
+def test_a_program_that_called_init_itself(nodes, run_script):
+    result = run_script("calls_init", nodes.address)
+    assert result.address == nodes.address
+    assert result.variable == ["job's"], "the job's runtime environment must win over the driver's variable"
+    check_left(vars(result))
+
+
+def test_a_program_that_shuts_down_and_goes_on(nodes, run_script):
+    result = run_script("shuts_down_and_goes_on", RAY_ADDRESS=nodes.address)
+    first, second = result.earlier
+    assert [program["address"] for program in (first, second)] == [nodes.address] * 2
+    assert result.address == nodes.address
+    assert not set(first["pids"]) & set(second["pids"])
+    assert first["job"] == second["job"] != result.job
+    assert result.message.startswith("RaySessionError: Ray was shut down while this iterator was live")
+    check_left(first, second, vars(result))
+
+
+def test_ray_client_is_refused(monkeypatch):
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(RaySessionError, match=r"Ray Client \(ray://\).*ray job submit"):
+        iter(DataLoader(range(2), num_workers=1))
+
+
+def test_a_client_address_is_refused(run_script):
+    result = run_script("is_a_client", RAY_ADDRESS="ray://127.0.0.1:10001")
+    assert result.error == "RaySessionError", result.message
+    assert "ray://" in result.message

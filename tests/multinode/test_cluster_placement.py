@@ -1,0 +1,193 @@
+"""Workers on a node that the driver is not on, and on both."""
+
+import contextlib
+import os
+import sys
+
+import pytest
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from multinode_data import Calls, as_is, difference, epochs, origin, tensors, traced, untraced
+from rayloader import DataLoader
+
+pytestmark = pytest.mark.multinode
+
+AWAY = {"num_cpus": 0, "resources": {"away": 0.01}}
+ON_BOTH = [{"num_cpus": 0, "resources": {name: 0.01}} for name in ("here", "away")]
+ANSWER_LIMIT = 10  # seconds; turns a hang of user code in a worker into an error
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(nodes):
+    """Keeps two warm actors for `AWAY`."""
+    loader = DataLoader(range(2), num_workers=2, ray_remote_args=AWAY)
+    list(loader)
+    yield
+    del loader
+
+
+def values(function, length=1, num_workers=1, **options):
+    """What `function(i)` returns in the workers."""
+    options = {"ray_remote_args": AWAY, "timeout": ANSWER_LIMIT, **options}
+    return list(DataLoader(Calls(function, length), None, num_workers=num_workers, collate_fn=as_is, **options))
+
+
+@pytest.mark.parametrize("case", ["augmented", "big", "stream", "persistent"])
+def test_batches_from_another_node_are_those_of_torch(case, nodes, reference):
+    recorded, origins = untraced(epochs(DataLoader(**traced(case), ray_remote_args=AWAY)))
+    assert difference(recorded, reference[case]) is None
+    assert {node_id for epoch in origins for node_id, _ in epoch} == {nodes.away}
+    assert len(origins[0]) == 2
+    assert origins[1] == origins[0], "the second epoch was not served by the warm actors of the first"
+    assert origins[2] == origins[0]
+
+
+def ways_to_say_where(nodes):
+    yield {"label_selector": {"place": "away"}}
+    yield {"label_selector": {"ray.io/node-id": nodes.away}, "num_cpus": 0.5}
+    yield {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}
+
+
+@pytest.mark.parametrize("way", range(3), ids=["label", "node id label", "affinity"])
+def test_every_way_to_name_a_node(way, nodes, reference):
+    remote_args = list(ways_to_say_where(nodes))[way]
+    with pytest.warns(UserWarning, match="share CPUs") if way != 1 else contextlib.nullcontext():
+        recorded, origins = untraced(epochs(DataLoader(**traced("augmented"), ray_remote_args=remote_args)))
+    assert difference(recorded, reference["augmented"]) is None
+    assert {node_id for epoch in origins for node_id, _ in epoch} == {nodes.away}
+
+
+def test_batches_from_another_node_are_writable(reference):
+    (batches, _), _ = untraced(epochs(DataLoader(**traced("big"), ray_remote_args=AWAY)))
+    for epoch, expected in zip(batches, reference["big"][0], strict=True):
+        for batch in epoch:
+            for tensor in tensors(batch):
+                tensor.add_(1)  # a read-only page would end this process
+        assert all(
+            torch.equal(ours, theirs + 1) for ours, theirs in zip(tensors(epoch), tensors(expected), strict=True)
+        )
+
+
+def test_a_loader_with_workers_on_both_nodes(nodes, reference):
+    """SPREAD takes the nodes in turn."""
+    remote_args = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+    recorded, origins = untraced(epochs(DataLoader(**traced("augmented"), ray_remote_args=remote_args)))
+    assert difference(recorded, reference["augmented"]) is None
+    assert {node_id for node_id, _ in origins[0]} == {nodes.here, nodes.away}
+
+
+# ---- what a worker takes over from a driver on another node
+
+
+def test_driver_variables_fill_in_on_another_node(monkeypatch):
+    monkeypatch.setenv("MACHINE", "driver's")
+    monkeypatch.setenv("ONLY_THE_DRIVER_HAS", "this")
+    monkeypatch.setenv("RAY_OF_THE_DRIVER", "stays here")
+
+    def variables(_):
+        return [os.environ.get(name) for name in ("MACHINE", "ONLY_THE_DRIVER_HAS", "RAY_OF_THE_DRIVER")]
+
+    here, away = (values(variables, ray_remote_args=remote_args)[0] for remote_args in ON_BOTH)
+    assert here == ["driver's", "this", None]
+    assert away == ["away", "this", None], "the machine's own value must win there"
+
+
+def test_variables_are_those_of_each_epoch(monkeypatch):
+    loader = DataLoader(
+        Calls(lambda _: (os.environ.get("CHANGES"), os.getpid()), 1), None, num_workers=1, ray_remote_args=AWAY
+    )
+    seen = []
+    for value in ("first", "second"):
+        monkeypatch.setenv("CHANGES", value)
+        seen += list(loader)
+    monkeypatch.delenv("CHANGES")
+    seen += list(loader)
+    assert [value for value, _ in seen] == ["first", "second", None]
+
+
+def test_working_directory_where_the_other_node_has_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert values(lambda _: os.getcwd()) == [str(tmp_path)]
+
+
+def test_working_directory_that_is_gone(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert values(lambda _: os.path.isdir(os.getcwd())) == [True]
+
+
+def test_modules_of_the_driver_path_are_found_on_another_node(monkeypatch, tmp_path):
+    (tmp_path / "module_of_a_project.py").write_text("def answer(index):\n    return 42 + index\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from module_of_a_project import answer
+
+    try:
+        assert values(answer, 2) == [42, 43]
+    finally:
+        del sys.modules["module_of_a_project"]
+
+
+def test_the_note_of_an_exception_names_the_node(nodes):
+    def fail(index):
+        raise LookupError(f"no sample {index}")
+
+    with pytest.raises(LookupError, match="no sample 0") as caught:
+        values(fail)
+    assert "Caught LookupError in DataLoader worker process 0" in str(caught.value)
+    assert any(f"node {nodes.away}" in note for note in caught.value.__notes__)
+
+
+# ---- what users of Ray put into datasets and batches
+
+
+@ray.remote(num_cpus=0)
+class Memory:
+    """A replay buffer, say."""
+
+    def recall(self, index):
+        return index * 10
+
+
+def test_a_dataset_with_an_actor_handle():
+    memory = Memory.remote()
+    assert values(lambda index: ray.get(memory.recall.remote(index)), 3) == [0, 10, 20]
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000], ids=["small", "big"])
+def test_a_dataset_with_an_object_reference(size):
+    numbers = ray.put(torch.arange(size).numpy())
+    assert values(lambda index: int(ray.get(numbers)[index]), 3) == [0, 1, 2]
+
+
+def test_a_batch_with_an_object_reference():
+    references = values(lambda index: ray.put(torch.full((1000, 100), index).numpy()), 2)
+    assert [ray.get(reference, timeout=ANSWER_LIMIT)[0, 0] for reference in references] == [0, 1]
+
+
+def test_samples_that_a_worker_computes_with_ray_tasks():
+    @ray.remote(num_cpus=0)
+    def double(index):
+        return 2 * index
+
+    assert values(lambda index: ray.get(double.remote(index)), 3) == [0, 2, 4]
+
+
+def test_a_worker_of_another_node_has_torch_settings_of_the_driver():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            assert values(lambda _: (torch.tensor([1.5]).dtype, torch.is_grad_enabled())) == [(torch.float64, False)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_abandoned_epoch_leaves_the_actors_of_another_node_warm(nodes):
+    loader = DataLoader(Calls(lambda _: origin(), 8), None, num_workers=2, collate_fn=as_is, ray_remote_args=AWAY)
+    whole = list(loader)
+    iterator = iter(loader)
+    assert next(iterator) in whole
+    del iterator
+    assert set(loader) == set(whole)

@@ -1,0 +1,240 @@
+"""What workers ask for in a cluster that was joined, and what happens where there is no room."""
+
+import os
+import re
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
+from multinode_waiting import wait_until
+from rayloader import DataLoader, WorkerStartError
+
+pytestmark = pytest.mark.multinode
+
+CPUS = 3  # of the cluster
+# Three workers or more: torch compares their number with this machine's cores when a loader is made.
+oversubscribed = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+def load(num_workers, length=None, function=None, **options):
+    calls = Calls(function or (lambda _: origin()), length or 4 * num_workers)
+    return DataLoader(calls, None, num_workers=num_workers, collate_fn=as_is, **options)
+
+
+def begin(loader):
+    """An iterator whose workers all run."""
+    iterator = iter(loader)
+    for _ in range(loader.num_workers):
+        next(iterator)
+    return iterator
+
+
+def free(name="CPU"):
+    return ray.available_resources().get(name, 0)
+
+
+def wait_for_free(expected, name="CPU"):
+    wait_until(lambda: free(name) == expected, f"{expected} {name} are free; now {free(name)}")
+
+
+@pytest.fixture
+def short_limit(monkeypatch):
+    """For workers that have no place."""
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "2")
+
+
+@pytest.fixture
+def enough_time(monkeypatch):
+    """For workers that get one: a failure need not take the whole minute."""
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "20")
+
+
+# ---- CPUs
+
+
+@oversubscribed
+def test_each_worker_asks_for_a_cpu_where_there_are_enough(nodes, reference):
+    loader = DataLoader(**traced("three workers"))
+    recorded, origins = untraced(epochs(loader))
+    assert difference(recorded, reference["three workers"]) is None
+    assert {node_id for node_id, _ in origins[0]} == {nodes.here, nodes.away}, "one node has no room for three"
+    assert origins[1] == origins[2] == origins[0]
+    wait_for_free(0)  # warm
+    del loader
+    wait_for_free(CPUS)
+
+
+def test_more_workers_than_cpus_share_them_with_a_warning():
+    training = load(2, length=8)
+    iterator = begin(training)
+    wait_for_free(1)
+    validation = load(2)
+    with pytest.warns(UserWarning, match=r"will create 2 worker processes, 4 with those.* is 3 \(the CPUs of the Ray"):
+        assert len(list(validation)) == 8
+    assert free() == 1, "they were to ask for none"
+    assert len(list(iterator)) == 6
+
+
+@oversubscribed
+def test_one_loader_with_more_workers_than_cpus(recwarn):
+    assert len({pid for _, pid in load(4)}) == 4
+    assert [str(warning.message) for warning in recwarn if "the CPUs of the Ray cluster" in str(warning.message)]
+
+
+def test_training_and_validation_share_warm_workers():
+    training, validation = load(2), load(2)
+    seen = {pid for loader in (training, validation, training) for _, pid in loader}
+    assert len(seen) == 2
+    wait_for_free(1)
+
+
+def test_workers_of_a_loader_that_is_gone_give_up_their_cpus():
+    loader = load(2)
+    list(loader)
+    wait_for_free(1)
+    del loader
+    wait_for_free(CPUS)  # without a further call into the library
+
+
+def test_fractions_of_a_cpu_and_of_a_resource():
+    iterator = begin(load(2, ray_remote_args={"num_cpus": 0.25, "resources": {"away": 0.5}}))
+    wait_for_free(CPUS - 0.5)
+    wait_for_free(4 - 1, "away")
+    assert len(list(iterator)) == 6
+
+
+# ---- idle workers make room
+
+
+def test_idle_workers_of_other_options_give_up_their_cpus(enough_time, nodes):
+    idle = load(2)
+    list(idle)
+    wait_for_free(1)
+    assert {node_id for node_id, _ in load(1, ray_remote_args={"num_cpus": 2})} == {nodes.away}
+    assert len(list(idle)) == 8
+
+
+def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(enough_time, nodes):
+    """Cluster-wide one CPU is free all the time, but not there."""
+    idle = load(2, ray_remote_args={"num_cpus": 1, "resources": {"away": 1}})
+    list(idle)
+    wait_for_free(1)
+    there = {"num_cpus": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}
+    assert {node_id for node_id, _ in load(1, ray_remote_args=there)} == {nodes.away}
+
+
+def test_idle_workers_give_up_custom_resources(enough_time, nodes):
+    idle = load(2, ray_remote_args={"num_cpus": 0, "resources": {"away": 2}})
+    list(idle)
+    wait_for_free(0, "away")
+    assert {node_id for node_id, _ in load(1, ray_remote_args={"resources": {"away": 3}})} == {nodes.away}
+
+
+# ---- no room
+
+
+@pytest.mark.parametrize(
+    ("remote_args", "asked"),
+    [
+        ({"num_cpus": 64}, "CPU 64"),
+        ({"resources": {"away": 5}}, "away 5"),
+        ({"resources": {"nowhere": 1}}, "nowhere 1"),
+        ({"label_selector": {"place": "moon"}}, "moon"),
+        ({"memory": 2**50}, str(2**50)),
+        ({"accelerator_type": "A100"}, "A100"),
+    ],
+    ids=["cpus", "resource", "unknown resource", "label", "memory", "accelerator"],
+)
+def test_workers_without_a_place_are_an_error_that_explains(remote_args, asked, short_limit):
+    with pytest.raises(WorkerStartError) as caught:
+        list(load(2, ray_remote_args=remote_args))
+    text = str(caught.value)
+    assert text.startswith("2 of 2 DataLoader workers found no place in the Ray cluster within 2 s. Each asks for ")
+    assert asked in text
+    assert re.search(r"free now: CPU 3 of 3, away 4 of 4, here 4 of 4", text)
+    for remedy in ("num_workers", 'ray_remote_args={"num_cpus": 0}', "RAYLOADER_START_TIMEOUT"):
+        assert remedy in text
+
+
+def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
+    @ray.remote
+    class Training:
+        def ready(self):
+            return True
+
+    training = [Training.options(num_cpus=cpus).remote() for cpus in (1, 2)]
+    assert all(ray.get([actor.ready.remote() for actor in training]))
+    loader = load(1)
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "2")
+    with pytest.raises(WorkerStartError, match="Each asks for CPU 1; free now: CPU 0 of 3"):
+        list(loader)
+    for actor in training:
+        ray.kill(actor)
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "20")
+    assert len(list(loader)) == 4
+
+
+def test_one_worker_without_a_place_ends_the_wait_of_all(short_limit):
+    """One node has two CPUs, the other one."""
+    loader = load(2, ray_remote_args={"num_cpus": 2})
+    with pytest.raises(WorkerStartError, match="[12] of 2 DataLoader workers found no place.*Each asks for CPU 2"):
+        list(loader)
+
+
+def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
+    """And not what another asked for meanwhile."""
+    waiting = iter(load(1, ray_remote_args={"resources": {"nowhere": 1}}))
+    list(load(1, ray_remote_args={"resources": {"away": 1}}))
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "0.1")
+    with pytest.raises(WorkerStartError, match=r"Each asks for .*nowhere 1"):
+        next(waiting)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("where", ["here", "away"])
+def test_variables_of_the_runtime_environment_win(where, monkeypatch):
+    for name in ("MACHINE", "FROM_BOTH"):
+        monkeypatch.setenv(name, "driver's")
+    remote_args = {
+        "num_cpus": 0,
+        "resources": {where: 0.1},
+        "runtime_env": {"env_vars": {"MACHINE": "option's", "FROM_BOTH": "option's", "ONLY_HERE": "option's"}},
+    }
+    names = ["MACHINE", "FROM_BOTH", "ONLY_HERE"]
+    loader = load(1, 1, lambda _: [os.environ.get(name) for name in names], ray_remote_args=remote_args)
+    assert list(loader) == [["option's"] * 3]
+    assert list(loader) == [["option's"] * 3]  # warm
+
+
+@pytest.mark.parametrize(
+    ("remote_args", "message"),
+    [
+        ({"num_cpus": -1}, "num_cpus"),
+        ({"num_cpus": "two"}, "num_cpus"),
+        ({"resources": 5}, "resources"),
+        ({"resources": {"CPU": 1}}, "num_cpus"),
+        ({"num_cups": 1}, "num_cups"),
+        ({"scheduling_strategy": "here"}, "scheduling_strategy"),
+        ({"label_selector": "here"}, "label_selector"),
+        ({"runtime_env": {"env_vars": {"A": 1}}}, "env_vars"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_options_are_errors_at_the_latest_of_iter(remote_args, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        iter(load(1, ray_remote_args=remote_args))
+
+
+def test_options_that_say_nothing():
+    loader = load(1, ray_remote_args={"label_selector": None, "runtime_env": None, "num_gpus": 0})
+    assert len(list(loader)) == 4
+
+
+@pytest.mark.parametrize("name", ["name", "lifetime", "max_restarts", "max_concurrency", "concurrency_groups"])
+def test_options_that_the_loader_needs_for_itself(name):
+    with pytest.raises(ValueError, match=rf"ray_remote_args must not hold '{name}'.*leave it out"):
+        load(1, ray_remote_args={name: 1})
