@@ -1,10 +1,10 @@
 """Batches a second beside torch's own loader, and the time to the first batch.
 
 Motive: what does it cost, or bring, to change the import?
-Method: for each case the same dataset and arguments with two workers. torch's loader runs in a process of its own that never
-sees Ray; the two alternate, one measured epoch each a round, after one unmeasured. Figures are medians over the rounds;
-the ratio is the median of the rounds' ratios. The consumer touches nothing. First batch: `iter()` and one `next()`; cold is the
-first of a process (with Ray's start for rayloader), warm a later epoch's.
+Method: for each case the same dataset and arguments with two workers. torch's loader runs in a process of its own that
+never sees Ray; the two alternate, one measured epoch each a round, after one unmeasured. Figures are medians over the
+rounds; the ratio is the median of the rounds' ratios. The consumer touches nothing. First batch: `iter()` and one
+`next()`; cold is the first of a process (with Ray's start for rayloader), warm a later epoch's.
 Command: python benchmarks/throughput.py [--rounds N] [--cases tiny,medium,large]
 """
 
