@@ -22,6 +22,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
+import rayloader
 from multinode_waiting import wait_until
 
 HERE = Path(__file__).parent
@@ -45,6 +46,7 @@ def nodes():
         folder = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: Ray puts sockets below it
         patch.setenv("RAY_TMPDIR", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("PYTHONPATH", str(HERE))  # for Ray's own workers: the tests send them tasks of these modules
         cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"here": 4}, "include_dashboard": False}
         )
@@ -53,8 +55,6 @@ def nodes():
         )
         ray.init(address=cluster.address, log_to_driver=False)
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
-        import rayloader
-
         rayloader.shutdown()
         ray.shutdown()
         cluster.shutdown()
@@ -88,10 +88,22 @@ def run_script(nodes, tmp_path):
     return run
 
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def all_cpus_free(nodes, nothing_left):
+def all_cpus_free(nodes, nothing_left, request):
     """Every test begins with all CPUs free but those of warm actors that a fixture keeps."""
     free = ray.available_resources().get("CPU", 0)
     yield
+    if request.node.stash.get(FAILED, False):
+        rayloader.shutdown()  # its traceback keeps loaders alive: the next test shall not suffer for it
     gc.collect()
     wait_until(lambda: ray.available_resources().get("CPU", 0) >= free, "the test's actors have given up their CPUs")

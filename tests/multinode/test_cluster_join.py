@@ -82,6 +82,7 @@ def test_ray_client_is_refused(monkeypatch):
 
 
 def test_a_client_address_is_refused(run_script):
+    """By Ray itself where its client is not installed."""
     result = run_script("is_a_client", RAY_ADDRESS="ray://127.0.0.1:10001")
-    assert result.error == "RaySessionError", result.message
-    assert "ray://" in result.message
+    assert "Ray Client" in result.message
+    assert result.error in ("RaySessionError", "ValueError")

@@ -8,7 +8,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from multinode_data import Calls, as_is, origin
-from multinode_waiting import wait_for_exit
+from multinode_waiting import HANG_LIMIT, wait_for_exit
 from rayloader import DataLoader, WorkerDiedError
 
 pytestmark = pytest.mark.multinode
@@ -19,6 +19,9 @@ def doomed(nodes):
     """A third node; `doomed.remove(...)` takes it away."""
     node = nodes.cluster.add_node(num_cpus=1)
 
+    only_there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    hello = ray.remote(num_cpus=0, scheduling_strategy=only_there)(origin)
+    assert ray.get(hello.remote(), timeout=HANG_LIMIT)[0] == node.node_id  # now all others know of it
     there = NodeAffinitySchedulingStrategy(node.node_id, soft=True)  # and where it is gone anywhere else
     yield SimpleNamespace(
         node_id=node.node_id,
