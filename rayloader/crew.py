@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from rayloader.errors import RaySessionError
 from rayloader.transport.codec import Encoded
-from rayloader.worker import Result, Setup, WorkerAddress, to_wire
+from rayloader.transport.lanes import ArenaLane, Room, to_wire
+from rayloader.worker import Result, Setup, WorkerAddress
 
 if TYPE_CHECKING:
     from rayloader.pool import Pool
@@ -49,6 +50,7 @@ class Actor:
     started_at: float | None = None  # time.monotonic() when it was first seen to run
     stopped: Ref = None  # answer to `stop`
     stop_by: float = 0.0  # time.monotonic()
+    lane: ArenaLane = field(default_factory=ArenaLane)
 
     def has_started(self) -> bool:
         """Whether it runs by now; notes where. Raises RayError if it never will."""
@@ -68,9 +70,9 @@ class Actor:
         """`Worker.resume`."""
         return self.handle.resume.remote(shared_seed)
 
-    def run(self, task_ids: tuple[int, ...], indices: Encoded) -> Ref:
+    def run(self, task_ids: tuple[int, ...], indices: Encoded, room: Room | None) -> Ref:
         """`Worker.run`, with the list of each task's indices."""
-        return self.handle.run.remote(task_ids, to_wire(indices))
+        return self.handle.run.remote(task_ids, to_wire(indices), room)
 
 
 class ActorLost(Exception):

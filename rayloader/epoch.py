@@ -45,7 +45,8 @@ from rayloader.schedule import (
     WorkerLost,
 )
 from rayloader.transport import codec
-from rayloader.worker import Result, ResultKind, from_wire
+from rayloader.transport.lanes import ArenaLane, Room
+from rayloader.worker import Result, ResultKind
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
 TICK_S = 1.0
@@ -63,6 +64,13 @@ class Delivery:
 class _Call:
     ref: Ref
     worker_id: int
+    room: Room | None  # for its batches
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    result: Result
+    room: Room | None  # that the batch may lie in
 
 
 class Epoch:
@@ -73,6 +81,7 @@ class Epoch:
         schedule: not yet opened.
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
         timeout: seconds that the user waits for a batch at most, 0 for ever.
+        arenas: whether batches may travel in the workers' arenas.
         pin: pins a batch, in a thread of its own; None: no pinning.
         device_index: accelerator that the pin thread works for, if any.
     """
@@ -84,12 +93,14 @@ class Epoch:
         sampler_iter: Iterator[Any],
         *,
         timeout: float,
+        arenas: bool,
         pin: Callable[[Any], Any] | None,
         device_index: int | None,
     ) -> None:
         self._crew = crew
         self._sampler_iter = sampler_iter
         self._timeout = timeout
+        self._arenas = arenas
         self._pin = pin
         self._device_index = device_index
         self._pin_thread: PinThread[Delivery] | None = None
@@ -97,8 +108,8 @@ class Epoch:
         self._changed = threading.Condition()  # guards what follows; notified with every event
         self._schedule = schedule
         self._calls: dict[int, _Call] = {}  # unanswered, by task
-        self._results: dict[int, Result] = {}  # answered, not delivered, by task
-        self._deliverable: deque[tuple[Task, Result]] = deque()  # in delivery order
+        self._results: dict[int, _Answer] = {}  # not delivered, by task
+        self._deliverable: deque[tuple[Task, _Answer]] = deque()  # in delivery order
         self._last_arrival = 0.0  # time.monotonic()
         self._failure: WorkerDiedError | None = None
 
@@ -185,8 +196,10 @@ class Epoch:
     def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
         self._crew.check_session()
         indices = codec.encode([task.indices for task in tasks])
-        ref = self._crew.actors[worker_id].run(tuple(task.task_id for task in tasks), indices)
-        self._calls.update((task.task_id, _Call(ref, worker_id)) for task in tasks)
+        actor = self._crew.actors[worker_id]
+        room = actor.lane.room(self._schedule.window) if self._arenas else None
+        ref = actor.run(tuple(task.task_id for task in tasks), indices, room)
+        self._calls.update((task.task_id, _Call(ref, worker_id, room)) for task in tasks)
 
     # ---- receiving: the user's thread, or the pin thread
 
@@ -199,9 +212,11 @@ class Epoch:
                 self._handle(WorkerLost(lost.worker_id, str(lost)))
         if not self._deliverable:
             return None
-        task, result = self._deliverable[0]
-        delivery = Delivery(task, _open(task, result))
+        task, answer = self._deliverable[0]
+        lane = self._crew.actors[task.worker_id].lane
+        delivery = Delivery(task, _open(task, answer, lane))
         self._deliverable.popleft()  # only now: a Ctrl-C while it was opened does not lose it
+        lane.release(answer.room, reuse=answer.result.reuse)
         return delivery
 
     def _receive_and_pin(self) -> Delivery | None:
@@ -261,7 +276,11 @@ class Epoch:
                     continue  # forgotten meanwhile
                 match result.kind:
                     case ResultKind.BATCH | ResultKind.ERROR:
-                        self._results[result.task_id] = result
+                        self._results[result.task_id] = _Answer(result, call.room)
+                        lane = self._crew.actors[call.worker_id].lane
+                        lane.saw(result.nbytes)
+                        if result.no_arena:
+                            lane.refused(result.no_arena)
                         self._handle(TasksDone((result.task_id,)))
                         del self._calls[result.task_id]
                     case ResultKind.EXHAUSTED:
@@ -318,12 +337,13 @@ class _RemoteError(ExceptionWrapper):
         raise RuntimeError(self._text)
 
 
-def _open(task: Task, result: Result) -> Any:
+def _open(task: Task, answer: _Answer, lane: ArenaLane) -> Any:
     """The batch, or the ExceptionWrapper, that a result holds; an ExceptionWrapper too when it cannot be unpickled."""
+    result = answer.result
     if result.wire is None:
         return _RemoteError(result.text)
     try:
-        return from_wire(result.wire)
+        return lane.open(answer.room, result.wire)
     except Exception:  # the user's own unpickling may raise anything
         if result.kind is ResultKind.ERROR:
             return _RemoteError(result.text)

@@ -52,6 +52,7 @@ class EpochIterator(_BaseDataLoaderIter):
             )
         self._in_order: bool = loader.in_order
         self._fresh_processes: bool = loader.fresh_processes
+        self._arenas: bool = loader.arenas
         self._remote_args: dict[str, Any] = dict(loader.ray_remote_args or {})
         self._worker_init_fn = loader.worker_init_fn
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
@@ -69,6 +70,7 @@ class EpochIterator(_BaseDataLoaderIter):
             if self._crew is not None and self._crew.usable:
                 super()._reset(loader, first_iter)
                 for actor in self._crew.actors:
+                    actor.lane.drop_if_unanswered()
                     actor.resume(self._shared_seed)
             else:
                 self._crew = self._start_crew(loader)
@@ -78,6 +80,7 @@ class EpochIterator(_BaseDataLoaderIter):
                 Schedule(self._num_workers, self._prefetch_factor, in_order=self._in_order),
                 self._sampler_iter,
                 timeout=self._timeout,
+                arenas=self._arenas,
                 pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
                 device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
             )

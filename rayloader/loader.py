@@ -67,6 +67,10 @@ class DataLoader(TorchDataLoader[_T_co]):
         fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones (seconds instead of
             milliseconds; for datasets that leave traces in module globals).
 
+        arenas: let workers on this machine build batches in memory that this process has mapped, so that nothing is
+            copied on the way; otherwise every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment says the
+            same for all loaders.
+
     Raises:
         ValueError: an argument is out of range, or contradicts another.
         TypeError: an argument is of the wrong type.
@@ -99,10 +103,12 @@ class DataLoader(TorchDataLoader[_T_co]):
         in_order: bool = True,
         ray_remote_args: dict[str, Any] | None = None,
         fresh_processes: bool = False,
+        arenas: bool = True,
     ) -> None:
         _check_remote_args(ray_remote_args)
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
+        self.arenas = arenas
         super().__init__(
             dataset,
             batch_size,

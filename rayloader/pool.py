@@ -214,10 +214,11 @@ class Pool:
         taken = []
         for actor, probe in zip(idle, probes, strict=True):
             try:
-                ray.get([actor.stopped, probe], timeout=0)
+                let_go, _ = ray.get([actor.stopped, probe], timeout=0)
             except RayError:  # GetTimeoutError included: it neither answers nor ends
                 self._kill(actor)
             else:
+                actor.lane.settle(reuse=let_go)
                 actor.state = ActorState.BUSY
                 taken.append(actor)
         return taken

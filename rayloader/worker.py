@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import random
@@ -18,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from pickle import PickleBuffer
 from typing import Any
 
 import numpy as np
@@ -27,26 +27,14 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe, _DatasetKind
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate, default_collate_fn_map
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import session
 from rayloader.process_state import Baseline, ProcessState
 from rayloader.transport import codec
-
-# What Ray hands over of an encoded object: the skeleton and the buffers, out of band.
-Wire = tuple[bytes, list[Any]]
-
-
-def to_wire(encoded: codec.Encoded) -> Wire:
-    """Wraps the buffers so that Ray sends them out of band, without a copy of its own."""
-    return encoded.skeleton, [PickleBuffer(buffer) for buffer in encoded.buffers]
-
-
-def from_wire(wire: Wire) -> Any:
-    """Rebuilds the object; what it holds is writable and its own (Ray's buffers are read-only)."""
-    skeleton, buffers = wire
-    return codec.decode(skeleton, codec.writable_copies(buffers))
+from rayloader.transport.arena import SLOT_ALIGN, SlotWriter, collate_into
+from rayloader.transport.lanes import Room, Wire, WorkerLane, from_wire, to_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +87,9 @@ class Result:
     kind: ResultKind
     wire: Wire | None = None
     text: str = ""
+    nbytes: int = 0  # that the batch's buffers take in a slot
+    reuse: bool = True  # False: the worker still holds memory of the slot
+    no_arena: str = ""  # why the slot could not be reached, if it could not
 
 
 STOCK_COLLATE_MODULE = "torch.utils.data._utils.collate"
@@ -140,6 +131,8 @@ class Worker:
         own = {key for key in os.environ if key.startswith("RAY_") or key == "CUDA_VISIBLE_DEVICES"}
         self._baseline = Baseline(session.node_id(), own | set(runtime_env))
         self._hosted: _Hosted | None = None
+        self._lane = WorkerLane()
+        self._kept = False  # memory of some slot, since `start`
         gc.freeze()  # what was imported stays: `stop` collects the user's objects only
 
     def hello(self) -> WorkerAddress:
@@ -148,6 +141,7 @@ class Worker:
 
     def start(self, setup: Setup, replica: Wire) -> None:
         """Makes this process worker `setup.worker_id`."""
+        self._kept = False
         self._hosted = _Hosted(setup)
         self._hosted.start(self._baseline, replica)
 
@@ -156,17 +150,31 @@ class Worker:
         assert self._hosted is not None
         self._hosted.resume(shared_seed)
 
-    def run(self, task_ids: tuple[int, ...], indices: Wire) -> list[Result]:
-        """Builds the tasks' batches, in order; `indices` holds a list with what the sampler gave for each."""
-        assert self._hosted is not None
-        return self._hosted.run(task_ids, indices)
+    def run(self, task_ids: tuple[int, ...], indices: Wire, room: Room | None) -> list[Result]:
+        """Builds the tasks' batches, in order; `indices` holds a list with what the sampler gave for each.
 
-    def stop(self) -> None:
-        """Lets go of the dataset and puts the process back as it was."""
+        `room` is a slot of this actor's arena that the batches may lie in.
+        """
+        assert self._hosted is not None
+        writer = self._lane.writer(room)
+        results = self._hosted.run(task_ids, indices, writer)
+        if room is None:
+            return results
+        reuse = writer is None or writer.close()
+        self._kept |= not reuse
+        return [dataclasses.replace(result, reuse=reuse, no_arena=self._lane.error) for result in results]
+
+    def stop(self) -> bool:
+        """Lets go of the dataset and puts the process back as it was.
+
+        Returns:
+            Whether user code let go of the memory of all slots that it was given since `start`.
+        """
         self._hosted = None
         torch_worker._worker_info = None
         self._baseline.restore()
         gc.collect()
+        return not self._kept
 
 
 class _Hosted:
@@ -204,15 +212,15 @@ class _Hosted:
             self._shuffle_datapipe(shared_seed)
             self._create_fetcher()
 
-    def run(self, task_ids: tuple[int, ...], indices: Wire) -> list[Result]:
+    def run(self, task_ids: tuple[int, ...], indices: Wire, writer: SlotWriter | None) -> list[Result]:
         """One result a task, whatever happens."""
         try:
             all_indices = from_wire(indices)
         except Exception:  # whatever unpickling the user's index objects raises
             return [_error(task_id, self._where) for task_id in task_ids]
-        return [self._build(*task) for task in zip(task_ids, all_indices, strict=True)]
+        return [self._build(*task, writer) for task in zip(task_ids, all_indices, strict=True)]
 
-    def _build(self, task_id: int, indices: Any) -> Result:
+    def _build(self, task_id: int, indices: Any, writer: SlotWriter | None) -> Result:
         if self._exhausted:
             return Result(task_id, ResultKind.EXHAUSTED)
         if self._failure is not None:
@@ -220,8 +228,10 @@ class _Hosted:
             self._exhausted = self._setup.dataset_kind == _DatasetKind.Iterable
             return dataclasses.replace(self._failure, task_id=task_id)
         try:
-            batch = self._fetcher.fetch(indices)
-            return Result(task_id, ResultKind.BATCH, to_wire(codec.encode(batch, known_classes=True)))
+            self._fetcher.collate_fn = self._collate_into(writer)
+            encoded = codec.encode(self._fetcher.fetch(indices), known_classes=True)
+            nbytes = sum(-(-buffer.nbytes // SLOT_ALIGN) * SLOT_ALIGN for buffer in encoded.buffers)
+            return Result(task_id, ResultKind.BATCH, to_wire(encoded, writer), nbytes=nbytes)
         except Exception as error:  # all that user code can raise: it belongs to the user, not to Ray
             if isinstance(error, StopIteration) and self._setup.dataset_kind == _DatasetKind.Iterable:
                 self._exhausted = True
@@ -229,6 +239,12 @@ class _Hosted:
             return _error(task_id, self._where)
         except BaseException as error:
             return _exited(task_id, error)
+
+    def _collate_into(self, writer: SlotWriter | None) -> Callable[[Any], Any]:
+        """The loader's collate_fn; torch's own stacks straight into the slot, where nobody can notice."""
+        if writer is None or self._collate_fn is not default_collate:
+            return self._collate_fn  # type: ignore[no-any-return]
+        return functools.partial(collate, collate_fn_map=collate_into(writer, default_collate_fn_map))
 
     @contextlib.contextmanager
     def _keeping_failure(self) -> Iterator[None]:
