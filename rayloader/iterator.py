@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -162,8 +163,8 @@ class EpochIterator(_BaseDataLoaderIter):
         if os.getpid() == self._pid:  # a forked child has neither our locks in order nor our threads
             self._release()
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # by then the threads are frozen and `_close_all` has done it
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # by then threads are frozen, globals may be gone, and `_close_all` has done it
             self._close()
 
 

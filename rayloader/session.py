@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Iterator
 
 import ray
@@ -62,12 +63,16 @@ def ensure() -> SessionName:
     session = current()
     if session is None:
         address = os.environ.get("RAY_ADDRESS")
-        if address:
-            ray.init(address=address)
-        else:
-            with _environment(LOCAL_RAY_ENVIRONMENT):
-                ray.init(address="local", include_dashboard=False, resources={OVERSUBSCRIBE_RESOURCE: 1})
-            _started = current()
+        state = random.getstate()  # Ray draws from the program's generator
+        try:
+            if address:
+                ray.init(address=address)
+            else:
+                with _environment(LOCAL_RAY_ENVIRONMENT):
+                    ray.init(address="local", include_dashboard=False, resources={OVERSUBSCRIBE_RESOURCE: 1})
+                _started = current()
+        finally:
+            random.setstate(state)
         session = current()
     if session is None or ray.util.client.ray.is_connected():
         raise RaySessionError(

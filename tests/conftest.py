@@ -63,7 +63,7 @@ def ray_session():
 def nothing_left():
     """After a test: no thread, descriptor, mapping or actor process of ours but those that were there before.
 
-    While `ray_session` lasts, the actors of the process's pool stay warm for it, and the pool's thread with them.
+    While `ray_session` lasts, the actors of the process's pool stay warm for it, and the pool's timer may run.
     """
     threads, files, actors = our_threads(), our_files(), pool_pids()
     yield

@@ -36,7 +36,7 @@ def run(script, out, *names):
 
 
 def is_case(item):
-    return "case" in getattr(getattr(item, "callspec", None), "params", {})
+    return item.path.parent == FOLDER and "case" in getattr(getattr(item, "callspec", None), "params", {})
 
 
 @pytest.fixture(scope="session")

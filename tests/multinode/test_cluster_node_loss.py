@@ -5,31 +5,46 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from multinode_data import Calls, as_is, origin
-from multinode_waiting import HANG_LIMIT, wait_for_exit
+from multinode_waiting import HANG_LIMIT, wait_for_exit, wait_until
 from rayloader import DataLoader, WorkerDiedError
 
 pytestmark = pytest.mark.multinode
 
 
+@ray.remote(num_cpus=0, resources={"spare": 2})
+class Occupant:
+    def is_there(self):
+        return True
+
+
 @pytest.fixture
 def doomed(nodes):
-    """A third node; `doomed.remove(...)` takes it away."""
-    node = nodes.cluster.add_node(num_cpus=1)
+    """A third node, the only one with the resource `spare` to give, until `doomed.remove(...)` takes it away.
 
-    only_there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    hello = ray.remote(num_cpus=0, scheduling_strategy=only_there)(origin)
-    assert ray.get(hello.remote(), timeout=HANG_LIMIT)[0] == node.node_id  # now all others know of it
-    there = NodeAffinitySchedulingStrategy(node.node_id, soft=True)  # and where it is gone anywhere else
+    Then the node `away` has room for the workers: whoever holds its `spare` leaves it.
+    """
+    occupant = Occupant.remote()
+    assert ray.get(occupant.is_there.remote(), timeout=HANG_LIMIT)
+    node = nodes.cluster.add_node(num_cpus=1, resources={"spare": 2})
+
+    def remove(graceful):
+        nodes.cluster.remove_node(node, allow_graceful=graceful)
+        ray.kill(occupant)
+
+    def is_known_to_be_gone():
+        return not any(known["Alive"] for known in ray.nodes() if known["NodeID"] == node.node_id)
+
     yield SimpleNamespace(
+        is_known_to_be_gone=is_known_to_be_gone,
         node_id=node.node_id,
-        remote_args={"num_cpus": 0, "scheduling_strategy": there},
-        remove=lambda graceful: nodes.cluster.remove_node(node, allow_graceful=graceful),
+        remote_args={"num_cpus": 0, "resources": {"spare": 1}},
+        remove=remove,
     )
     if node in nodes.cluster.worker_nodes:
-        nodes.cluster.remove_node(node)
+        remove(graceful=True)
+    wait_until(is_known_to_be_gone, "Ray knows that the node is gone")
 
 
 def blocking_there(node_id):
@@ -48,7 +63,7 @@ def blocking_there(node_id):
     [(True, False), (True, True), (False, False)],
     ids=["removed", "removed, persistent", "killed"],
 )
-def test_a_node_that_goes_with_work_in_hand_is_an_error_not_a_hang(graceful, persistent, doomed):
+def test_a_node_that_goes_with_work_in_hand_is_an_error_not_a_hang(graceful, persistent, doomed, nodes):
     loader = DataLoader(
         Calls(blocking_there(doomed.node_id), 4),
         None,
@@ -66,21 +81,20 @@ def test_a_node_that_goes_with_work_in_hand_is_an_error_not_a_hang(graceful, per
     assert "worker 0" in str(caught.value)
     assert any("batch 1 from worker 0" in note for note in caught.value.__notes__)
     wait_for_exit([pid])
+    wait_until(doomed.is_known_to_be_gone, "Ray knows of it")  # until then it may place the next worker there
     again = list(loader)
     assert [index for index, *_ in again] == [0, 1, 2, 3]
-    assert doomed.node_id not in {node_id for _, node_id, _ in again}
+    assert {node_id for _, node_id, _ in again} == {nodes.away}
 
 
-def test_a_node_that_goes_between_epochs(doomed):
+def test_a_node_that_goes_between_epochs(doomed, nodes):
     """Its warm workers are replaced."""
     loader = DataLoader(
         Calls(lambda _: origin(), 4), None, num_workers=2, collate_fn=as_is, ray_remote_args=doomed.remote_args
     )
     assert {node_id for node_id, _ in loader} == {doomed.node_id}
     doomed.remove(graceful=True)
-    again = list(loader)
-    assert len(again) == 4
-    assert doomed.node_id not in {node_id for node_id, _ in again}
+    assert [node_id for node_id, _ in loader] == [nodes.away] * 4
 
 
 def test_a_node_that_goes_when_all_its_work_is_done(doomed):
