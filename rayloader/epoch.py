@@ -45,7 +45,7 @@ from rayloader.schedule import (
     WorkerLost,
 )
 from rayloader.transport import codec
-from rayloader.transport.lanes import ArenaLane, Room
+from rayloader.transport.lanes import Lent, from_wire
 from rayloader.worker import Result, ResultKind
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
@@ -64,13 +64,13 @@ class Delivery:
 class _Call:
     ref: Ref
     worker_id: int
-    room: Room | None  # for its batches
+    lent: Lent | None  # room for its batch
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     result: Result
-    room: Room | None  # that the batch may lie in
+    lent: Lent | None  # what the batch may lie in
 
 
 class Epoch:
@@ -197,9 +197,9 @@ class Epoch:
         self._crew.check_session()
         indices = codec.encode([task.indices for task in tasks])
         actor = self._crew.actors[worker_id]
-        room = actor.lane.room(self._schedule.window) if self._arenas else None
-        ref = actor.run(tuple(task.task_id for task in tasks), indices, room)
-        self._calls.update((task.task_id, _Call(ref, worker_id, room)) for task in tasks)
+        lent = actor.lane.lend(self._schedule.window // len(self._crew.actors)) if self._arenas else None
+        ref = actor.run(tuple(task.task_id for task in tasks), indices, lent.room if lent is not None else None)
+        self._calls.update((task.task_id, _Call(ref, worker_id, lent)) for task in tasks)
 
     # ---- receiving: the user's thread, or the pin thread
 
@@ -214,9 +214,9 @@ class Epoch:
             return None
         task, answer = self._deliverable[0]
         lane = self._crew.actors[task.worker_id].lane
-        delivery = Delivery(task, _open(task, answer, lane))
+        delivery = Delivery(task, _open(task, answer))
         self._deliverable.popleft()  # only now: a Ctrl-C while it was opened does not lose it
-        lane.release(answer.room, reuse=answer.result.reuse)
+        lane.release(answer.lent, reuse=answer.result.reuse)
         return delivery
 
     def _receive_and_pin(self) -> Delivery | None:
@@ -276,7 +276,7 @@ class Epoch:
                     continue  # forgotten meanwhile
                 match result.kind:
                     case ResultKind.BATCH | ResultKind.ERROR:
-                        self._results[result.task_id] = _Answer(result, call.room)
+                        self._results[result.task_id] = _Answer(result, call.lent)
                         lane = self._crew.actors[call.worker_id].lane
                         lane.saw(result.nbytes)
                         if result.no_arena:
@@ -284,6 +284,7 @@ class Epoch:
                         self._handle(TasksDone((result.task_id,)))
                         del self._calls[result.task_id]
                     case ResultKind.EXHAUSTED:
+                        self._crew.actors[call.worker_id].lane.release(call.lent, reuse=result.reuse)
                         self._handle(WorkerExhausted(result.task_id))
                     case ResultKind.EXITED:
                         self._handle(WorkerLost(call.worker_id, result.text))
@@ -337,13 +338,13 @@ class _RemoteError(ExceptionWrapper):
         raise RuntimeError(self._text)
 
 
-def _open(task: Task, answer: _Answer, lane: ArenaLane) -> Any:
+def _open(task: Task, answer: _Answer) -> Any:
     """The batch, or the ExceptionWrapper, that a result holds; an ExceptionWrapper too when it cannot be unpickled."""
     result = answer.result
     if result.wire is None:
         return _RemoteError(result.text)
     try:
-        return lane.open(answer.room, result.wire)
+        return from_wire(result.wire, answer.lent)
     except Exception:  # the user's own unpickling may raise anything
         if result.kind is ResultKind.ERROR:
             return _RemoteError(result.text)

@@ -71,7 +71,7 @@ class EpochIterator(_BaseDataLoaderIter):
             if self._crew is not None and self._crew.usable:
                 super()._reset(loader, first_iter)
                 for actor in self._crew.actors:
-                    actor.lane.drop_if_unanswered()
+                    actor.lane.abandon_unanswered()
                     actor.resume(self._shared_seed)
             else:
                 self._crew = self._start_crew(loader)

@@ -44,10 +44,23 @@ Wire = tuple[bytes, list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A slot for one call, and the arena it is in."""
+    """A slot for one call, and the arena it is in, as the worker is told."""
 
     address: ArenaAddress
     slot: Slot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """The driver's side of a `Room`. It keeps an arena open that has been replaced meanwhile."""
+
+    arena: Arena
+    slot: Slot
+
+    @property
+    def room(self) -> Room:
+        """For the worker."""
+        return Room(self.arena.address, self.slot)
 
 
 def to_wire(encoded: codec.Encoded, writer: SlotWriter | None = None) -> Wire:
@@ -59,10 +72,20 @@ def to_wire(encoded: codec.Encoded, writer: SlotWriter | None = None) -> Wire:
     return encoded.skeleton, buffers
 
 
-def from_wire(wire: Wire) -> Any:
-    """Rebuilds an object that came without a slot; Ray's buffers are read-only, so they are copied."""
+def from_wire(wire: Wire, lent: Lent | None = None) -> Any:
+    """Rebuilds an object.
+
+    What lies in the slot is not copied, and keeps the slot for as long as it lives. The rest is: Ray's buffers are
+    read-only.
+    """
     skeleton, buffers = wire
-    return codec.decode(skeleton, codec.writable_copies(buffers))
+    own = [
+        lent.arena.view(lent.slot, buffer.offset, buffer.nbytes)
+        if lent is not None and isinstance(buffer, Placed)
+        else codec.writable_copies([buffer])[0]
+        for buffer in buffers
+    ]
+    return codec.decode(skeleton, own)
 
 
 class ArenaLane:
@@ -70,7 +93,7 @@ class ArenaLane:
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
-        self._rooms: dict[int, Room] = {}  # of calls whose slot is not released, by ticket
+        self._lent: set[Lent] = set()  # to calls whose slot is not released
         self._batch_nbytes = 0.0
         self._off = ""  # why there will be no arena
         self._told = False
@@ -81,11 +104,10 @@ class ArenaLane:
 
     def refused(self, reason: str) -> None:
         """The worker cannot open the arena: it lives elsewhere."""
-        self._off = reason
-        self.drop()
+        self._off, self._arena = reason, None
         logger.info("rayloader: batches travel through Ray's object store: %s", reason)
 
-    def room(self, window: int) -> Room | None:
+    def lend(self, window: int) -> Lent | None:
         """A slot for a batch; None where there is none, or a batch is not worth one.
 
         Args:
@@ -95,7 +117,7 @@ class ArenaLane:
         if self._off or self._batch_nbytes < MIN_SLOT_BYTES or os.environ.get(ARENAS_VARIABLE) == "0":
             return None
         if self._arena is not None and nbytes * (window + 2) > self._arena.address.nbytes:
-            self.drop()  # batches have grown: its memory goes with the batches that are held
+            self._arena = None  # batches have grown: its memory goes with its calls and the batches that are held
         try:
             if self._arena is None:
                 self._arena = Arena(nbytes * (window + SPARE_SLOTS))
@@ -104,49 +126,31 @@ class ArenaLane:
             return None
         slot = self._arena.take(nbytes)
         if slot is None:
-            self._tell_once()
+            if self._arena.spoiled:
+                self._arena = None  # forks took part of it for good: the next call gets a new one
+            else:
+                self._tell_once()
             return None
-        room = Room(self._arena.address, slot)
-        self._rooms[slot.ticket] = room
-        return room
+        lent = Lent(self._arena, slot)
+        self._lent.add(lent)
+        return lent
 
-    def open(self, room: Room | None, wire: Wire) -> Any:
-        """Rebuilds an object; what is in the slot is not copied, and keeps the slot for as long as it lives."""
-        skeleton, buffers = wire
-        if room is None:
-            return from_wire(wire)
-        if self._arena is None or self._arena.address is not room.address:
-            raise RuntimeError("the arena of a batch is gone")  # a fault in the caller
-        arena, slot = self._arena, room.slot
-        own = [
-            arena.view(slot, buffer.offset, buffer.nbytes)
-            if isinstance(buffer, Placed)
-            else codec.writable_copies([buffer])[0]
-            for buffer in buffers
-        ]
-        return codec.decode(skeleton, own)
-
-    def release(self, room: Room | None, *, reuse: bool) -> None:
+    def release(self, lent: Lent | None, *, reuse: bool) -> None:
         """The call was answered, and its batch opened or dropped."""
-        if room is not None and self._rooms.pop(room.slot.ticket, None) is not None and self._arena is not None:
-            self._arena.release_call(room.slot, reuse=reuse)
+        if lent is not None:
+            self._lent.discard(lent)
+            lent.arena.release_call(lent.slot, reuse=reuse)
 
     def settle(self, *, reuse: bool) -> None:
         """Every call was answered. Without `reuse` the worker may still hold memory of the slots."""
-        for room in list(self._rooms.values()):
-            self.release(room, reuse=reuse)
+        for lent in list(self._lent):
+            self.release(lent, reuse=reuse)
 
-    def drop(self) -> None:
-        """Gives up the arena; batches that are held keep its memory."""
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = None
-        self._rooms.clear()
-
-    def drop_if_unanswered(self) -> None:
+    def abandon_unanswered(self) -> None:
         """Gives up an arena that calls may still write to though nobody waits for them."""
-        if self._rooms:
-            self.drop()
+        if self._lent:
+            self._lent.clear()
+            self._arena = None
 
     def _tell_once(self) -> None:
         if not self._told:
