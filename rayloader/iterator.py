@@ -23,6 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from rayloader import session
+from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
 from rayloader.epoch import Epoch, describe
 from rayloader.errors import WorkerDiedError, add_note
@@ -30,7 +31,7 @@ from rayloader.pool import get_pool
 from rayloader.process_state import ProcessState
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
-from rayloader.worker import Replica, Setup, changed_collate_fn_map
+from rayloader.worker import Replica, Setup
 
 
 class EpochIterator(_BaseDataLoaderIter):

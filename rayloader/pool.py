@@ -114,6 +114,11 @@ class Pool:
                     actor.has_started()
             return {actor.address.pid for actor in self._actors if actor.address is not None}
 
+    def live_memory_files(self) -> set[str]:
+        """Names of the arenas that the actors use, whoever uses them (test support)."""
+        with self._locked():
+            return {actor.lane.arena_name for actor in self._actors} - {""}
+
     def check_start_limit(self, waited: float, pending: int, wanted: int) -> None:
         """Raises WorkerStartError, with what was asked for and what there is, if `waited` seconds are too long."""
         default = AUTOSCALING_START_TIMEOUT_S if self._autoscaling else START_TIMEOUT_S
@@ -341,6 +346,11 @@ def shutdown() -> None:
 def live_actor_pids() -> set[int]:
     """Process ids of this process's actors that run (test support)."""
     return _pool.live_actor_pids() if _pool is not None else set()
+
+
+def live_memory_files() -> set[str]:
+    """Names of the memory files that this process's actors use (test support)."""
+    return _pool.live_memory_files() if _pool is not None else set()
 
 
 def _forget_after_fork() -> None:

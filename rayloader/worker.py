@@ -27,13 +27,14 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe, _DatasetKind
-from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate, default_collate_fn_map
+from torch.utils.data._utils.collate import collate, default_collate, default_collate_fn_map
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import session
+from rayloader.collate import collate_into, stack
 from rayloader.process_state import Baseline, ProcessState
 from rayloader.transport import codec
-from rayloader.transport.arena import SLOT_ALIGN, SlotWriter, collate_into
+from rayloader.transport.arena import SLOT_ALIGN, SlotWriter
 from rayloader.transport.lanes import Room, Wire, WorkerLane, from_wire, to_wire
 
 
@@ -90,37 +91,6 @@ class Result:
     nbytes: int = 0  # that the batch's buffers take in a slot
     reuse: bool = True  # False: the worker still holds memory of the slot
     no_arena: str = ""  # why the slot could not be reached, if it could not
-
-
-STOCK_COLLATE_MODULE = "torch.utils.data._utils.collate"
-
-
-def changed_collate_fn_map() -> dict[Any, Any]:
-    """The entries that the user added to torch's collate map: a forked worker would have them."""
-    return {
-        key: function
-        for key, function in default_collate_fn_map.items()
-        if getattr(function, "__module__", None) != STOCK_COLLATE_MODULE
-    }
-
-
-def _stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stacks as torch's collate does in workers, step by step; see NOTE [no shared memory in collate]."""
-    elem = batch[0]
-    if elem.is_nested or elem.layout is not torch.strided:
-        return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return] # refuses
-    nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
-    memory = torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()
-    storage = torch.TypedStorage(wrap_storage=memory, dtype=elem.dtype, _internal=True)
-    out = elem.new(storage).resize_(len(batch), *elem.size())
-    return torch.stack(batch, 0, out=out)
-
-
-# NOTE [no shared memory in collate]
-# In a worker torch's default_collate stacks into fresh shared memory, ten times slower than a plain stack, and of no
-# use here: batches do not travel in torch's shared memory. So the map's tensor entry does the same in the worker's own
-# memory. The same to the letter: stacking into a given tensor makes the batch contiguous whatever the samples' strides
-# are, and that its storage cannot grow decides which error samples of different shapes end in.
 
 
 class Worker:
@@ -195,7 +165,7 @@ class _Hosted:
             baseline.adopt(self._setup.process)
             loaded: Replica = from_wire(replica)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
-            default_collate_fn_map[torch.Tensor] = _stack
+            default_collate_fn_map[torch.Tensor] = stack
             default_collate_fn_map.update(loaded.collate_fn_map)
             self._seed()
             if loaded.worker_init_fn is not None:

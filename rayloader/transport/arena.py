@@ -39,7 +39,7 @@ import secrets
 import weakref
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ SLOT_ALIGN = 64  # bytes; the codec's alignment of spans, torch's of memory
 _PAGE = mmap.PAGESIZE
 _NEVER = -1
 
-CollateMap = dict[Any, Callable[..., Any]]
+_Freed = deque[tuple[int, int, bool]]  # start, end of a slot, whether it may be reused
 
 
 class ArenaError(RayloaderError):
@@ -75,7 +75,7 @@ class ArenaAddress:
     @property
     def header(self) -> bytes:
         """What the file begins with."""
-        return f"{self.name} version 1\n".encode()
+        return f"{self.name} version 1".encode()
 
 
 class Slot(NamedTuple):
@@ -117,7 +117,7 @@ class Arena:
             self.close()
             raise ArenaError(f"can't make a memory file of {size} bytes: {error}") from error
         self._free = [(_PAGE, size)]  # start, end of each free stretch, ascending; no two touch
-        self._freed: deque[tuple[int, int, bool]] = deque()  # posted by leases: start, end, whether to be reused
+        self._freed: _Freed = deque()  # posted by leases, for `take` to put back
         self._unanswered: dict[int, tuple[memoryview, _Lease]] = {}  # by ticket
         self._last_ticket = 0
         self.spoiled = 0
@@ -147,7 +147,7 @@ class Arena:
             return None
         start, end = self._free[index]
         self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
-        lease = _Lease(mapping, start, size, forks, self._freed)
+        lease = _Lease(mapping, start, start + size, forks, self._freed)
         self._last_ticket += 1
         self._unanswered[self._last_ticket] = lease.memory(), lease
         return Slot(start, size, self._last_ticket)
@@ -263,7 +263,7 @@ class SlotWriter:
         """An uninitialized contiguous tensor in the slot; None without room, and for a tensor of no elements."""
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self.allocate(nbytes) if nbytes else None
-        return None if memory is None else torch.frombuffer(memory, dtype=dtype).view(*shape)
+        return None if memory is None else torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
     def place(self, buffer: memoryview) -> tuple[int, int] | None:
         """Sees to it that flat bytes, such as `codec.encode` gives, are in the slot: copies them in if they are not.
@@ -291,53 +291,6 @@ class SlotWriter:
         """
         self._memory = memoryview(b"")
         return self._region() is None
-
-
-def collate_into(writer: SlotWriter, collate_fn_map: CollateMap) -> CollateMap:
-    """A copy of torch's `default_collate_fn_map` for `collate()` that stacks tensors into a slot.
-
-    Only where the result is the same, strides included: dense CPU tensors of one shape and dtype, no subclasses, no
-    grad, not channels-last, and room in the slot. In all other cases the given map's entry does it. The user's own
-    entries are called with the given map, for they may keep what it makes; a tensor entry of the user's stays as it is.
-    """
-    entry = collate_fn_map.get(Tensor)
-    if entry is None or not _is_stock(entry):
-        return dict(collate_fn_map)
-
-    def stack(batch: Sequence[Any], *, collate_fn_map: CollateMap | None = None) -> Any:
-        stacked = _stack_into(writer, batch)
-        return entry(batch, collate_fn_map=collate_fn_map) if stacked is None else stacked
-
-    def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda batch, **_: function(batch, collate_fn_map=collate_fn_map)
-
-    stacking = {key: fn if _is_stock(fn) else unchanged(fn) for key, fn in collate_fn_map.items()}
-    stacking[Tensor] = stack
-    return stacking
-
-
-def _is_stock(function: Callable[..., Any]) -> bool:
-    module = getattr(function, "__module__", None) or ""
-    return module.startswith(("torch.utils.data._utils.", "rayloader."))
-
-
-def _stack_into(writer: SlotWriter, batch: Sequence[Any]) -> Tensor | None:
-    # Runs for each field of each batch: what torch.stack refuses by itself when there is an `out`, such as unequal
-    # shapes, other devices and layouts, requires_grad, is not looked for in every element.
-    if set(map(type, batch)) != {Tensor} or len({tensor.dtype for tensor in batch}) != 1:
-        return None
-    first = batch[0]
-    if first.is_nested or first.is_quantized or not first.is_cpu or first.layout is not torch.strided:
-        return None
-    if first.dim() > 3 and not all(tensor.is_contiguous() for tensor in batch):
-        return None  # torch.stack would keep channels-last, and decides that by the elements
-    out = writer.empty((len(batch), *first.shape), first.dtype)
-    if out is None:
-        return None
-    try:
-        return torch.stack(batch, 0, out=out)  # type: ignore[arg-type] # any sequence will do
-    except RuntimeError:
-        return None  # without `out` it works, or raises what the user is to see
 
 
 class _Mapping:
@@ -370,13 +323,9 @@ class _Lease(_Region):
 
     __slots__ = ("extent", "forks", "freed")
 
-    def __init__(
-        self, mapping: _Mapping, start: int, nbytes: int, forks: int, freed: deque[tuple[int, int, bool]]
-    ) -> None:
-        super().__init__(mapping, start, nbytes)
-        self.extent = start, start + nbytes
-        self.forks = forks
-        self.freed = freed
+    def __init__(self, mapping: _Mapping, start: int, end: int, forks: int, freed: _Freed) -> None:
+        super().__init__(mapping, start, end - start)
+        self.extent, self.forks, self.freed = (start, end), forks, freed
 
     def __del__(self) -> None:
         self.freed.append((*self.extent, self.forks == _forks))

@@ -98,6 +98,11 @@ class ArenaLane:
         self._off = ""  # why there will be no arena
         self._told = False
 
+    @property
+    def arena_name(self) -> str:
+        """Of the memory file that the next slot comes from; empty if there is none yet."""
+        return self._arena.address.name if self._arena is not None else ""
+
     def saw(self, nbytes: int) -> None:
         """Takes in the size of a batch."""
         self._batch_nbytes = max(float(nbytes), FORGET * self._batch_nbytes)
