@@ -45,7 +45,7 @@ from rayloader.schedule import (
     WorkerLost,
 )
 from rayloader.transport import codec
-from rayloader.worker import Result, ResultKind, from_wire
+from rayloader.worker import CARRY, Result, ResultKind, from_wire
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
 TICK_S = 1.0
@@ -184,7 +184,7 @@ class Epoch:
 
     def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
         self._crew.check_session()
-        indices = codec.encode([task.indices for task in tasks])
+        indices = codec.encode([task.indices for task in tasks], carry=CARRY)
         ref = self._crew.actors[worker_id].run(tuple(task.task_id for task in tasks), indices)
         self._calls.update((task.task_id, _Call(ref, worker_id)) for task in tasks)
 

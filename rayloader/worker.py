@@ -34,19 +34,21 @@ from rayloader import session
 from rayloader.process_state import Baseline, ProcessState
 from rayloader.transport import codec
 
-# What Ray hands over of an encoded object: the skeleton and the buffers, out of band.
-Wire = tuple[bytes, list[Any]]
+# What Ray hands over of an encoded object: the skeleton, the buffers, out of band, and the references to Ray's objects,
+# which Ray itself must see: it keeps their owners in touch.
+Wire = tuple[bytes, list[Any], list[Any]]
+CARRY = (ray.ObjectRef,)
 
 
 def to_wire(encoded: codec.Encoded) -> Wire:
     """Wraps the buffers so that Ray sends them out of band, without a copy of its own."""
-    return encoded.skeleton, [PickleBuffer(buffer) for buffer in encoded.buffers]
+    return encoded.skeleton, [PickleBuffer(buffer) for buffer in encoded.buffers], encoded.carried
 
 
 def from_wire(wire: Wire) -> Any:
     """Rebuilds the object; what it holds is writable and its own (Ray's buffers are read-only)."""
-    skeleton, buffers = wire
-    return codec.decode(skeleton, codec.writable_copies(buffers))
+    skeleton, buffers, carried = wire
+    return codec.decode(skeleton, codec.writable_copies(buffers), carried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,7 @@ class _Hosted:
             return dataclasses.replace(self._failure, task_id=task_id)
         try:
             batch = self._fetcher.fetch(indices)
-            return Result(task_id, ResultKind.BATCH, to_wire(codec.encode(batch, known_classes=True)))
+            return Result(task_id, ResultKind.BATCH, to_wire(codec.encode(batch, known_classes=True, carry=CARRY)))
         except Exception as error:  # all that user code can raise: it belongs to the user, not to Ray
             if isinstance(error, StopIteration) and self._setup.dataset_kind == _DatasetKind.Iterable:
                 self._exhausted = True
@@ -271,7 +273,7 @@ def _error(task_id: int, where: str) -> Result:
     assert wrapper.exc_type is not None
     text = f"Caught {wrapper.exc_type.__name__} {where}.\nOriginal {wrapper.exc_msg}"
     try:
-        wire = to_wire(codec.encode(wrapper, known_classes=True))
+        wire = to_wire(codec.encode(wrapper, known_classes=True, carry=CARRY))
     except Exception:  # the type's own pickling may raise anything
         return Result(task_id, ResultKind.ERROR, text=text)
     return Result(task_id, ResultKind.ERROR, wire, text)
