@@ -95,8 +95,9 @@ class Returned:
 class Crew:
     """The actors that one iterator owns, one a worker, until `release`."""
 
-    def __init__(self, pool: Pool, actors: list[Actor]) -> None:
+    def __init__(self, pool: Pool, actors: list[Actor], options: dict[str, Any]) -> None:
         self._pool = pool
+        self._options = options  # that those of the actors were made with which are new
         self._pid = os.getpid()
         self._released = False
         self.actors = actors
@@ -162,7 +163,8 @@ class Crew:
                 raise ActorLost(worker_id, error) from error
         if pending:
             oldest = min(actor.created_at for actor in pending)
-            self._pool.check_start_limit(time.monotonic() - oldest, len(pending), len(self.actors))
+            waited = time.monotonic() - oldest
+            self._pool.check_start_limit(waited, len(pending), len(self.actors), self._options)
 
     def address(self, worker_id: int) -> WorkerAddress | None:
         """Where a worker runs; None if it does not, or nobody can say any more."""

@@ -46,7 +46,7 @@ from rayloader.schedule import (
 )
 from rayloader.transport import codec
 from rayloader.transport.lanes import Lent, from_wire
-from rayloader.worker import Result, ResultKind
+from rayloader.worker import CARRY, Result, ResultKind
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
 TICK_S = 1.0
@@ -195,7 +195,7 @@ class Epoch:
 
     def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
         self._crew.check_session()
-        indices = codec.encode([task.indices for task in tasks])
+        indices = codec.encode([task.indices for task in tasks], carry=CARRY)
         actor = self._crew.actors[worker_id]
         lent = actor.lane.lend(self._schedule.window // len(self._crew.actors)) if self._arenas else None
         ref = actor.run(tuple(task.task_id for task in tasks), indices, lent.room if lent is not None else None)

@@ -31,7 +31,7 @@ from rayloader.pool import get_pool
 from rayloader.process_state import ProcessState
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
-from rayloader.worker import Replica, Setup
+from rayloader.worker import CARRY, Replica, Setup
 
 
 class EpochIterator(_BaseDataLoaderIter):
@@ -119,7 +119,7 @@ class EpochIterator(_BaseDataLoaderIter):
     def _encode_replica(self) -> codec.Encoded:
         replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, changed_collate_fn_map())
         try:
-            return codec.encode(replica)
+            return codec.encode(replica, carry=CARRY)
         except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
             for name in ("dataset", "collate_fn", "worker_init_fn"):
                 if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:

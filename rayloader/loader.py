@@ -163,8 +163,8 @@ def _check_remote_args(remote_args: Any) -> None:
     for name in remote_args:
         if name in RESERVED_REMOTE_ARGS:
             raise ValueError(f"ray_remote_args must not hold {name!r}: {RESERVED_REMOTE_ARGS[name]}; leave it out")
-    amounts = {name: remote_args[name] for name in ("num_cpus", "num_gpus") if name in remote_args}
-    resources = remote_args.get("resources", {})
+    amounts = {name: remote_args.get(name) or 0 for name in ("num_cpus", "num_gpus")}
+    resources = remote_args.get("resources") or {}
     if not isinstance(resources, dict):
         raise TypeError(f"ray_remote_args['resources'] must be a dict of names to amounts, got {resources!r}")
     for name, amount in {**amounts, **resources}.items():

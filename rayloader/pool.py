@@ -45,6 +45,8 @@ REUSE_WAIT_S = 1.0
 # How long an actor may wait for its place. Node managers add machines within minutes; without one nothing will come.
 START_TIMEOUT_S = 60.0
 AUTOSCALING_START_TIMEOUT_S = 600.0
+# How long new actors may wait until idle ones of other loaders, which may hold what they need, have to go for them.
+ROOM_PATIENCE_S = 5.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
 
 _remote_worker: Any = ray.remote(Worker)
@@ -72,7 +74,6 @@ class Pool:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _timer: threading.Timer | None = None
     _autoscaling: bool = False
-    _asked: dict[str, float | None] = field(default_factory=dict)  # resources of the newest actors
 
     def session_alive(self) -> bool:
         """Whether Ray is still the one that these actors live in."""
@@ -89,17 +90,18 @@ class Pool:
                 raise RaySessionError("the workers were shut down while iter() asked for them; call iter() again")
             self._register(loader, key)
             actors = [] if fresh else self._take_warm(count, key)
+            options: dict[str, Any] = {}
             try:
                 missing = count - len(actors)
                 if missing:
                     self._make_room(remote_args, missing, key)
-                    options = self._options(remote_args, missing)
+                    options = self._options(remote_args, missing, key)
                     actors += [self._create(options, key) for _ in range(missing)]
             except BaseException:  # what Ray says of the options, a warning made an error, Ctrl-C: nobody has them
                 for actor in actors:
                     self._take_back(actor, busy=False)
                 raise
-        return Crew(self, actors)
+        return Crew(self, actors, options)
 
     def post(self, message: Any) -> None:
         """Takes a message and handles it if nobody else is at work here; safe in a finalizer."""
@@ -119,8 +121,15 @@ class Pool:
         with self._locked():
             return {actor.lane.arena_name for actor in self._actors} - {""}
 
-    def check_start_limit(self, waited: float, pending: int, wanted: int) -> None:
-        """Raises WorkerStartError, with what was asked for and what there is, if `waited` seconds are too long."""
+    def check_start_limit(self, waited: float, pending: int, wanted: int, options: dict[str, Any]) -> None:
+        """Makes room for actors that have not started for `waited` seconds, and gives up when that is too long.
+
+        Raises:
+            WorkerStartError: says what was asked for and what there is.
+        """
+        if waited > ROOM_PATIENCE_S:
+            with self._locked():
+                self._kill_spare()
         default = AUTOSCALING_START_TIMEOUT_S if self._autoscaling else START_TIMEOUT_S
         limit = float(os.environ.get(START_TIMEOUT_VARIABLE, default))
         if waited < limit:
@@ -128,10 +137,9 @@ class Pool:
         total, free = ray.cluster_resources(), ray.available_resources()
         interesting = [name for name in total if not name.startswith(("node:", "object_store"))]
         free_text = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in sorted(interesting))
-        asked = ", ".join(f"{name} {amount:g}" for name, amount in self._asked.items() if amount)
         raise WorkerStartError(
             f"{pending} of {wanted} DataLoader workers found no place in the Ray cluster within {limit:g} s. "
-            f"Each asks for {asked or 'no resources'}; free now: {free_text}. "
+            f"Each asks for {_in_words(options)}; free now: {free_text}. "
             f"Lower num_workers, leave CPUs to the workers (training may hold them all), ask for less with "
             f'ray_remote_args={{"num_cpus": 0}}, or raise {START_TIMEOUT_VARIABLE} (seconds) if nodes are still to come'
         )
@@ -259,23 +267,22 @@ class Pool:
         self._actors.append(actor)
         return actor
 
-    def _options(self, remote_args: dict[str, Any], count: int) -> dict[str, Any]:
+    def _options(self, remote_args: dict[str, Any], count: int, key: bytes) -> dict[str, Any]:
         """Actor options; "DEFAULT" keeps the actors out of a placement group that Ray Tune would put them into."""
         # The one question to Ray without a public answer: would more nodes come if they were asked for?
         self._autoscaling = ray._private.state.state.get_max_resources_from_cluster_config() is not None
         options: dict[str, Any] = {"scheduling_strategy": "DEFAULT", "enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
-            options["num_cpus"] = self._cpus_per_worker(count)
-        self._asked = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
+            options["num_cpus"] = self._cpus_per_worker(count, key)
         return options
 
-    def _cpus_per_worker(self, count: int) -> float:
+    def _cpus_per_worker(self, count: int, key: bytes) -> float:
         """One where the cluster has, or can get, as many CPUs as this process has workers; else none, as torch."""
         total = ray.cluster_resources()
         if session.OVERSUBSCRIBE_RESOURCE in total:
             return 0
         cpus = total.get("CPU", 0)
-        wanted = len(self._actors) + count
+        wanted = count + sum(actor.state is ActorState.BUSY or actor.key == key for actor in self._actors)
         if wanted <= cpus or self._autoscaling:
             return 1
         warnings.warn(
@@ -290,9 +297,12 @@ class Pool:
     def _make_room(self, remote_args: dict[str, Any], count: int, key: bytes) -> None:
         """Kills the idle actors that `key`'s loaders cannot use if they may hold what new actors need."""
         if ray.available_resources().get("CPU", 0) < count * (remote_args.get("num_cpus", 1) or 0):
-            for actor in list(self._actors):
-                if actor.state is not ActorState.BUSY and actor.key != key:
-                    self._kill(actor)
+            self._kill_spare(but=key)
+
+    def _kill_spare(self, *, but: bytes | None = None) -> None:
+        for actor in list(self._actors):
+            if actor.state is not ActorState.BUSY and actor.key != but:
+                self._kill(actor)
 
     def _set_timer(self) -> None:
         """Has late actors killed even if nobody iterates again."""
@@ -315,6 +325,15 @@ class Pool:
 
 _pool: Pool | None = None
 _pool_lock = threading.Lock()
+
+
+def _in_words(options: dict[str, Any]) -> str:
+    amounts = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
+    amounts.update(options.get("resources") or {})
+    words = [f"{name} {amount:g}" for name, amount in amounts.items() if amount]
+    places = {name: options.get(name) for name in ("accelerator_type", "label_selector", "scheduling_strategy")}
+    words += [f"{name} {place}" for name, place in places.items() if place not in (None, "DEFAULT")]
+    return ", ".join(words) or "no resources"
 
 
 def get_pool() -> Pool:

@@ -65,7 +65,7 @@ def ensure() -> SessionName:
         address = os.environ.get("RAY_ADDRESS")
         state = random.getstate()  # Ray draws from the program's generator
         try:
-            if address:
+            if address and address != "local":
                 ray.init(address=address)
             else:
                 with _environment(LOCAL_RAY_ENVIRONMENT):

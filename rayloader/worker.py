@@ -37,6 +37,9 @@ from rayloader.transport import codec
 from rayloader.transport.arena import SLOT_ALIGN, SlotWriter
 from rayloader.transport.lanes import Room, Wire, WorkerLane, from_wire, to_wire
 
+# References to Ray's objects go through Ray as they are: it keeps their owners in touch.
+CARRY = (ray.ObjectRef,)
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -199,7 +202,7 @@ class _Hosted:
             return dataclasses.replace(self._failure, task_id=task_id)
         try:
             self._fetcher.collate_fn = self._collate_into(writer)
-            encoded = codec.encode(self._fetcher.fetch(indices), known_classes=True)
+            encoded = codec.encode(self._fetcher.fetch(indices), known_classes=True, carry=CARRY)
             nbytes = sum(-(-buffer.nbytes // SLOT_ALIGN) * SLOT_ALIGN for buffer in encoded.buffers)
             return Result(task_id, ResultKind.BATCH, to_wire(encoded, writer), nbytes=nbytes)
         except Exception as error:  # all that user code can raise: it belongs to the user, not to Ray
@@ -257,7 +260,7 @@ def _error(task_id: int, where: str) -> Result:
     assert wrapper.exc_type is not None
     text = f"Caught {wrapper.exc_type.__name__} {where}.\nOriginal {wrapper.exc_msg}"
     try:
-        wire = to_wire(codec.encode(wrapper, known_classes=True))
+        wire = to_wire(codec.encode(wrapper, known_classes=True, carry=CARRY))
     except Exception:  # the type's own pickling may raise anything
         return Result(task_id, ResultKind.ERROR, text=text)
     return Result(task_id, ResultKind.ERROR, wire, text)

@@ -56,10 +56,12 @@ class Encoded:
     Attributes:
         skeleton: All but the buffers.
         buffers: The object's own memory as flat bytes, kept alive. Not to be written to, whatever they say.
+        carried: Parts of the object that travel as they are.
     """
 
     skeleton: bytes
     buffers: list[memoryview]
+    carried: list[Any]
 
     @property
     def nbytes(self) -> int:
@@ -67,25 +69,29 @@ class Encoded:
         return len(self.skeleton) + sum(buffer.nbytes for buffer in self.buffers)
 
 
-def encode(obj: object, *, known_classes: bool = False) -> Encoded:
+def encode(obj: object, *, known_classes: bool = False, carry: tuple[type, ...] = ()) -> Encoded:
     """Takes an object apart.
 
     Args:
         obj: Anything that cloudpickle can pickle.
         known_classes: Name the classes that travel by value instead of defining them, for the way back to the
             process that they came from; see classes.py.
+        carry: Types whose instances are left to whoever transports the rest, such as Ray's references.
 
     Raises:
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
             that requires grad and is no leaf is refused in torch's words.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, known_classes)
+    pickler = _Pickler(file, known_classes, carry)
     pickler.dump(obj)
     buffers: list[memoryview] = []
     uses: list[int] = []
     places: list[tuple[int, int]] = []
     for reference in pickler.references:
+        if reference in pickler.carried:
+            uses.append(-1 - pickler.carried[reference])
+            continue
         span = pickler.tokens.get(reference)
         if span is None:
             raw, start = reference.raw(), -1
@@ -101,10 +107,10 @@ def encode(obj: object, *, known_classes: bool = False) -> Encoded:
     header = pickle.dumps((uses, places), _PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
-    return Encoded(file.getvalue(), buffers)
+    return Encoded(file.getvalue(), buffers, pickler.carried_objects)
 
 
-def decode(skeleton: Buffer, buffers: Sequence[Buffer]) -> Any:
+def decode(skeleton: Buffer, buffers: Sequence[Buffer], carried: Sequence[Any] = ()) -> Any:
     """Puts an object together again.
 
     Args:
@@ -112,6 +118,7 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer]) -> Any:
         buffers: One for each of `Encoded.buffers`, same order and sizes. Tensors and arrays become views of
             them. Over a read-only buffer an array is read-only; a tensor can't be, and writing to it crashes, as
             with `torch.from_numpy` of a read-only memory map.
+        carried: `Encoded.carried`, or what stands for it here.
 
     Raises:
         ValueError: The number or a size of the buffers is not the skeleton's.
@@ -129,7 +136,7 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer]) -> Any:
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B")
         sources.append(view if start < 0 else (_storage_over(view), start))
-    return pickle.loads(skeleton, buffers=[sources[index] for index in uses])
+    return pickle.loads(skeleton, buffers=[sources[index] if index >= 0 else carried[-1 - index] for index in uses])
 
 
 def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
@@ -178,10 +185,13 @@ class _Span:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, known_classes: bool) -> None:
+    def __init__(self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...]) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will ask for them
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=self.references.append)
         self.known_classes = known_classes
+        self.carry = carry
+        self.carried: dict[pickle.PickleBuffer, int] = {}  # place in `carried_objects` of what a token stands for
+        self.carried_objects: list[Any] = []
         self.spans: dict[int, _Span] = {}
         self.tokens: dict[pickle.PickleBuffer, _Span] = {}
 
@@ -193,6 +203,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._array(obj)
         if issubclass(kind, Tensor):
             return self._subclass(obj, kind)
+        if kind in self.carry:
+            token = pickle.PickleBuffer(bytearray())
+            self.carried[token] = len(self.carried_objects)
+            self.carried_objects.append(obj)
+            return _carried, (token,)
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
             nbytes = obj.nbytes()
             return (operator.getitem, (self._token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
@@ -293,6 +308,10 @@ def _tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad: boo
         with torch._C.DisableTorchFunctionSubclass():
             tensor.requires_grad_()
     return tensor
+
+
+def _carried(obj: Any) -> Any:
+    return obj
 
 
 def _set_state(tensor: Tensor, state: object) -> None:

@@ -8,6 +8,8 @@ end; no wait ever depends on room in it.
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 import os
 from dataclasses import dataclass
 from pickle import PickleBuffer
@@ -38,8 +40,8 @@ class Placed:
     nbytes: int
 
 
-# What Ray hands over of an encoded object: the skeleton and the buffers, out of band or placed.
-Wire = tuple[bytes, list[Any]]
+# What Ray hands over of an encoded object: the skeleton, the buffers, out of band or placed, and what is carried.
+Wire = tuple[bytes, list[Any], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def to_wire(encoded: codec.Encoded, writer: SlotWriter | None = None) -> Wire:
     for buffer in encoded.buffers:
         place = writer.place(buffer) if writer is not None else None
         buffers.append(PickleBuffer(buffer) if place is None else Placed(*place))
-    return encoded.skeleton, buffers
+    return encoded.skeleton, buffers, encoded.carried
 
 
 def from_wire(wire: Wire, lent: Lent | None = None) -> Any:
@@ -78,14 +80,14 @@ def from_wire(wire: Wire, lent: Lent | None = None) -> Any:
     What lies in the slot is not copied, and keeps the slot for as long as it lives. The rest is: Ray's buffers are
     read-only.
     """
-    skeleton, buffers = wire
+    skeleton, buffers, carried = wire
     own = [
         lent.arena.view(lent.slot, buffer.offset, buffer.nbytes)
         if lent is not None and isinstance(buffer, Placed)
         else codec.writable_copies([buffer])[0]
         for buffer in buffers
     ]
-    return codec.decode(skeleton, own)
+    return codec.decode(skeleton, own, carried)
 
 
 class ArenaLane:
@@ -96,7 +98,6 @@ class ArenaLane:
         self._lent: set[Lent] = set()  # to calls whose slot is not released
         self._batch_nbytes = 0.0
         self._off = ""  # why there will be no arena
-        self._told = False
 
     @property
     def arena_name(self) -> str:
@@ -118,7 +119,7 @@ class ArenaLane:
         Args:
             window: batches of this worker that may be under way.
         """
-        nbytes = int(self._batch_nbytes * HEADROOM)
+        nbytes = max(1, math.ceil(self._batch_nbytes * HEADROOM / mmap.PAGESIZE)) * mmap.PAGESIZE  # slots are pages
         if self._off or self._batch_nbytes < MIN_SLOT_BYTES or os.environ.get(ARENAS_VARIABLE) == "0":
             return None
         if self._arena is not None and nbytes * (window + 2) > self._arena.address.nbytes:
@@ -134,7 +135,7 @@ class ArenaLane:
             if self._arena.spoiled:
                 self._arena = None  # forks took part of it for good: the next call gets a new one
             else:
-                self._tell_once()
+                _tell_once()
             return None
         lent = Lent(self._arena, slot)
         self._lent.add(lent)
@@ -157,14 +158,19 @@ class ArenaLane:
             self._lent.clear()
             self._arena = None
 
-    def _tell_once(self) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(
-                "rayloader: %d or more batches of one worker are held at once, so its further batches are copied "
-                "through Ray's object store; drop batches when they are used, or clone what is to be kept",
-                SPARE_SLOTS,
-            )
+
+_told = False  # that batches are held; all lanes say it once
+
+
+def _tell_once() -> None:
+    global _told
+    if not _told:
+        _told = True
+        logger.warning(
+            "rayloader: %d or more batches of one worker are held at once, so its further batches are copied "
+            "through Ray's object store; drop batches when they are used, or clone what is to be kept",
+            SPARE_SLOTS,
+        )
 
 
 class WorkerLane:

@@ -1,8 +1,8 @@
 """One Ray cluster of two nodes on this machine, with the driver on one of them, for all tests of this folder.
 
 The head node is the driver's: 1 CPU, resource `here`. The other has 2 CPUs, the resources `away` and `spare`, the
-label `place=away`, and MACHINE=away in its environment. Scenarios that need a Ray session of their own run in
-subprocesses (`multinode_scripts.py`), which join this cluster by its address.
+label `place=away`, and MACHINE=away in its environment. Each has one of the resource `single`. Scenarios that need a
+Ray session of their own run in subprocesses (`multinode_scripts.py`), which join this cluster by its address.
 """
 
 import gc
@@ -48,10 +48,14 @@ def nodes():
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("PYTHONPATH", str(HERE))  # for Ray's own workers: the tests send them tasks of these modules
         cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"here": 4}, "include_dashboard": False}
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "resources": {"here": 4, "single": 1}, "include_dashboard": False},
         )
         away = cluster.add_node(
-            num_cpus=2, resources={"away": 4, "spare": 2}, labels={"place": "away"}, env_vars={"MACHINE": "away"}
+            num_cpus=2,
+            resources={"away": 4, "spare": 2, "single": 1},
+            labels={"place": "away"},
+            env_vars={"MACHINE": "away"},
         )
         ray.init(address=cluster.address, log_to_driver=False)
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)

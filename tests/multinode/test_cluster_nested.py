@@ -63,7 +63,7 @@ def test_a_loader_as_argument_of_a_task(reference):
     wait_for_exit(pids_of(origins))
 
 
-@pytest.mark.parametrize("case", ["augmented", "persistent"])
+@pytest.mark.parametrize("case", [pytest.param("augmented", marks=pytest.mark.full), "persistent"])
 def test_in_an_actor(case, reference):
     trainer = Trainer.remote(case)
     recorded, origins = get(trainer.train.remote())

@@ -60,7 +60,7 @@ def blocking_there(node_id):
 
 @pytest.mark.parametrize(
     ("graceful", "persistent"),
-    [(True, False), (True, True), (False, False)],
+    [(True, False), pytest.param(True, True, marks=pytest.mark.full), (False, False)],
     ids=["removed", "removed, persistent", "killed"],
 )
 def test_a_node_that_goes_with_work_in_hand_is_an_error_not_a_hang(graceful, persistent, doomed, nodes):
@@ -97,6 +97,7 @@ def test_a_node_that_goes_between_epochs(doomed, nodes):
     assert [node_id for node_id, _ in loader] == [nodes.away] * 4
 
 
+@pytest.mark.full
 def test_a_node_that_goes_when_all_its_work_is_done(doomed):
     """What was delivered stays, and what the others do goes on."""
     stay = DataLoader(Calls(lambda _: origin(), 4), None, num_workers=1, collate_fn=as_is)

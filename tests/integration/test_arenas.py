@@ -1,0 +1,675 @@
+"""Batches in memory that driver and worker share: whose they are, for how long, and what goes around them.
+
+A loader of two workers that prefetch two batches each learns the size of its batches from the first four; later ones
+lie in arenas (`FIRST`). Tests that change what an actor knows for good have actors of their own (`OWN`).
+"""
+
+import collections
+import copy
+import gc
+import io
+import logging
+import os
+import pickle
+import random
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from latches import Gate, Mail
+from probes import Calls, Stream, load
+from rayloader import DataLoader, WorkerDiedError
+from rayloader.transport import arena, lanes
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+SAMPLE = 1024  # int64 numbers, 8 KiB: two of them are worth a slot
+FIRST = 4  # batches that are submitted before the first arrives
+OWN = {"ray_remote_args": {"num_cpus": 0, "memory": 1}}  # actors that serve no other test
+
+
+def numbers(index):
+    return torch.arange(SAMPLE) + index
+
+
+def expected(batch, size=2):
+    return torch.stack([numbers(index) for index in range(size * batch, size * batch + size)])
+
+
+def batches_of(count, function=numbers, size=2, **options):
+    """A loader of `count` batches."""
+    return DataLoader(Calls(function, size * count), size, **{"num_workers": 2, **options})
+
+
+def mappings():
+    """Address range and name of each mapping of an arena in this process."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "rayloader-arena-" in line:
+            extent, *_, name, _ = line.split()  # the last word is "(deleted)"
+            found.append((range(*(int(end, 16) for end in extent.split("-"))), name))
+    return found
+
+
+def in_arena(tensor):
+    return any(tensor.data_ptr() in extent for extent, _ in mappings())
+
+
+def arena_nbytes():
+    return sum(len(extent) for extent, _ in mappings())
+
+
+def same(mine, torchs):
+    """Equal in types, dtypes, shapes, strides and values."""
+    if type(mine) is not type(torchs):
+        return False
+    if isinstance(mine, torch.Tensor):
+        layout = (mine.dtype, mine.shape, mine.stride())
+        return layout == (torchs.dtype, torchs.shape, torchs.stride()) and torch.equal(mine, torchs)
+    if isinstance(mine, dict):
+        return list(mine) == list(torchs) and all(same(mine[key], torchs[key]) for key in mine)
+    if isinstance(mine, list | tuple):
+        return len(mine) == len(torchs) and all(same(*pair) for pair in zip(mine, torchs, strict=True))
+    return mine == torchs
+
+
+@pytest.fixture
+def warnings_logged(caplog):
+    """What the library has logged as a warning in this test."""
+    caplog.set_level(logging.WARNING, "rayloader")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "rayloader"]
+
+
+# ---- in the arena, and the user's own
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_are_torchs_and_not_copied_epoch_after_epoch(persistent):
+    loader = batches_of(12, persistent_workers=persistent)
+    for _ in range(3):
+        placed = []
+        for number, batch in enumerate(loader):
+            assert same(batch, expected(number))
+            placed.append(in_arena(batch))
+        assert number == 11
+        assert all(placed[FIRST:])
+
+
+def test_a_change_in_place_shows_nowhere_else():
+    kept = []
+    for number, batch in enumerate(batches_of(12)):
+        assert same(batch, expected(number))
+        batch.neg_()
+        kept.append(batch)
+    assert any(map(in_arena, kept))
+    assert all(same(batch, -expected(number)) for number, batch in enumerate(kept))
+
+
+def test_a_batch_that_is_kept_stays_while_hundreds_pass():
+    iterator = iter(batches_of(210))
+    for _ in range(FIRST):
+        next(iterator)
+    kept, first = next(iterator), FIRST
+    assert in_arena(kept)
+    for number, batch in enumerate(iterator, first + 1):
+        assert same(batch, expected(number))
+    assert number == 209
+    assert same(kept, expected(first))
+
+
+def test_who_keeps_every_batch_gets_all_intact_and_one_warning(warnings_logged, monkeypatch):
+    monkeypatch.setattr(lanes, "_told", False)
+    for _ in range(2):
+        batches = list(batches_of(80))
+        placed = [in_arena(batch) for batch in batches]
+        assert all(placed[FIRST : 2 * lanes.SPARE_SLOTS])
+        assert not any(placed[-2 * FIRST :])
+        assert all(same(batch, expected(number)) for number, batch in enumerate(batches))
+    (message,) = warnings_logged()
+    assert "held at once" in message
+
+
+def test_after_the_batches_are_dropped_the_arena_serves_again():
+    del (batches := list(batches_of(60)))[:]
+    assert all([in_arena(batch) for batch in batches_of(12)][FIRST:])
+
+
+def test_batches_may_die_in_other_threads():
+    def drop(inbox):
+        while batches:
+            inbox.append(batches.popleft()[:, 3].sum().item())
+
+    for _ in range(3):
+        batches, sums = collections.deque(batches_of(12)), []
+        threads = [threading.Thread(target=drop, args=(sums,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(sums) == [expected(number)[:, 3].sum().item() for number in range(12)]
+
+
+def test_copies_of_all_kinds_outlive_their_batch():
+    copies = []
+    for batch in batches_of(20):
+        file = io.BytesIO()
+        torch.save(batch, file)
+        file.seek(0)
+        kinds = torch.load(file), pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch), batch.clone()
+        copies.append(kinds)
+        batch.fill_(-1)
+    assert all(same(kind, expected(number)) for number, kinds in enumerate(copies) for kind in kinds)
+
+
+VIEWS = [
+    lambda batch: batch[1],
+    lambda batch: batch[:, 5:9].T,
+    lambda batch: batch.numpy(),
+    lambda batch: batch.numpy()[1:, ::2].view(np.uint8),
+    lambda batch: torch.from_numpy(batch.numpy()[0])[3:],
+    lambda batch: memoryview(batch.numpy())[1:],
+    lambda batch: batch.untyped_storage(),
+    lambda batch: batch.view(torch.float64).flatten()[7:].detach(),
+    lambda batch: np.asarray(memoryview(batch[0].numpy()[4:]))[1:],
+]
+
+
+def content(view):
+    return view.tolist() if isinstance(view, torch.UntypedStorage) else np.asarray(view).tobytes()
+
+
+def test_any_view_keeps_the_memory_whatever_dies_first():
+    shuffle = random.Random(1).shuffle
+    held = []
+    for number, batch in enumerate(batches_of(30)):
+        views = [make(batch) for make in VIEWS]
+        shuffle(views)
+        held.append((number, views))
+        del batch, views
+        for _, kept in held:
+            kept[1:] = kept[1:-1]  # one after the other dies, the first last
+        if len(held) > 8:
+            held.pop(0)
+        for past, kept in held:
+            whole = expected(past)
+            assert content(kept[0]) in [content(make(whole)) for make in VIEWS]
+
+
+def test_gradients_flow_into_batches():
+    for batch in batches_of(8, lambda index: torch.full((SAMPLE,), float(index))):
+        weight = batch.requires_grad_()
+        (weight * 2).sum().backward()
+        assert (batch.grad == 2).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_keeps_what_it_saw_and_the_parent_goes_on():
+    iterator = iter(batches_of(80))
+    for _ in range(FIRST):
+        next(iterator)
+    held = next(iterator)
+    assert in_arena(held)
+    later, go = os.pipe()
+    child = os.fork()
+    if child == 0:  # no torch: its threads are not here
+        os.close(go)
+        os.read(later, 1)  # the parent closes it
+        os._exit(0 if (held.numpy() == np.arange(SAMPLE) + [[2 * FIRST], [2 * FIRST + 1]]).all() else 1)
+    assert same(held, expected(FIRST))
+    del held
+    for number, batch in enumerate(iterator, FIRST + 1):
+        assert same(batch, expected(number))
+        batch.fill_(-1)
+    for number, batch in enumerate(batches_of(80)):
+        assert same(batch, expected(number))
+    os.close(go)
+    os.close(later)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forks_in_every_batch_do_not_use_the_arena_up(warnings_logged, monkeypatch):
+    monkeypatch.setattr(lanes, "_told", False)
+    placed = []
+    for number, batch in enumerate(batches_of(90)):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert same(batch, expected(number))
+        placed.append(in_arena(batch))
+    assert sum(placed) > 60
+    assert warnings_logged() == []
+
+
+# ---- what the worker keeps
+
+kept_by_worker = []
+
+
+def keep(batch):
+    """Keeps a batch and a copy of it; whether all that was kept so far is unchanged."""
+    kept_by_worker.append((batch, batch.clone()))
+    return all(torch.equal(*pair) for pair in kept_by_worker)
+
+
+def keeping_collate(samples):
+    batch = default_collate(samples)
+    return batch, keep(batch)
+
+
+class Keeping(collections.UserDict):
+    """Torch collates it by way of `update`, with batches that it has stacked."""
+
+    def update(self, collated):
+        super().update(collated, intact=keep(collated["numbers"]))
+
+
+def kept_sample(index):
+    nested = default_collate([numbers(2 * index), numbers(2 * index + 1)])
+    return nested, keep(nested)
+
+
+class Point:
+    def __init__(self, index):
+        self.index = index
+
+
+def collate_points(points, *, collate_fn_map):
+    batch = default_collate([numbers(point.index) for point in points])
+    again = collate_fn_map[torch.Tensor](list(batch), collate_fn_map=collate_fn_map)
+    keep(batch)
+    return again, keep(again)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_custom_collate_fn_may_keep_what_it_returns(persistent):
+    loader = batches_of(24, collate_fn=keeping_collate, persistent_workers=persistent)
+    for _ in range(2):
+        placed = []
+        for number, (batch, intact) in enumerate(loader):
+            assert intact
+            assert same(batch, expected(number))
+            placed.append(in_arena(batch))
+            batch.fill_(-1)
+        assert all(placed[FIRST:])
+
+
+def test_a_class_of_the_samples_may_keep_what_was_collated_into_it():
+    loader = batches_of(60, lambda index: Keeping(numbers=numbers(index)), persistent_workers=True)
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            assert batch["intact"]
+            assert same(batch["numbers"], expected(number))
+            batch["numbers"].fill_(-1)
+
+
+def test_a_dataset_may_keep_what_it_collates_itself():
+    for number, (batch, intact) in enumerate(batches_of(24, kept_sample)):
+        assert intact.all()
+        assert same(batch.flatten(0, 1), expected(number, 4))
+
+
+def test_the_users_entry_in_the_collate_map_may_keep_what_it_makes(monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, Point, collate_points)
+    loader = batches_of(24, lambda index: {"point": Point(index), "plain": numbers(index)})
+    for number, batch in enumerate(loader):
+        again, intact = batch["point"]
+        assert intact
+        assert same(again, expected(number))
+        assert same(batch["plain"], expected(number))
+
+
+# ---- batches of all kinds
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+KINDS = {
+    "dict": lambda index: {"a": numbers(index), "b": torch.tensor(index), "c": "text", "d": 0.5 * index},
+    "tuple": lambda index: (numbers(index), index, numbers(index) * 2),
+    "namedtuple": lambda index: Pair(numbers(index), {"deep": [numbers(-index), (index,)]}),
+    "one tensor twice": lambda index: [numbers(index)] * 2,
+    "array": lambda index: np.arange(SAMPLE) + index,
+    "bfloat16": lambda index: numbers(index).bfloat16(),
+    "float64": lambda index: numbers(index).double(),
+    "complex64": lambda index: numbers(index) * 1j,
+    "bool": lambda index: (numbers(index).repeat(8) % 3 == 0),
+    "uint16": lambda index: numbers(index).repeat(2).to(torch.uint16),
+    "empty": lambda index: (torch.empty(0, 3), numbers(index), torch.empty(2, 0)),
+    "scalar tensors": lambda index: (torch.tensor(index), numbers(index), torch.tensor(True)),
+    "strided": lambda index: numbers(index).view(4, -1).T,
+    "channels last": lambda index: numbers(index).view(1, 4, 16, 16).to(memory_format=torch.channels_last),
+    "expanded": lambda index: torch.tensor([index]).expand(SAMPLE),
+    "odd sizes": lambda index: (torch.full((33,), index, dtype=torch.uint8), numbers(index), torch.ones(7)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_arrives_is_what_torch_makes(kind):
+    arguments = {"dataset": Calls(KINDS[kind], 16), "batch_size": 2}
+    mine, torchs = DataLoader(**arguments, num_workers=2), DataLoader(**arguments)
+    for number, (batch, other) in enumerate(zip(mine, torchs, strict=True)):
+        assert same(batch, other), number
+
+
+def test_fields_that_shared_memory_share_it_again():
+    def collate(samples):
+        batch = default_collate(samples)
+        return batch, batch[1:], batch.numpy()
+
+    for number, (batch, tail, array) in enumerate(batches_of(12, collate_fn=collate)):
+        assert same(batch, expected(number))
+        tail.fill_(7)
+        assert (batch[1] == 7).all()
+        assert same(torch.from_numpy(array)[:1], expected(number)[:1])
+
+
+def padded(samples):
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+LENGTHS = {
+    "growing": lambda index: 8 << (index // 8),
+    "shrinking": lambda index: 200_000 >> (index // 8),
+    "random": lambda index: random.Random(index).choice([1, 300, 700, 5000, 40_000]),
+}
+
+
+@pytest.mark.parametrize("hold", [0, 5])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_batches_of_varying_size(lengths, hold):
+    length = LENGTHS[lengths]
+
+    def get(index):
+        return torch.full((length(index),), index + 1, dtype=torch.int32)
+
+    held = collections.deque(maxlen=hold)
+    for _ in range(2):
+        for number, batch in enumerate(batches_of(56, get, collate_fn=padded)):
+            held.append((number, batch))
+            for past, kept in [*held, (number, batch)]:
+                assert same(kept, padded([get(2 * past), get(2 * past + 1)]))
+        assert number == 55
+
+
+def test_a_batch_larger_than_its_slot_comes_all_the_same():
+    def get(index):
+        return {"big": torch.full((2_000_000 if index == 20 else 600,), index), "small": numbers(index)}
+
+    for number, batch in enumerate(batches_of(40, get, size=1)):
+        assert same(batch["small"], expected(number, 1))
+        assert (batch["big"] == number).all()
+        assert batch["big"].numel() == (2_000_000 if number == 20 else 600)
+
+
+# ---- errors
+
+
+def test_samples_of_unequal_shape_raise_torchs_error_and_it_goes_on():
+    def get(index):
+        return numbers(index)[: SAMPLE - (index == 21)]
+
+    iterator = iter(batches_of(16, get))
+    for number in range(16):
+        if number == 10:
+            with pytest.raises(RuntimeError, match=r"Caught RuntimeError in DataLoader worker process 0\."):
+                next(iterator)
+        else:
+            assert same(next(iterator), expected(number))
+    assert list(iterator) == []
+
+
+def test_errors_in_mid_epoch_do_not_use_the_arena_up(warnings_logged, monkeypatch):
+    monkeypatch.setattr(lanes, "_told", False)
+
+    def get(index):
+        if index % 4 == 1:
+            raise ValueError(f"sample {index}")
+        return numbers(index), [numbers(index) if index % 8 < 4 or index % 2 else "text"]
+
+    iterator = iter(batches_of(80, get))
+    placed = []
+    for number in range(80):
+        if number % 2 == 0:
+            with pytest.raises(ValueError, match=f"(?s)Caught ValueError in .*sample {2 * number + 1}"):
+                next(iterator)
+        elif number % 4 == 1:
+            batch, _ = next(iterator)
+            assert same(batch, expected(number))
+            placed.append(in_arena(batch))
+        else:  # the first field was collated before the second one failed
+            with pytest.raises(TypeError):
+                next(iterator)
+    assert all(placed[FIRST:])
+    assert warnings_logged() == []
+
+
+# ---- switched off, or not possible
+
+
+def refuse(*_):
+    raise AssertionError("an arena was used")
+
+
+def test_the_argument_switches_arenas_off(monkeypatch):
+    monkeypatch.setattr(arena.Arena, "take", refuse)
+    for number, batch in enumerate(batches_of(12, arenas=False)):
+        assert same(batch, expected(number))
+        assert not in_arena(batch)
+
+
+def test_the_environment_switches_arenas_off(monkeypatch):
+    monkeypatch.setenv(lanes.ARENAS_VARIABLE, "0")
+    monkeypatch.setattr(arena.Arena, "take", refuse)
+    for number, batch in enumerate(batches_of(12)):
+        assert same(batch, expected(number))
+        assert not in_arena(batch)
+
+
+def test_small_batches_need_no_arena():
+    loader = load(torch.tensor, 12, num_workers=1, **OWN)
+    before = mappings()
+    assert [batch.item() for batch in loader] == list(range(12))
+    assert mappings() == before
+
+
+def no_memory_file(*_):
+    raise OSError("as planned")
+
+
+OBSTACLES = {
+    "the driver is elsewhere": (arena, "_this_machine", lambda: "elsewhere"),
+    "no memory files": (arena.os, "memfd_create", no_memory_file),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_where_no_arena_is_possible_batches_come_all_the_same(obstacle, monkeypatch):
+    monkeypatch.setattr(*OBSTACLES[obstacle])
+    loader = batches_of(12, num_workers=1, **OWN)
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            assert same(batch, expected(number))
+            assert not in_arena(batch)
+
+
+# ---- epochs that end early, late and unevenly
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_breaking_off_again_and_again_takes_no_more_memory(persistent):
+    loader = batches_of(40, persistent_workers=persistent)
+    most, kept = 0, []
+    for epoch in range(25):
+        for number, batch in enumerate(loader):
+            assert same(batch, expected(number))
+            if number == 5 + epoch % 3:
+                break
+        del batch
+        if epoch == 4:
+            most = arena_nbytes()
+        assert epoch < 4 or arena_nbytes() <= 2 * most
+        if epoch % 5 == 0:
+            kept.append(next(iter(loader)))
+        assert len({name for _, name in mappings()}) <= 4 + len(kept)
+    assert all(same(batch, expected(0)) for batch in kept)
+
+
+def test_calls_of_an_epoch_that_was_broken_off_do_not_write_to_later_batches(tmp_path):
+    gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
+
+    def get(index):
+        if index == 2 * 8:  # under way when the user breaks off
+            mail.send("here")
+            gate.wait()
+        return numbers(index)
+
+    loader = batches_of(12, get, persistent_workers=True)
+    held = []
+    for number, batch in enumerate(loader):
+        held.append(batch)
+        if number == 7:
+            break
+    mail.receive()
+    iterator = iter(loader)
+    gate.open()
+    held += iterator
+    assert all(same(batch, expected(number)) for number, batch in enumerate(held[:8]))
+    assert all(same(batch, expected(number)) for number, batch in enumerate(held[8:]))
+    assert len(held) == 20
+    mail.close()
+
+
+def test_iterable_datasets_that_end_unevenly():
+    dataset = Stream(lambda worker: (torch.full((SAMPLE,), 100 * worker + k) for k in range(10 + 30 * worker)))
+    for persistent in (False, True):
+        loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=persistent)
+        for _ in range(3):
+            seen = collections.defaultdict(list)
+            for batch in loader:
+                assert (batch == batch[:, :1]).all()
+                seen[batch[0, 0].item() // 100].extend(batch[:, 0].tolist())
+                batch.fill_(-1)
+            assert seen == {worker: [100 * worker + k for k in range(10 + 30 * worker)] for worker in range(2)}
+
+
+def test_out_of_order(tmp_path):
+    gate = Gate(tmp_path / "gate")
+
+    def get(index):
+        if index == 0:
+            gate.wait()
+        return numbers(index)
+
+    first = []
+    for batch in batches_of(24, get, in_order=False):
+        if len(first) == 20:
+            gate.open()
+        first.append(batch[0, 0].item())
+        assert same(batch, torch.stack([numbers(first[-1]), numbers(first[-1] + 1)]))
+        batch.fill_(-1)
+    assert sorted(first) == list(range(0, 48, 2))
+    assert first[0] != 0
+
+
+def test_a_killed_worker_leaves_held_batches_intact(tmp_path):
+    request = tmp_path / "request"
+    request.touch()
+
+    def get(index):
+        if index == 2 * 9 and request.exists():
+            request.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return numbers(index)
+
+    loader, held = batches_of(16, get), []
+    with pytest.raises(WorkerDiedError):
+        held.extend(loader_into(held, loader))
+    assert len(held) >= FIRST
+    assert any(map(in_arena, held))
+    later = list(loader)
+    assert all(same(batch, expected(number)) for number, batch in enumerate(held))
+    assert all(same(batch, expected(number)) for number, batch in enumerate(later))
+    assert len(later) == 16
+
+
+def loader_into(held, loader):
+    for batch in loader:
+        held.append(batch)
+    return []
+
+
+def test_loaders_of_different_batches_take_turns_on_the_same_actors():
+    loaders = [batches_of(10, size=size, persistent_workers=size == 3) for size in (1, 2, 3, 16)]
+    for _ in range(2):
+        iterators = [(size, batches_of(10, size=size)) for size in (16, 1)]
+        for loader in loaders[:2] + loaders[3:]:
+            for number, batch in enumerate(loader):
+                assert same(batch, expected(number, loader.batch_size))
+        for size, loader in iterators:
+            for number, batch in enumerate(loader):
+                assert same(batch, expected(number, size))
+    for number, batch in enumerate(loaders[2]):
+        assert same(batch, expected(number, 3))
+
+
+def test_many_short_epochs_leave_nothing_behind():
+    loader, process = batches_of(6), psutil.Process()
+    counts = []
+    for _ in range(50):
+        for batch in loader:
+            batch.fill_(0)
+        del batch
+        counts.append((process.num_fds(), len(process.memory_maps(grouped=False)), threading.active_count()))
+    ours = [len(mappings()), sum("rayloader" in thread.name for thread in threading.enumerate())]
+    assert ours[0] <= 3
+    assert ours[1] <= 1  # the pool's timer
+    for early, late in zip(counts[14], counts[-1], strict=True):
+        assert late - early < 18  # half of what one an epoch would be: Ray and the allocator have their own
+
+
+# ---- pinning
+
+
+class Pinned(torch.Tensor):
+    """What the accelerator's pinned memory looks like here."""
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone().as_subclass(Pinned))
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_pinned_copies_leave_the_arena_free(persistent, warnings_logged, monkeypatch):
+    monkeypatch.setattr(lanes, "_told", False)
+    loader = batches_of(80, pin_memory=True, persistent_workers=persistent)
+    for _ in range(2):
+        batches = list(loader)
+        assert {type(batch) for batch in batches} == {Pinned}
+        assert all(torch.equal(batch, expected(number)) for number, batch in enumerate(batches))
+        assert not any(map(in_arena, batches))
+    assert warnings_logged() == []
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_breaking_off_while_pinning():
+    loader = batches_of(40, pin_memory=True)
+    for _ in range(6):
+        for number, batch in enumerate(loader):
+            assert torch.equal(batch, expected(number))
+            if number == 7:
+                break
+    gc.collect()
