@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
 
 
+SESSION_ENDED = (
+    "Ray was shut down while this iterator was live; its workers are gone: "
+    "call iter() on the loader again, which starts anew"
+)
+
+
 class ActorState(Enum):
     """Who an actor works for."""
 
@@ -117,10 +123,7 @@ class Crew:
         if self._released or self._pool.closed:
             raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
         if not self._pool.session_alive():
-            raise RaySessionError(
-                "Ray was shut down while this iterator was live; its workers are gone: "
-                "call iter() on the loader again, which starts anew"
-            )
+            raise RaySessionError(SESSION_ENDED)
 
     def fetch(self, worker_id: int, ref: Ref, timeout: float) -> list[Result] | None:
         """What a worker's call returned; None if it has not within `timeout` seconds.
@@ -134,12 +137,18 @@ class Crew:
         except GetTimeoutError:
             return None
         except RayError as error:
+            self.check_session()  # Ray's shutdown is not the worker's fault
             raise ActorLost(worker_id, error) from error
+        except SystemExit as error:  # what Ray raises in a thread that waits while it is shut down
+            raise RaySessionError(SESSION_ENDED) from error
 
     def ready(self, refs: Sequence[Ref], *, count: int, timeout: float) -> list[Ref]:
         """Those of `refs` that are answered (or lost), once `count` of them are or after `timeout` seconds."""
         self.check_session()
-        return ray.wait(list(refs), num_returns=min(count, len(refs)), timeout=timeout)[0]
+        try:
+            return ray.wait(list(refs), num_returns=min(count, len(refs)), timeout=timeout)[0]
+        except SystemExit as error:  # as in fetch
+            raise RaySessionError(SESSION_ENDED) from error
 
     def put(self, replica: Encoded) -> Ref:
         """Ships once what all workers will open."""
@@ -160,10 +169,11 @@ class Crew:
                 if not actor.has_started():
                     pending.append(actor)
             except RayError as error:
+                self.check_session()
                 raise ActorLost(worker_id, error) from error
         if pending:
-            oldest = min(actor.created_at for actor in pending)
-            waited = time.monotonic() - oldest
+            progress = [actor.started_at for actor in self.actors if actor.started_at is not None]
+            waited = time.monotonic() - max([min(actor.created_at for actor in pending), *progress])
             self._pool.check_start_limit(waited, len(pending), len(self.actors), self._options)
 
     def address(self, worker_id: int) -> WorkerAddress | None:

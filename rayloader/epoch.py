@@ -24,7 +24,7 @@ from torch._utils import ExceptionWrapper
 from rayloader.crew import ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
-from rayloader.errors import BatchTimeoutError, WorkerDiedError, add_note
+from rayloader.errors import BatchTimeoutError, RayloaderError, WorkerDiedError, add_note
 from rayloader.schedule import (
     BatchTaken,
     Closed,
@@ -58,6 +58,14 @@ class Delivery:
 
     task: Task
     data: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What the sampler gave, and the same in a list, encoded."""
+
+    indices: Any
+    encoded: codec.Encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,7 @@ class Epoch:
         self._deliverable: deque[tuple[Task, _Answer]] = deque()  # in delivery order
         self._last_arrival = 0.0  # time.monotonic()
         self._failure: WorkerDiedError | None = None
+        self._cut_short = False  # closed before its last batch
 
     def open(self) -> None:
         """Fills the window. What the sampler raises is raised here."""
@@ -140,8 +149,11 @@ class Epoch:
         """
         began = time.monotonic()
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)
+        if self._cut_short:
+            self._crew.check_session()
         while not self.finished:
+            self._check_integrity()
             wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
             delivery = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
             if delivery is not None:
@@ -155,6 +167,7 @@ class Epoch:
 
     def close(self) -> None:
         """Drops what is under way; callable more than once."""
+        self._cut_short |= not self.finished
         self._handle(Closed())
         if self._pin_thread is not None:
             self._pin_thread.close()
@@ -185,21 +198,29 @@ class Epoch:
         while self._schedule.owed_draws:
             try:
                 indices = next(self._sampler_iter)
+                drawn = _Drawn(indices, codec.encode([indices], carry=CARRY))
             except StopIteration:
                 self._handle(SamplerExhausted())
-            except BaseException:
+            except BaseException:  # the sampler's own, or that its indices cannot be pickled
                 self._handle(SamplerFailed())
                 raise
             else:
-                self._handle(IndicesDrawn(indices))
+                self._handle(IndicesDrawn(drawn))
+
+    def _check_integrity(self) -> None:
+        """Raises where something under way was lost, which would be waited for for ever."""
+        with self._changed:
+            under_way = self._calls or self._results or self._deliverable or self._schedule.owed_draws
+            if self._pin_thread is None and not under_way and not self._schedule.finished:
+                raise RayloaderError("this iterator was interrupted and has lost its place; call iter() again")
 
     def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
         self._crew.check_session()
-        indices = codec.encode([task.indices for task in tasks], carry=CARRY)
+        (task,) = tasks
         actor = self._crew.actors[worker_id]
         lent = actor.lane.lend(self._schedule.window // len(self._crew.actors)) if self._arenas else None
-        ref = actor.run(tuple(task.task_id for task in tasks), indices, lent.room if lent is not None else None)
-        self._calls.update((task.task_id, _Call(ref, worker_id, lent)) for task in tasks)
+        ref = actor.run((task.task_id,), task.indices.encoded, lent.room if lent is not None else None)
+        self._calls[task.task_id] = _Call(ref, worker_id, lent)
 
     # ---- receiving: the user's thread, or the pin thread
 
@@ -251,7 +272,7 @@ class Epoch:
         if head is None or not calls:
             return
         if self._schedule.in_order and not self._timeout:
-            if self._take_in(calls[head.task_id], wait):
+            if head.task_id in calls and self._take_in(calls[head.task_id], wait):
                 return
             count, wait = len(self._crew.actors), 0.0
         else:
@@ -355,8 +376,9 @@ def describe(task: Task, crew: Crew) -> str:
     """Which batch, where, of what."""
     address = crew.address(task.worker_id)
     where = f" (pid {address.pid} on {address.hostname}, node {address.node_id})" if address is not None else ""
-    indices = "" if _stands_for_nothing(task.indices) else f", indices {reprlib.repr(task.indices)}"
-    return f"batch {task.task_id} from worker {task.worker_id}{where}{indices}"
+    indices = task.indices.indices
+    of_what = "" if _stands_for_nothing(indices) else f", indices {reprlib.repr(indices)}"
+    return f"batch {task.task_id} from worker {task.worker_id}{where}{of_what}"
 
 
 def _stands_for_nothing(indices: Any) -> bool:

@@ -8,6 +8,7 @@ iterator), or at interpreter exit.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -27,7 +28,7 @@ from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
 from rayloader.epoch import Epoch, describe
 from rayloader.errors import WorkerDiedError, add_note
-from rayloader.pool import get_pool
+from rayloader.pool import exit_begins, get_pool
 from rayloader.process_state import ProcessState
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
@@ -121,7 +122,7 @@ class EpochIterator(_BaseDataLoaderIter):
         try:
             return codec.encode(replica, carry=CARRY)
         except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
-            for name in ("dataset", "collate_fn", "worker_init_fn"):
+            for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
                 if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
                     add_note(error, f"It cannot be sent to the workers: {explanation}")
             raise
@@ -156,26 +157,35 @@ class EpochIterator(_BaseDataLoaderIter):
             return
         busy = self._epoch is None or not self._epoch.finished
         lost = [] if self._epoch is None or self._epoch.failure is None else [self._epoch.failure.worker_id]
-        if self._epoch is not None:
-            self._epoch.close()
-        self._crew.release(busy=busy, lost=range(self._num_workers) if self._fresh_processes else lost)
+        try:
+            if self._epoch is not None:
+                self._epoch.close()
+        finally:
+            self._crew.release(busy=busy, lost=range(self._num_workers) if self._fresh_processes else lost)
 
     def _close(self) -> None:
         if os.getpid() == self._pid:  # a forked child has neither our locks in order nor our threads
             self._release()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # by then threads are frozen, globals may be gone, and `_close_all` has done it
+        if not is_finalizing():  # by then threads are frozen, globals may be gone, and `_at_exit` has done it
             self._close()
 
 
 _live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Ends what every live iterator has under way; they raise from then on."""
     for iterator in list(_live_iterators):
-        iterator._close()
+        with contextlib.suppress(Exception):  # one that cannot be closed must not keep the others open
+            iterator._close()
+
+
+def _at_exit() -> None:
+    exit_begins()
+    close_all()
 
 
 # Runs before the pool's handler, which was registered before it: threads end while there is still something to talk to.
-atexit.register(_close_all)
+atexit.register(_at_exit)

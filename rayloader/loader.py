@@ -145,9 +145,11 @@ def shutdown() -> None:
     """Ends every worker of this process's loaders, and Ray if rayloader started it.
 
     Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. Not needed at the
-    end of a script. Callable at any time, and more than once.
+    end of a script. Callable more than once, but not from a signal handler.
     """
-    pool = sys.modules.get("rayloader.pool")
+    iterator, pool = sys.modules.get("rayloader.iterator"), sys.modules.get("rayloader.pool")
+    if iterator is not None:
+        iterator.close_all()
     if pool is not None:
         pool.shutdown()
 

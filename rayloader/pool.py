@@ -12,7 +12,8 @@ that were told to stop have not answered (NOTE [no thread beside Ray's shutdown]
 NOTE [no thread beside Ray's shutdown]
 While `ray.shutdown()` runs on one thread, another that calls Ray, or drops an ObjectRef, may end the process: the core
 worker exits it (measured, with a thread that polled). So the actors are told to stop, and killed, on the threads that
-use loaders, which are not in `ray.shutdown()` at that moment; and nothing here polls.
+use loaders, which are not in `ray.shutdown()` at that moment; and nothing here polls. The timer is the one exception,
+once, `STOP_TIMEOUT_S` after an epoch was abandoned.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -62,18 +63,18 @@ class _LoaderEntry:
     key: bytes  # of the options that its actors are made with
 
 
-@dataclass(eq=False)
 class Pool:
     """The actors of this process in one Ray session."""
 
-    session_name: session.SessionName
-    closed: bool = False
-    _actors: list[Actor] = field(default_factory=list)
-    _loaders: list[_LoaderEntry] = field(default_factory=list)
-    _inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)  # put() is safe in finalizers
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _timer: threading.Timer | None = None
-    _autoscaling: bool = False
+    def __init__(self, session_name: session.SessionName) -> None:
+        self.session_name = session_name
+        self.closed = False
+        self._actors: list[Actor] = []
+        self._loaders: list[_LoaderEntry] = []
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # put() is safe in finalizers
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._autoscaling = False
 
     def session_alive(self) -> bool:
         """Whether Ray is still the one that these actors live in."""
@@ -131,7 +132,7 @@ class Pool:
             with self._locked():
                 self._kill_spare()
         default = AUTOSCALING_START_TIMEOUT_S if self._autoscaling else START_TIMEOUT_S
-        limit = float(os.environ.get(START_TIMEOUT_VARIABLE, default))
+        limit = _start_timeout(default)
         if waited < limit:
             return
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -196,7 +197,11 @@ class Pool:
     def _take_back(self, actor: Actor, *, busy: bool) -> None:
         if self.closed or actor not in self._actors or not self.session_alive():
             return
-        actor.stopped = actor.handle.stop.remote()
+        try:
+            actor.stopped = actor.handle.stop.remote()
+        except Exception:  # Ray's reasons are many; without this call it could be neither reused nor waited for
+            self._kill(actor)
+            return
         actor.stop_by = time.monotonic() + STOP_TIMEOUT_S
         actor.state = ActorState.STOPPING if busy else ActorState.IDLE
 
@@ -310,7 +315,7 @@ class Pool:
         if self._timer is not None and not deadlines:
             self._timer.cancel()
             self._timer = None
-        if self._timer is None and deadlines:
+        if self._timer is None and deadlines and not _exiting:
             self._timer = threading.Timer(max(0.0, min(deadlines) - time.monotonic()), self._time_is_up)
             self._timer.name, self._timer.daemon = "rayloader-pool", True
             self._timer.start()
@@ -325,6 +330,25 @@ class Pool:
 
 _pool: Pool | None = None
 _pool_lock = threading.Lock()
+_abandoned: Pool | None = None  # of the process that this one was forked from
+_exiting = False
+
+
+def exit_begins() -> None:
+    """No more threads: Python does not start any at exit."""
+    global _exiting
+    _exiting = True
+
+
+def _start_timeout(default: float) -> float:
+    text = os.environ.get(START_TIMEOUT_VARIABLE, str(default))
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = -1.0
+    if not limit >= 0:
+        raise ValueError(f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}")
+    return limit
 
 
 def _in_words(options: dict[str, Any]) -> str:
@@ -374,7 +398,8 @@ def live_memory_files() -> set[str]:
 
 def _forget_after_fork() -> None:
     """A forked child has neither our threads nor Ray's: it must not touch the parent's actors."""
-    global _pool, _pool_lock
+    global _pool, _pool_lock, _abandoned
+    _abandoned = _pool  # kept: to drop its references would call Ray
     _pool, _pool_lock = None, threading.Lock()
     session.forget()
 

@@ -7,11 +7,15 @@ process adopts them for as long as it works for that iterator, and is then as Ra
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
+import socket
 import sys
+import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -43,7 +47,7 @@ class ProcessState:
             cwd=cwd,
             environ=dict(os.environ),
             argv=list(sys.argv),
-            sys_path=[os.path.abspath(entry or cwd) for entry in sys.path],
+            sys_path=[os.path.join(cwd, entry) for entry in map(os.fspath, sys.path)],
             affinity=os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(),
             default_dtype=torch.get_default_dtype(),
             grad_enabled=torch.is_grad_enabled(),
@@ -67,7 +71,12 @@ class Baseline:
         self._deterministic = _deterministic()
         self._num_threads = torch.get_num_threads()
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._modes = contextlib.ExitStack()  # torch's, of this thread
+        self._gc = gc.isenabled(), gc.get_threshold()
+        self._recursion_limit = sys.getrecursionlimit()
+        self._socket_timeout = socket.getdefaulttimeout()
+        self._umask = os.umask(0o022)
+        os.umask(self._umask)
+        self._modes = contextlib.ExitStack()  # what is put back by leaving it
         self._collate_fn_map = dict(default_collate_fn_map)
 
     def adopt(self, state: ProcessState) -> None:
@@ -82,6 +91,8 @@ class Baseline:
             os.sched_setaffinity(0, state.affinity)
         torch.set_default_dtype(state.default_dtype)
         _use_deterministic(state.deterministic)
+        self._modes.enter_context(warnings.catch_warnings())
+        self._modes.enter_context(np.errstate())
         self._modes.enter_context(torch.inference_mode(state.inference_mode))
         self._modes.enter_context(torch.set_grad_enabled(state.grad_enabled))
 
@@ -104,7 +115,14 @@ class Baseline:
         torch.set_default_dtype(self._default_dtype)
         _use_deterministic(self._deterministic)
         torch.set_num_threads(self._num_threads)
+        torch.set_default_device(None)
+        torch.autograd.set_detect_anomaly(False)
         self._modes.close()
+        (gc.enable if self._gc[0] else gc.disable)()
+        gc.set_threshold(*self._gc[1])
+        sys.setrecursionlimit(self._recursion_limit)
+        socket.setdefaulttimeout(self._socket_timeout)
+        os.umask(self._umask)
         for number, handler in self._signals.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

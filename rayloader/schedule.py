@@ -241,12 +241,7 @@ class Schedule:
             case BatchTaken():
                 return self._taken(event)
             case Closed():
-                task_ids = tuple(self._tasks)
-                for task in list(self._tasks.values()):
-                    self._move(task, event)
-                self._closed = True
-                self.owed_draws = 0
-                return [Forget(task_ids)] if task_ids else []
+                return self._close()
 
     def _draw(self, count: int) -> list[Command]:
         if self._sampler_exhausted or not any(self._active):
@@ -323,14 +318,23 @@ class Schedule:
             self._move(task, event)
         return [Fail(event.worker_id, event.cause, lost[0] if lost else None)]
 
+    def _close(self) -> list[Command]:
+        """Whatever the state is, also one that a Ctrl-C left half-changed."""
+        task_ids = tuple(self._tasks)
+        self._tasks.clear()
+        self._closed = True
+        self.owed_draws = 0
+        return [Forget(task_ids)] if task_ids else []
+
     def _move(self, task: Task, event: Event) -> None:
         try:
-            task.state = TRANSITIONS[task.state][type(event).__name__]
+            state = TRANSITIONS[task.state][type(event).__name__]
         except KeyError:
             raise RuntimeError(f"{event} cannot happen to {task}; see TRANSITIONS in schedule.py") from None
-        if task.state is TaskState.GONE:
+        if state is TaskState.GONE:
             del self._tasks[task.task_id]
             self._held[task.worker_id] -= 1
+        task.state = state
 
     def _in_state(self, *states: TaskState) -> Iterator[Task]:
         return (task for task in self._tasks.values() if task.state in states)
