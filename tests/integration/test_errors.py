@@ -135,7 +135,7 @@ def test_collate_raises():
 
 def test_torchs_own_collate_error_arrives():
     _, error = outcomes(iter(DataLoader([0, 1, 2, "3"], 2, num_workers=1)))
-    check_caught(error, 0, TypeError, "default_collate", "TypeError")
+    check_caught(error, 0, TypeError, "collate_int_fn", "TypeError")
 
 
 def test_worker_init_fn_raises():

@@ -28,7 +28,10 @@ LAYOUT = {
     "rayloader/worker.py",
     "rayloader/process_state.py",
     "rayloader/errors.py",
+    "rayloader/collate.py",
     "rayloader/transport/codec.py",
+    "rayloader/transport/arena.py",
+    "rayloader/transport/lanes.py",
     "rayloader/delivery/pinning.py",
 }
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
