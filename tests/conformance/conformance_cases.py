@@ -279,7 +279,6 @@ add("own_state", "0 2 2p", lambda: {"dataset": data.Stateful(), "batch_size": 3}
 add("own_generator", "0 2 2p", lambda: {"dataset": data.OwnGenerator(), "batch_size": 3})
 add("dataset_changed", "0 2 2p", lambda: {"dataset": data.Stateful(), "batch_size": 3}, scripts.change_dataset)
 add("private_writes", "0 2 2p", lambda: {"dataset": data.PrivateWrites(), "batch_size": 3})
-add("shared_cache", "2 2p", lambda: {"dataset": data.SharedCache(), "batch_size": 3}, scripts.shared_cache)
 add("nested_loader", "0 2", lambda: {"dataset": data.NestedLoader(6), "batch_size": 2})
 
 # Samplers of the user's own, and when they are asked.

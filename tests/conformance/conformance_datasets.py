@@ -308,18 +308,6 @@ class PrivateWrites(Sized):
         return float(self.tensor.sum()), float(self.array.sum())
 
 
-class SharedCache(Sized):
-    """Fills a tensor in torch's shared memory: what a worker writes there, everyone sees."""
-
-    def __init__(self, length=LENGTH):
-        super().__init__(length)
-        self.cache = torch.zeros(length).share_memory_()
-
-    def __getitem__(self, index):
-        self.cache[index] += 1
-        return index
-
-
 class Monies(Sized):
     def __getitem__(self, index):
         return Money(index), index

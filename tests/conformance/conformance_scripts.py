@@ -193,13 +193,6 @@ def change_collate(rec, loader):
     rec.epoch(loader)
 
 
-def shared_cache(rec, loader):
-    rec.epoch(loader)
-    rec.note("cache", loader.dataset.cache)
-    rec.epoch(loader)
-    rec.note("cache", loader.dataset.cache)
-
-
 def default_dtype(rec, loader):
     """The default dtype at `iter()` is the workers'."""
     before = torch.get_default_dtype()
