@@ -305,7 +305,11 @@ class Epoch:
                         self._handle(TasksDone((result.task_id,)))
                         del self._calls[result.task_id]
                     case ResultKind.EXHAUSTED:
-                        self._crew.actors[call.worker_id].lane.release(call.lent, reuse=result.reuse)
+                        lane = self._crew.actors[call.worker_id].lane
+                        lane.release(call.lent, reuse=result.reuse)
+                        for task_id, later in self._calls.items():
+                            if later.worker_id == call.worker_id and task_id > result.task_id:
+                                lane.release(later.lent, reuse=True)  # an exhausted worker writes nothing any more
                         self._handle(WorkerExhausted(result.task_id))
                     case ResultKind.EXITED:
                         self._handle(WorkerLost(call.worker_id, result.text))

@@ -1,9 +1,12 @@
 """The same cases through torch's loader and ours: equal in every value, type, stride, error and generator state.
 
 Torch's side runs once, in a process of its own that has no Ray in it (reference.py); ours runs here on warm actors.
+Batches come through Ray's object store in one half of the cases and through arenas, however small they are, in the
+other; a full run takes both ways with each case.
 `pytest tests/conformance --against=torch` puts torch's loader in the place of ours, to prove the cases deterministic.
 """
 
+import math
 import pickle
 import subprocess
 import sys
@@ -12,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch.utils.data
 
-from conformance_cases import CASES, NAMES
+from conformance_cases import CASES
 from conformance_record import first_difference, record
+from rayloader.transport import lanes
+from rayloader.transport.arena import Arena
 
 FOLDER = Path(__file__).parent
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
@@ -24,8 +29,8 @@ LIMIT = 320.0  # seconds for a side in a process of its own; reference.py gives 
 def reference(request, tmp_path_factory):
     """Torch's records of the cases that were selected, by name."""
     out = tmp_path_factory.mktemp("reference") / "records.pickle"
-    selected = [item.callspec.params["case"].name for item in request.session.items if is_case(item)]
-    return run("reference.py", out, *([FRESH, *selected] if len(selected) < len(CASES) else []))
+    selected = {item.callspec.params["case"].name for item in request.session.items if is_case(item)}
+    return run("reference.py", out, *(sorted({FRESH, *selected}) if len(selected) < len(CASES) else []))
 
 
 def run(script, out, *names):
@@ -49,11 +54,44 @@ def loader_class(request):
     return DataLoader
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_same_as_torch(case, reference, loader_class):
+# The smallest batch that gets a slot, in bytes, on each way of the batches.
+LANES = {"store": math.inf, "arena": 0}
+
+
+def on_lanes():
+    """Each case on one lane, in turn, and on the other one in a full run; without workers there is no lane."""
+    for number, case in enumerate(CASES):
+        if case.name.endswith("-w0"):
+            yield pytest.param(case, "store", id=case.name)
+            continue
+        for way, lane in enumerate(LANES):
+            marks = () if number % 2 == way else pytest.mark.full
+            yield pytest.param(case, lane, id=f"{case.name}-{lane}", marks=marks)
+
+
+@pytest.fixture
+def lane(request, monkeypatch):
+    """The way that the batches take in this test."""
+    monkeypatch.setattr(lanes, "MIN_SLOT_BYTES", LANES[request.param])
+    return request.param
+
+
+@pytest.mark.parametrize(("case", "lane"), list(on_lanes()), indirect=["lane"])
+def test_same_as_torch(case, lane, reference, loader_class):
     difference = first_difference(reference[case.name], record(case, loader_class))
     if difference:
         pytest.fail(difference, pytrace=False)
+
+
+@pytest.mark.parametrize("lane", LANES, indirect=True)
+def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeypatch):
+    taken = []
+    take = Arena.take
+    monkeypatch.setattr(Arena, "take", lambda arena, nbytes: taken.append(take(arena, nbytes)) or taken[-1])
+    batches = list(loader_class(torch.arange(40), 2, num_workers=2))
+    assert len(batches) == 20
+    arenas = lane == "arena" and request.config.getoption("--against") == "rayloader"
+    assert [slot is not None for slot in taken] == [True] * 20 * arenas
 
 
 def test_same_as_torch_where_iterating_starts_ray(reference, tmp_path):

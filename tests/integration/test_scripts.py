@@ -116,6 +116,12 @@ def test_fork_with_a_live_iterator(ray_session):
     assert "Traceback" not in errors
 
 
+def test_batches_in_arenas_outlive_the_workers_and_are_held_at_exit(ray_session):
+    output, errors = finish(script := start("script_arenas.py", joined=True))
+    assert (script.returncode, output) == (0, ["the end"]), errors
+    assert "Traceback" not in errors
+
+
 def test_ray_and_rayloader_may_be_shut_down_under_live_iterators():
     output, errors = finish(script := start("script_sessions.py"))
     assert (script.returncode, output) == (0, ["the end"]), errors

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from rayloader.collate import collate_into
 from rayloader.transport import arena as module
 from rayloader.transport import codec
-from rayloader.collate import collate_into
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
 
 ROOT = Path(__file__).parents[2]
