@@ -122,7 +122,7 @@ class ArenaLane:
         nbytes = max(1, math.ceil(self._batch_nbytes * HEADROOM / mmap.PAGESIZE)) * mmap.PAGESIZE  # slots are pages
         if self._off or self._batch_nbytes < MIN_SLOT_BYTES or os.environ.get(ARENAS_VARIABLE) == "0":
             return None
-        if self._arena is not None and nbytes * (window + 2) > self._arena.address.nbytes:
+        if self._arena is not None and nbytes * (window + SPARE_SLOTS // 2) > self._arena.address.nbytes:
             self._arena = None  # batches have grown: its memory goes with its calls and the batches that are held
         try:
             if self._arena is None:
@@ -167,9 +167,9 @@ def _tell_once() -> None:
     if not _told:
         _told = True
         logger.warning(
-            "rayloader: %d or more batches of one worker are held at once, so its further batches are copied "
+            "rayloader: so many batches of one worker are held at once (%d or more) that its further ones are copied "
             "through Ray's object store; drop batches when they are used, or clone what is to be kept",
-            SPARE_SLOTS,
+            SPARE_SLOTS // 2,
         )
 
 
