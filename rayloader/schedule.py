@@ -261,11 +261,10 @@ class Schedule:
 
     def _next_with_room(self) -> int | None:
         num_workers = len(self._active)
-        num_active = sum(self._active)
+        share = self.window // max(1, sum(self._active))
         for step in range(num_workers):
             worker_id = (self._next_worker_id + step) % num_workers
-            has_room = self.in_order or self._held[worker_id] < self.window // num_active
-            if self._active[worker_id] and has_room:
+            if self._active[worker_id] and (self.in_order or self._held[worker_id] < share):
                 self._next_worker_id = (worker_id + 1) % num_workers
                 return worker_id
         return None

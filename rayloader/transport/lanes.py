@@ -27,6 +27,9 @@ MIN_SLOT_BYTES = 4096
 # Slots that an arena has room for, beyond those of the window: what the user may hold before the store lane takes over.
 # Pages that were never used take no memory.
 SPARE_SLOTS = 16
+# An arena is replaced when it is so many times smaller, or larger, than one would be made now.
+TOO_SMALL = 2
+TOO_LARGE = 8
 # Room beyond the largest batch lately seen, for batches that vary; and how fast such a size is forgotten.
 HEADROOM = 1.125
 FORGET = 0.98
@@ -122,11 +125,12 @@ class ArenaLane:
         nbytes = max(1, math.ceil(self._batch_nbytes * HEADROOM / mmap.PAGESIZE)) * mmap.PAGESIZE  # slots are pages
         if self._off or self._batch_nbytes < MIN_SLOT_BYTES or os.environ.get(ARENAS_VARIABLE) == "0":
             return None
-        if self._arena is not None and nbytes * (window + SPARE_SLOTS // 2) > self._arena.address.nbytes:
-            self._arena = None  # batches have grown: its memory goes with its calls and the batches that are held
+        wanted = nbytes * (window + SPARE_SLOTS)
+        if self._arena is not None and not wanted // TOO_SMALL <= self._arena.address.nbytes <= wanted * TOO_LARGE:
+            self._arena = None  # batches have grown or shrunk: its memory goes with its calls and what is held of it
         try:
             if self._arena is None:
-                self._arena = Arena(nbytes * (window + SPARE_SLOTS))
+                self._arena = Arena(wanted)
         except ArenaError as error:
             self._off = str(error)
             return None

@@ -127,7 +127,7 @@ def test_who_keeps_every_batch_gets_all_intact_and_one_warning(warnings_logged, 
     monkeypatch.setattr(lanes, "_told", False)
     for _ in range(2):
         batches = []  # of the epoch before
-        batches.extend(batches_of(80))
+        batches.extend(batches_of(80, ray_remote_args={"num_cpus": 0}))  # new actors: their arenas are made to measure
         placed = [in_arena(batch) for batch in batches]
         assert all(placed[FIRST : 2 * lanes.SPARE_SLOTS])
         assert not any(placed[-2 * FIRST :])

@@ -172,6 +172,17 @@ def test_without_order_an_exhausted_workers_places_are_drawn_anew():
     assert in_words(schedule.handle(IndicesDrawn(None))) == [("submit", 1, (4, None))]
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_indices_that_come_when_every_worker_is_exhausted_stand_for_nothing(in_order):
+    schedule = opened(num_workers=2, prefetch_factor=1, in_order=in_order)
+    schedule.handle(TasksDone((0,)))
+    assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
+    schedule.handle(IndicesDrawn(None))
+    schedule.handle(WorkerExhausted(2))
+    schedule.handle(WorkerExhausted(1))
+    assert schedule.handle(IndicesDrawn(None)) == []
+
+
 def test_a_lost_worker_fails_the_epoch_and_names_its_first_lost_task():
     schedule = opened(num_workers=2, prefetch_factor=2)
     schedule.handle(TasksDone((1,)))
