@@ -105,7 +105,7 @@ def our_files():
             names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     pool = sys.modules.get("rayloader.pool")
-    arenas = pool.live_memory_files() if pool is not None and _keepers else set()
+    arenas = pool.live_memory_files() if pool is not None else set()  # which actors may live is check_actors' matter
     return {name for name in names if "rayloader-" in name and not any(arena in name for arena in arenas)}
 
 
