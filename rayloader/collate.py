@@ -17,16 +17,10 @@ from rayloader.transport.arena import SlotWriter
 
 CollateMap = dict[Any, Callable[..., Any]]
 
-STOCK_COLLATE_MODULE = "torch.utils.data._utils.collate"
-
 
 def changed_collate_fn_map() -> dict[Any, Any]:
     """The entries that the user added to torch's collate map: a forked worker would have them."""
-    return {
-        key: function
-        for key, function in default_collate_fn_map.items()
-        if getattr(function, "__module__", None) != STOCK_COLLATE_MODULE
-    }
+    return {key: function for key, function in default_collate_fn_map.items() if not _is_stock(function)}
 
 
 def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
@@ -59,7 +53,7 @@ def collate_into(writer: SlotWriter, collate_fn_map: CollateMap) -> CollateMap:
     if entry is None or not _is_stock(entry):
         return dict(collate_fn_map)
 
-    def stack(batch: Sequence[Any], *, collate_fn_map: CollateMap | None = None) -> Any:
+    def stack_tensors(batch: Sequence[Any], *, collate_fn_map: CollateMap | None = None) -> Any:
         stacked = _stack_into(writer, batch)
         return entry(batch, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
@@ -67,11 +61,12 @@ def collate_into(writer: SlotWriter, collate_fn_map: CollateMap) -> CollateMap:
         return lambda batch, **_: function(batch, collate_fn_map=collate_fn_map)
 
     stacking = {key: fn if _is_stock(fn) else unchanged(fn) for key, fn in collate_fn_map.items()}
-    stacking[Tensor] = stack
+    stacking[Tensor] = stack_tensors
     return stacking
 
 
 def _is_stock(function: Callable[..., Any]) -> bool:
+    """Whether an entry of the collate map is torch's or ours, not the user's."""
     module = getattr(function, "__module__", None) or ""
     return module.startswith(("torch.utils.data._utils.", "rayloader."))
 

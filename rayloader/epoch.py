@@ -291,6 +291,7 @@ class Epoch:
         if results is None:
             return False
         self._last_arrival = time.monotonic()
+        lane = self._crew.actors[call.worker_id].lane
         for result in results:
             with self._changed:
                 if result.task_id not in self._calls:
@@ -298,14 +299,12 @@ class Epoch:
                 match result.kind:
                     case ResultKind.BATCH | ResultKind.ERROR:
                         self._results[result.task_id] = _Answer(result, call.lent)
-                        lane = self._crew.actors[call.worker_id].lane
                         lane.saw(result.nbytes)
                         if result.no_arena:
                             lane.refused(result.no_arena)
                         self._handle(TasksDone((result.task_id,)))
                         del self._calls[result.task_id]
                     case ResultKind.EXHAUSTED:
-                        lane = self._crew.actors[call.worker_id].lane
                         lane.release(call.lent, reuse=result.reuse)
                         for task_id, later in self._calls.items():
                             if later.worker_id == call.worker_id and task_id > result.task_id:

@@ -88,7 +88,7 @@ class EpochIterator(_BaseDataLoaderIter):
                 device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
             )
             self._epoch.open()
-        except BaseException:
+        except BaseException:  # the sampler's or pickling's error, Ctrl-C: passed on
             if first_iter or not self._persistent_workers:
                 self._close()  # no crew without an epoch that watches it
             elif self._epoch is not None:

@@ -25,7 +25,7 @@ def explain(obj: object, name: str) -> str | None:
     """
     try:
         return _culprit(obj, name, 6, iter(range(2000)), [])
-    except Exception:
+    except Exception:  # the user's objects may raise anything, and this only helps an error that is on its way
         return None
 
 

@@ -289,7 +289,9 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.schedule and any(worker.queue for worker in self.workers))
     @rule(data=st.data())
     def build(self, data):
-        k = data.draw(st.sampled_from([k for k, worker in enumerate(self.workers) if worker.queue]))
+        self.build_next(data.draw(st.sampled_from([k for k, worker in enumerate(self.workers) if worker.queue])))
+
+    def build_next(self, k: int) -> None:
         worker = self.workers[k]
         task_id = worker.queue.pop(0)
         exhausted = worker.length is not None and worker.built >= worker.length
@@ -361,12 +363,7 @@ class AnyOrder(RuleBasedStateMachine):
             else:
                 for k, worker in enumerate(self.workers):
                     if worker.queue:
-                        task_id = worker.queue.pop(0)
-                        exhausted = worker.length is not None and worker.built >= worker.length
-                        if not exhausted:
-                            self.origin[task_id] = (k, worker.built)
-                            worker.built += 1
-                        self.answers.append((k, task_id, exhausted))
+                        self.build_next(k)
                 while self.answers:
                     _, task_id, exhausted = self.answers.pop()
                     self.act(WorkerExhausted(task_id) if exhausted else TasksDone((task_id,)))
