@@ -18,7 +18,7 @@ BLOCK = re.compile(r"```mermaid\nstateDiagram-v2\n.*?```", re.DOTALL)
 
 def diagram() -> str:
     """The fenced diagram: an arrow from state to state, labelled with the events that lead along it."""
-    lines = ["stateDiagram-v2", f"    [*] --> {TaskState.OUTSTANDING.name}: Submit"]
+    lines = ["stateDiagram-v2", f"    [*] --> {TaskState.QUEUED.name}: IndicesDrawn"]
     for before, transitions in TRANSITIONS.items():
         labels: dict[TaskState, list[str]] = {}
         for event, after in transitions.items():

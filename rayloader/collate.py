@@ -5,6 +5,7 @@ Promise: batches are torch's to the letter, strides and errors included, and the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from rayloader.transport.arena import SlotWriter
+
+_dtype_of = operator.attrgetter("dtype")
 
 CollateMap = dict[Any, Callable[..., Any]]
 
@@ -74,7 +77,7 @@ def _is_stock(function: Callable[..., Any]) -> bool:
 def _stack_into(writer: SlotWriter, batch: Sequence[Any]) -> Tensor | None:
     # Runs for each field of each batch: what torch.stack refuses by itself when there is an `out`, such as unequal
     # shapes, other devices and layouts, requires_grad, is not looked for in every element.
-    if set(map(type, batch)) != {Tensor} or len({tensor.dtype for tensor in batch}) != 1:
+    if set(map(type, batch)) != {Tensor} or len(set(map(_dtype_of, batch))) != 1:
         return None
     first = batch[0]
     if first.is_nested or first.is_quantized or not first.is_cpu or first.layout is not torch.strided:

@@ -20,8 +20,9 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from rayloader.errors import RaySessionError
 from rayloader.transport.codec import Encoded
+from rayloader.transport.control_page import ControlPage, make_page
 from rayloader.transport.lanes import ArenaLane, Room, to_wire
-from rayloader.worker import Result, Setup, WorkerAddress
+from rayloader.worker import Reply, Setup, WorkerAddress
 
 if TYPE_CHECKING:
     from rayloader.pool import Pool
@@ -57,6 +58,8 @@ class Actor:
     stopped: Ref = None  # answer to `stop`
     stop_by: float = 0.0  # time.monotonic()
     lane: ArenaLane = field(default_factory=ArenaLane)
+    page: ControlPage | None = field(default_factory=make_page)
+    calls: int = 0  # made of `run`
 
     def has_started(self) -> bool:
         """Whether it runs by now; notes where. Raises RayError if it never will."""
@@ -72,13 +75,19 @@ class Actor:
         """`Worker.start`."""
         return self.handle.start.remote(setup, replica)
 
-    def resume(self, shared_seed: int | None) -> Ref:
+    def resume(self, shared_seed: int | None, undo_from: int | None) -> Ref:
         """`Worker.resume`."""
-        return self.handle.resume.remote(shared_seed)
+        return self.handle.resume.remote(shared_seed, undo_from)
 
-    def run(self, task_ids: tuple[int, ...], indices: Encoded, room: Room | None) -> Ref:
-        """`Worker.run`, with the list of each task's indices."""
-        return self.handle.run.remote(task_ids, to_wire(indices), room)
+    def run(self, task_ids: Sequence[int], indices: Sequence[Encoded], room: Room | None) -> Ref:
+        """`Worker.run`."""
+        self.calls += 1
+        return self.handle.run.remote(self.calls, tuple(task_ids), [to_wire(encoded) for encoded in indices], room)
+
+    def drop(self, from_task: int) -> None:
+        """Nobody wants tasks from this one on, of the calls made so far."""
+        if self.page is not None:
+            self.page.drop(self.calls, from_task)
 
 
 class ActorLost(Exception):
@@ -125,7 +134,7 @@ class Crew:
         if not self._pool.session_alive():
             raise RaySessionError(SESSION_ENDED)
 
-    def fetch(self, worker_id: int, ref: Ref, timeout: float) -> list[Result] | None:
+    def fetch(self, worker_id: int, ref: Ref, timeout: float) -> Reply | None:
         """What a worker's call returned; None if it has not within `timeout` seconds.
 
         Raises:
@@ -133,7 +142,8 @@ class Crew:
         """
         self.check_session()
         try:
-            return ray.get(ref, timeout=timeout)
+            reply: Any = ray.get(ref, timeout=timeout)
+            return reply  # type: ignore[no-any-return]
         except GetTimeoutError:
             return None
         except RayError as error:
@@ -194,5 +204,7 @@ class Crew:
         if self._released or os.getpid() != self._pid:
             return
         self._released = True
+        for actor in self.actors:
+            actor.drop(from_task=0)
         gone = [actor for worker_id, actor in enumerate(self.actors) if worker_id in lost]
         self._pool.post(Returned([actor for actor in self.actors if actor not in gone], gone, busy=busy))

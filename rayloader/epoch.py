@@ -11,13 +11,14 @@ and the tables.
 from __future__ import annotations
 
 import math
+import pickle
 import reprlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._utils import ExceptionWrapper
 
@@ -25,16 +26,21 @@ from rayloader.crew import ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
 from rayloader.errors import BatchTimeoutError, RayloaderError, WorkerDiedError, add_note
+from rayloader.pace import Pace
+from rayloader.prefetch import DrawAhead
 from rayloader.schedule import (
     BatchTaken,
+    CallAnswered,
     Closed,
     Deliver,
     DrawIndices,
+    Drop,
     Event,
     Fail,
     Forget,
     IndicesDrawn,
     Opened,
+    Paced,
     SamplerExhausted,
     SamplerFailed,
     Schedule,
@@ -45,24 +51,24 @@ from rayloader.schedule import (
     WorkerLost,
 )
 from rayloader.transport import codec
-from rayloader.transport.lanes import Lent, from_wire
+from rayloader.transport.lanes import Lent, from_wire, unplaced
 from rayloader.worker import CARRY, Result, ResultKind
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
 TICK_S = 1.0
+# How often a wait for a call of several tasks looks at the control page, in seconds: a call is meant to take less.
+PAGE_TICK_S = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """A task and its batch, or the user's exception in its place."""
 
     task: Task
     data: Any
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """What the sampler gave, and the same in a list, encoded."""
+class _Drawn(NamedTuple):
+    """What the sampler gave, and the same as it was then, encoded."""
 
     indices: Any
     encoded: codec.Encoded
@@ -70,15 +76,12 @@ class _Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
+    """An unanswered call of a worker."""
+
     ref: Ref
-    worker_id: int
-    lent: Lent | None  # room for its batch
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    result: Result
-    lent: Lent | None  # what the batch may lie in
+    number: int  # counts the actor's calls
+    num_tasks: int
+    lent: Lent | None  # room for its batches
 
 
 class Epoch:
@@ -88,6 +91,7 @@ class Epoch:
         crew: one actor a worker, told what to do.
         schedule: not yet opened.
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
+        paces: say how many tasks each worker's calls carry.
         timeout: seconds that the user waits for a batch at most, 0 for ever.
         arenas: whether batches may travel in the workers' arenas.
         pin: pins a batch, in a thread of its own; None: no pinning.
@@ -100,6 +104,7 @@ class Epoch:
         schedule: Schedule,
         sampler_iter: Iterator[Any],
         *,
+        paces: list[Pace],
         timeout: float,
         arenas: bool,
         pin: Callable[[Any], Any] | None,
@@ -107,6 +112,7 @@ class Epoch:
     ) -> None:
         self._crew = crew
         self._sampler_iter = sampler_iter
+        self._paces = paces
         self._timeout = timeout
         self._arenas = arenas
         self._pin = pin
@@ -115,9 +121,11 @@ class Epoch:
         self._tick = TICK_S if pin is None else PIN_TICK_S
         self._changed = threading.Condition()  # guards what follows; notified with every event
         self._schedule = schedule
-        self._calls: dict[int, _Call] = {}  # unanswered, by task
-        self._results: dict[int, _Answer] = {}  # not delivered, by task
-        self._deliverable: deque[tuple[Task, _Answer]] = deque()  # in delivery order
+        self._calls: list[deque[_Call]] = [deque() for _ in crew.actors]  # unanswered, by worker, oldest first
+        self._unanswered: set[int] = set()  # tasks
+        self._results: dict[int, Result] = {}  # not delivered, by task
+        self._deliverable: deque[tuple[Task, Result]] = deque()  # in delivery order
+        self.dropped: dict[int, int] = {}  # by worker: its first task that nobody wants any more, set by `close`
         self._last_arrival = 0.0  # time.monotonic()
         self._failure: WorkerDiedError | None = None
         self._cut_short = False  # closed before its last batch
@@ -147,15 +155,18 @@ class Epoch:
             RayloaderError: a worker died, could not start, or did not answer in time.
             Exception: the sampler's own.
         """
-        began = time.monotonic()
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if self._cut_short:
             self._crew.check_session()
+        began = 0.0 if self._deliverable else time.monotonic()
         while not self.finished:
-            self._check_integrity()
-            wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
-            delivery = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
+            delivery = self._open_first() if self._pin_thread is None else None
+            if delivery is None:
+                self._check_integrity()
+                began = began or time.monotonic()
+                wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
+                delivery = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
             if delivery is not None:
                 self._handle(BatchTaken(delivery.task.task_id))
                 self._draw_owed()
@@ -165,10 +176,17 @@ class Epoch:
                 raise self._timed_out()
         return None
 
-    def close(self) -> None:
-        """Drops what is under way; callable more than once."""
-        self._cut_short |= not self.finished
-        self._handle(Closed())
+    def close(self, *, resuming: bool = False) -> None:
+        """Drops what is under way; callable more than once.
+
+        With `resuming` the workers are to go on with another epoch, from where torch's would be by now: they finish
+        their first tasks, and `dropped` says which are to be undone.
+        """
+        with self._changed:
+            self._cut_short |= not self._schedule.finished
+            self._handle(Closed(resuming))
+            for calls in self._calls:
+                calls.clear()
         if self._pin_thread is not None:
             self._pin_thread.close()
 
@@ -186,19 +204,25 @@ class Epoch:
                         self._deliverable.append((task, self._results.pop(task.task_id)))
                     case Forget(task_ids):
                         for task_id in task_ids:
-                            self._calls.pop(task_id, None)
+                            self._unanswered.discard(task_id)
                             self._results.pop(task_id, None)
+                    case Drop(worker_id, first_task_id):
+                        self._crew.actors[worker_id].drop(first_task_id)
+                        self.dropped[worker_id] = first_task_id
                     case Fail():
                         self._failure = self._worker_died(command)
                         raise self._failure
-            self._changed.notify_all()
+            if self._pin_thread is not None:
+                self._changed.notify_all()
 
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
+        if isinstance(self._sampler_iter, DrawAhead):
+            self._sampler_iter.reach(self._schedule.torch_draws)
         while self._schedule.owed_draws:
             try:
                 indices = next(self._sampler_iter)
-                drawn = _Drawn(indices, codec.encode([indices], carry=CARRY))
+                drawn = _Drawn(indices, codec.encode(indices, carry=CARRY))
             except StopIteration:
                 self._handle(SamplerExhausted())
             except BaseException:  # the sampler's own, or that its indices cannot be pickled
@@ -210,17 +234,21 @@ class Epoch:
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""
         with self._changed:
-            under_way = self._calls or self._results or self._deliverable or self._schedule.owed_draws
+            calls = any(self._calls)
+            under_way = calls or self._results or self._deliverable or self._schedule.owed_draws
             if self._pin_thread is None and not under_way and not self._schedule.finished:
                 raise RayloaderError("this iterator was interrupted and has lost its place; call iter() again")
 
     def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
         self._crew.check_session()
-        (task,) = tasks
         actor = self._crew.actors[worker_id]
-        lent = actor.lane.lend(self._schedule.window // len(self._crew.actors)) if self._arenas else None
-        ref = actor.run((task.task_id,), task.indices.encoded, lent.room if lent is not None else None)
-        self._calls[task.task_id] = _Call(ref, worker_id, lent)
+        num_tasks = max(1, len(tasks))
+        window = self._schedule.window // len(self._crew.actors)
+        lent = actor.lane.lend(num_tasks, window) if self._arenas else None
+        encoded = [task.indices.encoded for task in tasks]
+        ref = actor.run([task.task_id for task in tasks], encoded, lent.room if lent is not None else None)
+        self._calls[worker_id].append(_Call(ref, actor.calls, num_tasks, lent))
+        self._unanswered.update(task.task_id for task in tasks)
 
     # ---- receiving: the user's thread, or the pin thread
 
@@ -231,13 +259,15 @@ class Epoch:
                 self._collect(wait)
             except ActorLost as lost:
                 self._handle(WorkerLost(lost.worker_id, str(lost)))
+        return self._open_first()
+
+    def _open_first(self) -> Delivery | None:
+        """The next batch if it is there."""
         if not self._deliverable:
             return None
-        task, answer = self._deliverable[0]
-        lane = self._crew.actors[task.worker_id].lane
-        delivery = Delivery(task, _open(task, answer))
+        task, result = self._deliverable[0]
+        delivery = Delivery(task, _open(task, result))
         self._deliverable.popleft()  # only now: a Ctrl-C while it was opened does not lose it
-        lane.release(answer.lent, reuse=answer.result.reuse)
         return delivery
 
     def _receive_and_pin(self) -> Delivery | None:
@@ -245,7 +275,7 @@ class Epoch:
         assert self._pin is not None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._schedule.finished or self._calls or self._deliverable)
+                self._changed.wait_for(lambda: self._schedule.finished or any(self._calls) or self._deliverable)
                 if self._schedule.finished:
                     return None
             delivery = self._receive(self._tick)
@@ -264,55 +294,102 @@ class Epoch:
 
         In order the one call that the head is in is waited for, Ray's cheapest wait; only when it does not come the
         others are looked at. Without order, or with a timeout (which each arrival extends, as in torch), any answer
-        is waited for.
+        is waited for. Of each worker only the oldest call counts: it answers them one after the other.
         """
         with self._changed:
             head = self._schedule.head
-            calls = dict(self._calls)
-        if head is None or not calls:
+            oldest = {worker_id: calls[0] for worker_id, calls in enumerate(self._calls) if calls}
+        if head is None or not oldest:
             return
-        if self._schedule.in_order and not self._timeout:
-            if head.task_id in calls and self._take_in(calls[head.task_id], wait):
+        count = 1
+        if self._schedule.in_order and not self._timeout and head.worker_id in oldest:
+            if self._await_call(head.worker_id, oldest[head.worker_id], wait):
                 return
-            count, wait = len(self._crew.actors), 0.0
-        else:
-            count = 1
-        first_of_worker = {call.worker_id: call for call in reversed(calls.values())}  # it answers in order
-        by_ref = {call.ref: call for call in first_of_worker.values()}
+            count, wait = len(oldest), 0.0
+        if any(call.num_tasks > 1 for call in oldest.values()):
+            wait = min(wait, PAGE_TICK_S)
+        by_ref = {call.ref: worker_id for worker_id, call in oldest.items()}
         answered = self._crew.ready(list(by_ref), count=count, timeout=wait)
         for ref in answered:
-            self._take_in(by_ref[ref], 0.0)
-        if not answered:
+            self._take_answer(by_ref[ref], 0.0)
+        if not answered and not sum(self._take_published(worker_id) for worker_id in oldest):
             self._crew.check_started()
 
-    def _take_in(self, call: _Call, timeout: float) -> bool:
-        """Reports what a call returned to the schedule; False if it has not returned yet."""
-        results = self._crew.fetch(call.worker_id, call.ref, timeout)
-        if results is None:
+    def _await_call(self, worker_id: int, call: _Call, wait: float) -> bool:
+        """Waits for a worker's oldest call, or for results of it that come before; False if nothing came."""
+        give_up = time.monotonic() + wait
+        while True:
+            patience = min(wait, PAGE_TICK_S) if call.num_tasks > 1 else wait
+            if self._take_answer(worker_id, patience) or self._take_published(worker_id):
+                return True
+            if time.monotonic() >= give_up:
+                return False
+
+    def _take_answer(self, worker_id: int, timeout: float) -> bool:
+        """Takes in the answer to a worker's oldest call; False if there is none yet."""
+        call = self._calls[worker_id][0]
+        reply = self._crew.fetch(worker_id, call.ref, timeout)
+        if reply is None:
             return False
         self._last_arrival = time.monotonic()
-        lane = self._crew.actors[call.worker_id].lane
-        for result in results:
-            with self._changed:
-                if result.task_id not in self._calls:
-                    continue  # forgotten meanwhile
-                match result.kind:
-                    case ResultKind.BATCH | ResultKind.ERROR:
-                        self._results[result.task_id] = _Answer(result, call.lent)
-                        lane.saw(result.nbytes)
-                        if result.no_arena:
-                            lane.refused(result.no_arena)
-                        self._handle(TasksDone((result.task_id,)))
-                        del self._calls[result.task_id]
-                    case ResultKind.EXHAUSTED:
-                        lane.release(call.lent, reuse=result.reuse)
-                        for task_id, later in self._calls.items():
-                            if later.worker_id == call.worker_id and task_id > result.task_id:
-                                lane.release(later.lent, reuse=True)  # an exhausted worker writes nothing any more
-                        self._handle(WorkerExhausted(result.task_id))
-                    case ResultKind.EXITED:
-                        self._handle(WorkerLost(call.worker_id, result.text))
+        lane, pace = self._crew.actors[worker_id].lane, self._paces[worker_id]
+        with self._changed:
+            if not self._calls[worker_id]:
+                return True  # closed meanwhile
+            self._calls[worker_id].popleft()
+            results = [Result(*fields) for fields in reply.results]
+            nbytes = sum(result.nbytes for result in results)
+            for result in results:
+                lane.saw(result.nbytes)
+            exhausted = bool(results) and results[-1].kind is ResultKind.EXHAUSTED
+            self._take_in(worker_id, results, call.lent)
+            lane.release(call.lent, reuse=reply.reuse)
+            if reply.no_arena:
+                lane.refused(reply.no_arena)
+            if exhausted:  # it writes nothing any more, and will say nothing new
+                for later in self._calls[worker_id]:
+                    lane.release(later.lent, reuse=True)
+                self._calls[worker_id].clear()
+            else:
+                self._handle(CallAnswered(worker_id))
+                if pace.saw(len(results), reply.seconds, nbytes, publishes=reply.publishes):
+                    self._handle(Paced(worker_id, pace.tasks_per_call))
         return True
+
+    def _take_published(self, worker_id: int) -> bool:
+        """Takes in what a worker has published of the call that it is at; False if that is nothing new."""
+        call, page = self._calls[worker_id][0], self._crew.actors[worker_id].page
+        if call.num_tasks < 2 or page is None:
+            return False
+        with self._changed:
+            entries = page.read(call.number)
+            if entries:
+                self._last_arrival = time.monotonic()
+                self._take_in(worker_id, [Result(*pickle.loads(entry)) for entry in entries], call.lent)
+        return bool(entries)
+
+    def _take_in(self, worker_id: int, results: list[Result], lent: Lent | None) -> None:
+        """Reports results to the schedule, but for those that were forgotten or published before."""
+        done = []
+        for result in results:
+            if result.task_id not in self._unanswered:
+                continue
+            match result.kind:
+                case ResultKind.BATCH | ResultKind.ERROR:
+                    if result.wire is not None and lent is not None:
+                        result = result._replace(wire=unplaced(result.wire, lent))
+                    self._results[result.task_id] = result
+                    done.append(result.task_id)
+                case ResultKind.EXHAUSTED:
+                    self._handle(TasksDone(tuple(done)))
+                    self._handle(WorkerExhausted(result.task_id))
+                    done.clear()
+                case ResultKind.EXITED:
+                    self._handle(TasksDone(tuple(done)))
+                    self._handle(WorkerLost(worker_id, result.text))
+        if done:
+            self._handle(TasksDone(tuple(done)))
+            self._unanswered.difference_update(done)
 
     def _worker_died(self, fail: Fail) -> WorkerDiedError:
         address = self._crew.address(fail.worker_id)
@@ -362,13 +439,12 @@ class _RemoteError(ExceptionWrapper):
         raise RuntimeError(self._text)
 
 
-def _open(task: Task, answer: _Answer) -> Any:
+def _open(task: Task, result: Result) -> Any:
     """The batch, or the ExceptionWrapper, that a result holds; an ExceptionWrapper too when it cannot be unpickled."""
-    result = answer.result
     if result.wire is None:
         return _RemoteError(result.text)
     try:
-        return from_wire(result.wire, answer.lent)
+        return from_wire(result.wire)
     except Exception:  # the user's own unpickling may raise anything
         if result.kind is ResultKind.ERROR:
             return _RemoteError(result.text)

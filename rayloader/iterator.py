@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 import sys
 import weakref
@@ -28,11 +29,16 @@ from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
 from rayloader.epoch import Epoch, describe
 from rayloader.errors import WorkerDiedError, add_note
+from rayloader.pace import MAX_TASKS_PER_CALL, Pace
 from rayloader.pool import exit_begins, get_pool
+from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
 from rayloader.process_state import ProcessState
-from rayloader.schedule import Schedule
+from rayloader.schedule import CALLS_UNDER_WAY, Schedule
 from rayloader.transport import codec, unpicklable
 from rayloader.worker import CARRY, Replica, Setup
+
+# Tasks of one worker that may be under way, and so have to be undone when persistent workers go on.
+UNDONE_LIMIT = CALLS_UNDER_WAY * MAX_TASKS_PER_CALL
 
 
 class EpochIterator(_BaseDataLoaderIter):
@@ -48,6 +54,7 @@ class EpochIterator(_BaseDataLoaderIter):
         self._epoch: Epoch | None = None
         super().__init__(loader)
         self._prefetch_factor: int = loader.prefetch_factor
+        self._prefetch_bytes: int = loader.prefetch_bytes
         if self._prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for EpochIterator, got "
@@ -67,21 +74,31 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: TorchDataLoader[Any], first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
+        resuming = self._crew is not None and self._crew.usable
         if self._epoch is not None:
-            self._epoch.close()
+            self._epoch.close(resuming=resuming)
+        # Without order, what a worker gets depends on when it is given it: no deeper than torch.
+        elastic = (
+            isinstance(self._prefetch_factor, AutomaticPrefetch)
+            and self._in_order
+            and may_draw_ahead(self._index_sampler)
+        )
         try:
-            if self._crew is not None and self._crew.usable:
+            if resuming:
+                assert self._crew is not None
+                assert self._epoch is not None
                 super()._reset(loader, first_iter)
-                for actor in self._crew.actors:
+                for worker_id, actor in enumerate(self._crew.actors):
                     actor.lane.abandon_unanswered()
-                    actor.resume(self._shared_seed)
+                    actor.resume(self._shared_seed, self._epoch.dropped.get(worker_id))
             else:
-                self._crew = self._start_crew(loader)
+                self._crew = self._start_crew(loader, max_undone=UNDONE_LIMIT if elastic else 0)
                 super()._reset(loader, first_iter)
             self._epoch = Epoch(
                 self._crew,
-                Schedule(self._num_workers, self._prefetch_factor, in_order=self._in_order),
-                self._sampler_iter,
+                Schedule(self._num_workers, self._prefetch_factor, in_order=self._in_order, elastic=elastic),
+                DrawAhead(self._index_sampler, self._sampler_iter) if elastic else self._sampler_iter,
+                paces=self._paces_of(loader, elastic=elastic),
                 timeout=self._timeout,
                 arenas=self._arenas,
                 pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
@@ -95,7 +112,20 @@ class EpochIterator(_BaseDataLoaderIter):
                 self._epoch.close()  # the workers keep their datasets for the next iter()
             raise
 
-    def _start_crew(self, loader: TorchDataLoader[Any]) -> Crew:
+    def _paces_of(self, loader: TorchDataLoader[Any], *, elastic: bool) -> list[Pace]:
+        """One a worker; where the depth is automatic they go on from the loader's last epoch."""
+        if not elastic:
+            max_tasks = max(1, self._prefetch_factor // 2) if self._in_order else 1
+            return [Pace(math.inf, max_tasks) for _ in range(self._num_workers)]
+        call_bytes = self._prefetch_bytes / (CALLS_UNDER_WAY * self._num_workers)
+        paces = _paces.get(loader)
+        if paces is None or len(paces) != self._num_workers or paces[0].call_bytes != call_bytes:
+            paces = _paces[loader] = [Pace(call_bytes) for _ in range(self._num_workers)]
+        for pace in paces:
+            pace.begin()
+        return paces
+
+    def _start_crew(self, loader: TorchDataLoader[Any], max_undone: int) -> Crew:
         crew = get_pool().acquire(loader, self._num_workers, self._remote_args, fresh=self._fresh_processes)
         try:
             replica = crew.put(self._encode_replica())
@@ -109,7 +139,9 @@ class EpochIterator(_BaseDataLoaderIter):
                     dataset_kind=self._dataset_kind,
                     auto_collation=self._auto_collation,
                     drop_last=self._drop_last,
+                    max_undone=max_undone if self._persistent_workers else 0,
                     process=process,
+                    page=actor.page.address if actor.page is not None else None,
                 )
                 actor.start(setup, replica)
         except BaseException:  # the actors were borrowed: they go back whatever happened
@@ -126,6 +158,13 @@ class EpochIterator(_BaseDataLoaderIter):
                 if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
                     add_note(error, f"It cannot be sent to the workers: {explanation}")
             raise
+
+    def __next__(self) -> Any:
+        if torch._C._autograd._profiler_enabled() or self._IterableDataset_len_called is not None:
+            return super().__next__()
+        data = self._next_data()  # spares what torch does for its profiler, as much as a small batch's whole way here
+        self._num_yielded += 1
+        return data
 
     def _next_data(self) -> Any:
         if os.getpid() != self._pid:
@@ -173,6 +212,7 @@ class EpochIterator(_BaseDataLoaderIter):
 
 
 _live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+_paces: weakref.WeakKeyDictionary[TorchDataLoader[Any], list[Pace]] = weakref.WeakKeyDictionary()
 
 
 def close_all() -> None:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler
 
+from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
+
 _T_co = TypeVar("_T_co", covariant=True)
 
 # Actor options that the loader sets itself, with the reason that the error gives.
@@ -57,7 +59,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         worker_init_fn: called in each worker with its id, after seeding and before loading.
         multiprocessing_context: checked as torch checks it, of no effect: workers are Ray actors.
         generator: random generator of the sampler, and of the workers' base seed.
-        prefetch_factor: batches per worker submitted and not yet taken, at least 1; 2 by default.
+        prefetch_factor: batches per worker submitted and not yet taken, at least 1: a strict bound, and indices are
+            drawn when torch draws them. By default it is automatic, and reads as torch's 2: as deep as keeps the
+            workers busy within `prefetch_bytes`, where the indices come from torch's own samplers; else 2.
         persistent_workers: keep the workers' dataset objects from epoch to epoch.
         pin_memory_device: deprecated in torch.
         in_order: deliver the batches in order; otherwise as they are finished.
@@ -66,7 +70,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
         fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones (seconds instead of
             milliseconds; for datasets that leave traces in module globals).
-
+        prefetch_bytes: bytes of batches that may be under way where the depth is automatic, of all workers together;
+            256 MiB by default. At least two batches per worker are, whatever their size.
         arenas: let workers on this machine build batches in memory that this process has mapped, so that nothing is
             copied on the way; otherwise every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment says the
             same for all loaders.
@@ -103,11 +108,18 @@ class DataLoader(TorchDataLoader[_T_co]):
         in_order: bool = True,
         ray_remote_args: dict[str, Any] | None = None,
         fresh_processes: bool = False,
+        prefetch_bytes: int = PREFETCH_BYTES,
         arenas: bool = True,
     ) -> None:
         _check_remote_args(ray_remote_args)
+        if not isinstance(prefetch_bytes, int) or prefetch_bytes < 1:
+            raise ValueError(
+                f"prefetch_bytes must be a whole number of bytes >= 1, got {prefetch_bytes!r}; "
+                "to fix the depth use prefetch_factor"
+            )
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
+        self.prefetch_bytes = prefetch_bytes
         self.arenas = arenas
         super().__init__(
             dataset,
@@ -128,6 +140,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if prefetch_factor is None and self.prefetch_factor is not None:
+            self.prefetch_factor = AutomaticPrefetch(self.prefetch_factor)
         if multiprocessing_context is not None:
             _warn_about_multiprocessing_context()
 

@@ -118,9 +118,10 @@ class Pool:
             return {actor.address.pid for actor in self._actors if actor.address is not None}
 
     def live_memory_files(self) -> set[str]:
-        """Names of the arenas that the actors use, whoever uses them (test support)."""
+        """Names of the memory files that the actors use, whoever uses them (test support)."""
         with self._locked():
-            return {actor.lane.arena_name for actor in self._actors} - {""}
+            pages = {actor.page.file_name for actor in self._actors if actor.page is not None}
+            return pages | {actor.lane.arena_name for actor in self._actors} - {""}
 
     def check_start_limit(self, waited: float, pending: int, wanted: int, options: dict[str, Any]) -> None:
         """Makes room for actors that have not started for `waited` seconds, and gives up when that is too long.

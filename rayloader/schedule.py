@@ -13,7 +13,8 @@ for the workers' random streams, and with them random augmentation, depend on it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 class TaskState(Enum):
     """Where a task is on its way; `GONE` is the one state that the task table does not hold."""
 
+    QUEUED = "queued"  # assigned to its worker, to go with its next call
     OUTSTANDING = "outstanding"  # submitted to its worker, unanswered
     READY = "ready"  # built, waiting for its turn
     DELIVERED = "delivered"  # its turn has come: on its way to the user, its place in the window still taken
@@ -59,6 +61,21 @@ class TasksDone:
 
 
 @dataclass(frozen=True, slots=True)
+class CallAnswered:
+    """A worker returned a call; each task that it had done by then was told of before."""
+
+    worker_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """So many tasks make a call of the right length for this worker."""
+
+    worker_id: int
+    tasks_per_call: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerExhausted:
     """A worker's iterable dataset ended at this task: it leaves the rotation; from here on its tasks yield nothing."""
 
@@ -82,7 +99,12 @@ class BatchTaken:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The epoch is over for its user, finished or not."""
+    """The epoch is over for its user, finished or not.
+
+    With `resuming` the workers go on with another epoch; first they build what torch's would have been given by now.
+    """
+
+    resuming: bool = False
 
 
 Event = (
@@ -91,6 +113,8 @@ Event = (
     | SamplerExhausted
     | SamplerFailed
     | TasksDone
+    | CallAnswered
+    | Paced
     | WorkerExhausted
     | WorkerLost
     | BatchTaken
@@ -112,12 +136,12 @@ class Task:
     task_id: int
     worker_id: int
     indices: Any
-    state: TaskState = TaskState.OUTSTANDING
+    state: TaskState = TaskState.QUEUED
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Send these tasks to their worker in one call."""
+    """Send these tasks to their worker in one call. Without any it asks for those that an earlier call left over."""
 
     worker_id: int
     tasks: tuple[Task, ...]
@@ -138,6 +162,14 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """The worker need not build its tasks from this one on, and what it did of them must not show."""
+
+    worker_id: int
+    first_task_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """The epoch cannot go on: a worker is lost. `task` is the first that is lost with it, if it had any."""
 
@@ -146,11 +178,17 @@ class Fail:
     task: Task | None
 
 
-Command = DrawIndices | Submit | Deliver | Forget | Fail
+Command = DrawIndices | Submit | Deliver | Forget | Drop | Fail
 
-# state before -> event -> state after. `Deliver` is the schedule's own step from READY. The picture in
+# state before -> event -> state after; `Submit` and `Deliver` are the schedule's own steps. The picture in
 # docs/architecture.md is generated from this table.
 TRANSITIONS: dict[TaskState, dict[str, TaskState]] = {
+    TaskState.QUEUED: {
+        "Submit": TaskState.OUTSTANDING,
+        "WorkerExhausted": TaskState.GONE,
+        "WorkerLost": TaskState.LOST,
+        "Closed": TaskState.GONE,
+    },
     TaskState.OUTSTANDING: {
         "TasksDone": TaskState.READY,
         "WorkerExhausted": TaskState.GONE,
@@ -162,15 +200,27 @@ TRANSITIONS: dict[TaskState, dict[str, TaskState]] = {
     TaskState.LOST: {"Closed": TaskState.GONE},
     TaskState.GONE: {},
 }
+_SUBMITTED = TRANSITIONS[TaskState.QUEUED]["Submit"]
+_DONE = TRANSITIONS[TaskState.OUTSTANDING]["TasksDone"]
+_DELIVERED = TRANSITIONS[TaskState.READY]["Deliver"]
 
 # NOTE [round-robin]
 # Map-style: task i goes to worker i mod W. Iterable: to the next worker in the cycle that is not exhausted. Without
 # order (`in_order=False`) a worker is passed over while it holds its share of the window. Per worker at most
-# `prefetch_factor` tasks are submitted and not taken, W * prefetch_factor in all: they are drawn when the epoch
-# opens, then one for each batch that is taken, which are the moments at which torch draws. In order, an exhausted
-# worker's places in the window go with it, so the others keep their own bound. Without order the others' shares grow
-# (torch's rule), and the places are drawn anew: else the one worker left could be without a task, and with nothing to
-# take nothing would ever be drawn.
+# `prefetch_factor` tasks are in the table, W * prefetch_factor in all: they are drawn when the epoch opens, then one
+# for each batch that is taken, which are the moments at which torch draws. In order, an exhausted worker's places in
+# the window go with it, so the others keep their own bound. Without order the others' shares grow (torch's rule), and
+# the places are drawn anew: else the one worker left could be without a task, and with nothing to take nothing would
+# ever be drawn.
+#
+# NOTE [calls]
+# A call costs much the same whatever it carries, so it carries `tasks_per_call` tasks of its worker. They queue here
+# until they fill a call, or until the worker has no call left: it is never idle for want of a full one. An *elastic*
+# window follows: it has places for CALLS_UNDER_WAY calls per worker, at least `prefetch_factor`.
+
+# The call that the worker is at, the next one, and one on its way to the user: with less the worker would wait for the
+# user to take a whole call before the next one fills.
+CALLS_UNDER_WAY = 3
 
 
 class Schedule:
@@ -178,32 +228,71 @@ class Schedule:
 
     Args:
         num_workers: number of workers, at least 1.
-        prefetch_factor: tasks per worker submitted and not yet taken by the user, at least 1.
+        prefetch_factor: tasks per worker submitted and not yet taken by the user, at least 1; if `elastic`, torch's.
         in_order: deliver in task order; otherwise as tasks finish.
+        elastic: whether the window grows with the calls.
     """
 
-    def __init__(self, num_workers: int, prefetch_factor: int, *, in_order: bool = True) -> None:
-        self.window = num_workers * prefetch_factor
+    def __init__(self, num_workers: int, prefetch_factor: int, *, in_order: bool = True, elastic: bool = False) -> None:
         self.in_order = in_order
+        self.elastic = elastic
+        self._prefetch_factor = prefetch_factor
+        self._places = prefetch_factor  # in the window, per worker
+        self._surplus = 0  # tasks in the table beyond the window, after it shrank
         self._active = [True] * num_workers  # not exhausted and not lost, by worker
         self._held = [0] * num_workers  # tasks in the table, by worker
+        self._tasks_per_call = [1] * num_workers
+        self._queued: list[deque[Task]] = [deque() for _ in range(num_workers)]
+        self._unanswered_tasks = [0] * num_workers
+        self._unanswered_calls = [0] * num_workers
+        self._hungry: set[int] = set()  # workers with queued tasks and no call
         self._tasks: dict[int, Task] = {}  # in task order
+        self._head_id = 0  # no task below it is undelivered
         self._next_task_id = 0
         self._next_worker_id = 0
         self.owed_draws = 0  # asked for and not reported
+        self.taken = 0  # batches
         self._opened = False
         self._sampler_exhausted = False
         self._closed = False
+        self._handlers: dict[type, Callable[[Any], list[Command]]] = {
+            Opened: self._open,
+            IndicesDrawn: self._assign,
+            SamplerExhausted: self._sampler_ended,
+            SamplerFailed: self._sampler_failed,
+            TasksDone: self._done,
+            CallAnswered: self._call_answered,
+            Paced: self._paced,
+            WorkerExhausted: self._worker_exhausted,
+            WorkerLost: self._worker_lost,
+            BatchTaken: self._taken,
+            Closed: self._close,
+        }
+
+    @property
+    def window(self) -> int:
+        """Tasks that may be in the table, of all workers together."""
+        return self._places * len(self._active)
+
+    @property
+    def torch_draws(self) -> int:
+        """How often torch's loader would have asked the sampler by now."""
+        return self._prefetch_factor * len(self._active) + self.taken
 
     @property
     def head(self) -> Task | None:
         """The lowest undelivered task, None if there is none."""
-        return next(self._in_state(TaskState.OUTSTANDING, TaskState.READY, TaskState.LOST), None)
+        while self._head_id < self._next_task_id:
+            task = self._tasks.get(self._head_id)
+            if task is not None and task.state is not TaskState.DELIVERED:
+                return task
+            self._head_id += 1
+        return None
 
     @property
     def outstanding(self) -> tuple[Task, ...]:
-        """The tasks that workers have not answered, in task order."""
-        return tuple(self._in_state(TaskState.OUTSTANDING))
+        """The tasks that workers have not answered, in task order; also those that still queue."""
+        return tuple(t for t in self._tasks.values() if t.state in (TaskState.QUEUED, TaskState.OUTSTANDING))
 
     @property
     def finished(self) -> bool:
@@ -218,70 +307,108 @@ class Schedule:
         """
         if self._closed:
             return []  # late news of an epoch that nobody listens to
-        match event:
-            case Opened():
-                self._opened = True
-                return self._draw(self.window)
-            case IndicesDrawn(indices):
-                self.owed_draws -= 1
-                return self._submit(indices)
-            case SamplerExhausted():
-                self._sampler_exhausted = True
-                self.owed_draws = 0
-                return []
-            case SamplerFailed():
-                self.owed_draws -= 1
-                return []
-            case TasksDone(task_ids):
-                return self._done(task_ids)
-            case WorkerExhausted():
-                return self._worker_exhausted(event)
-            case WorkerLost():
-                return self._worker_lost(event)
-            case BatchTaken():
-                return self._taken(event)
-            case Closed():
-                return self._close()
+        return self._handlers[type(event)](event)
+
+    # ---- drawing and assigning
+
+    def _open(self, event: Opened) -> list[Command]:
+        self._opened = True
+        return self._draw(self.window)
 
     def _draw(self, count: int) -> list[Command]:
-        if self._sampler_exhausted or not any(self._active):
+        if count <= 0 or self._sampler_exhausted or not any(self._active):
             return []
         self.owed_draws += count
         return [DrawIndices(count)]
 
-    def _submit(self, indices: Any) -> list[Command]:
+    def _assign(self, event: IndicesDrawn) -> list[Command]:
+        self.owed_draws -= 1
         worker_id = self._next_with_room()
-        if worker_id is None:
-            return []  # every worker is exhausted: these indices stand for no sample (iterable datasets only)
-        task = Task(self._next_task_id, worker_id, indices)
-        self._next_task_id += 1
-        self._tasks[task.task_id] = task
-        self._held[worker_id] += 1
-        return [Submit(worker_id, (task,))]
+        commands: list[Command] = []
+        if worker_id is not None:  # else all are exhausted: these indices stand for no sample (iterable datasets only)
+            task = Task(self._next_task_id, worker_id, event.indices)
+            self._next_task_id += 1
+            self._tasks[task.task_id] = task
+            self._held[worker_id] += 1
+            queued = self._queued[worker_id]
+            queued.append(task)
+            if len(queued) >= self._tasks_per_call[worker_id]:
+                commands = [self._submit(worker_id)]
+            elif not self._unanswered_calls[worker_id]:
+                self._hungry.add(worker_id)
+        return commands + self._feed_hungry() if self._hungry else commands
 
     def _next_with_room(self) -> int | None:
         num_workers = len(self._active)
-        share = self.window // max(1, sum(self._active))
         for step in range(num_workers):
             worker_id = (self._next_worker_id + step) % num_workers
-            if self._active[worker_id] and (self.in_order or self._held[worker_id] < share):
+            if self._active[worker_id] and (self.in_order or self._has_share(worker_id)):
                 self._next_worker_id = (worker_id + 1) % num_workers
                 return worker_id
         return None
 
-    def _done(self, task_ids: tuple[int, ...]) -> list[Command]:
-        """Tasks dropped meanwhile, or answered before, are passed over: telling it twice does no harm."""
-        done = [task for task in self.outstanding if task.task_id in task_ids]
-        for task in done:
-            self._move(task, TasksDone(task_ids))
-        if not self.in_order:
-            return [self._deliver(task) for task in done]
-        return self._deliver_ready()
+    def _has_share(self, worker_id: int) -> bool:
+        return self._held[worker_id] < self.window // sum(self._active)
 
-    def _taken(self, event: BatchTaken) -> list[Command]:
-        worker_id = self._tasks[event.task_id].worker_id
-        self._move(self._tasks[event.task_id], event)
-        return self._draw(1) if self._active[worker_id] or not self.in_order else []
+    def _sampler_ended(self, event: SamplerExhausted) -> list[Command]:
+        self._sampler_exhausted = True
+        self.owed_draws = 0
+        return self._feed_hungry()
+
+    def _sampler_failed(self, event: SamplerFailed) -> list[Command]:
+        self.owed_draws -= 1
+        return self._feed_hungry()
+
+    # ---- submitting, see NOTE [calls]
+
+    def _submit(self, worker_id: int) -> Submit:
+        queued = self._queued[worker_id]
+        tasks = tuple(queued.popleft() for _ in range(min(len(queued), self._tasks_per_call[worker_id])))
+        for task in tasks:
+            task.state = _SUBMITTED
+        self._unanswered_tasks[worker_id] += len(tasks)
+        self._unanswered_calls[worker_id] += 1
+        self._hungry.discard(worker_id)
+        return Submit(worker_id, tasks)
+
+    def _feed_hungry(self) -> list[Command]:
+        """Once no more draws are to come now, what would fill a call has come."""
+        return [] if self.owed_draws else [self._submit(worker_id) for worker_id in sorted(self._hungry)]
+
+    def _call_answered(self, event: CallAnswered) -> list[Command]:
+        worker_id = event.worker_id
+        self._unanswered_calls[worker_id] -= 1
+        if self._unanswered_calls[worker_id] or not (self._queued[worker_id] or self._unanswered_tasks[worker_id]):
+            return []
+        return [self._submit(worker_id)]
+
+    def _paced(self, event: Paced) -> list[Command]:
+        self._tasks_per_call[event.worker_id] = event.tasks_per_call
+        queued = self._queued[event.worker_id]
+        commands: list[Command] = []
+        while len(queued) >= event.tasks_per_call:
+            commands.append(self._submit(event.worker_id))
+        if self.elastic:
+            longest = max(self._tasks_per_call)
+            places = max(self._prefetch_factor, CALLS_UNDER_WAY * longest if longest > 1 else 0)
+            self._surplus += (self._places - places) * sum(self._active)
+            self._places = places
+            missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
+            commands += self._draw(missing)
+        return commands
+
+    # ---- delivering
+
+    def _done(self, event: TasksDone) -> list[Command]:
+        """Tasks dropped meanwhile, or answered before, are passed over: telling it twice does no harm."""
+        done = []
+        for task_id in event.task_ids:
+            task = self._tasks.get(task_id)
+            if task is not None and task.state is TaskState.OUTSTANDING:
+                task.state = _DONE
+                self._unanswered_tasks[task.worker_id] -= 1
+                done.append(task)
+        return self._deliver_ready() if self.in_order else [self._deliver(task) for task in done]
 
     def _deliver_ready(self) -> list[Command]:
         """Delivers from the head on, up to the first task that is not ready."""
@@ -291,14 +418,29 @@ class Schedule:
         return commands
 
     def _deliver(self, task: Task) -> Deliver:
-        task.state = TRANSITIONS[task.state]["Deliver"]
+        task.state = _DELIVERED
         return Deliver(task)
+
+    def _taken(self, event: BatchTaken) -> list[Command]:
+        worker_id = self._tasks[event.task_id].worker_id
+        self._move(self._tasks[event.task_id], event)
+        self.taken += 1
+        if self.in_order and not self._active[worker_id]:
+            return []
+        if self._surplus:
+            self._surplus -= 1
+            return []
+        return self._draw(1)
+
+    # ---- ends
 
     def _worker_exhausted(self, event: WorkerExhausted) -> list[Command]:
         """A worker's answers may be told in any order: its tasks before this one may still bring batches."""
         if event.task_id not in self._tasks:
             return []
         worker_id = self._tasks[event.task_id].worker_id
+        if self._active[worker_id] and self._surplus:
+            self._surplus = max(0, self._surplus - max(0, self._held[worker_id] - self._places))
         self._active[worker_id] = False
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
         for task in dropped:
@@ -317,23 +459,41 @@ class Schedule:
             self._move(task, event)
         return [Fail(event.worker_id, event.cause, lost[0] if lost else None)]
 
-    def _close(self) -> list[Command]:
+    def _close(self, event: Closed) -> list[Command]:
         """Whatever the state is, also one that a Ctrl-C left half-changed."""
-        task_ids = tuple(self._tasks)
+        commands: list[Command] = self._finish_as_torch() if event.resuming else []
+        if self._tasks:
+            commands.append(Forget(tuple(self._tasks)))
         self._tasks.clear()
         self._closed = True
         self.owed_draws = 0
-        return [Forget(task_ids)] if task_ids else []
+        return commands
+
+    def _finish_as_torch(self) -> list[Command]:
+        """Of each worker's tasks in the table torch's would have the first `prefetch_factor`."""
+        commands: list[Command] = []
+        for worker_id, queued in enumerate(self._queued):
+            held = [task.task_id for task in self._tasks.values() if task.worker_id == worker_id]
+            surplus = held[self._prefetch_factor :] if self.elastic else []
+            if surplus:
+                commands.append(Drop(worker_id, surplus[0]))
+            wanted = tuple(task for task in queued if not surplus or task.task_id < surplus[0])
+            if wanted:
+                commands.append(Submit(worker_id, wanted))
+        return commands
 
     def _move(self, task: Task, event: Event) -> None:
+        before = task.state
         try:
-            state = TRANSITIONS[task.state][type(event).__name__]
+            state = TRANSITIONS[before][type(event).__name__]
         except KeyError:
             raise RuntimeError(f"{event} cannot happen to {task}; see TRANSITIONS in schedule.py") from None
+        if before is TaskState.OUTSTANDING:
+            self._unanswered_tasks[task.worker_id] -= 1
+        elif before is TaskState.QUEUED:
+            self._queued[task.worker_id].remove(task)
+            self._hungry.discard(task.worker_id)
         if state is TaskState.GONE:
             del self._tasks[task.task_id]
             self._held[task.worker_id] -= 1
         task.state = state
-
-    def _in_state(self, *states: TaskState) -> Iterator[Task]:
-        return (task for task in self._tasks.values() if task.state in states)

@@ -9,17 +9,20 @@ actor starts no thread and owns nothing but its process.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
+import itertools
 import os
+import pickle
 import random
 import socket
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -33,9 +36,11 @@ from torch.utils.data.graph_settings import apply_random_seed
 from rayloader import session
 from rayloader.collate import collate_into, stack
 from rayloader.process_state import Baseline, ProcessState
+from rayloader.random_state import Rewind
 from rayloader.transport import codec
-from rayloader.transport.arena import SLOT_ALIGN, SlotWriter
-from rayloader.transport.lanes import Room, Wire, WorkerLane, from_wire, to_wire
+from rayloader.transport.arena import ArenaError, SlotWriter
+from rayloader.transport.control_page import PAGE_BYTES, PageAddress, WorkerPage
+from rayloader.transport.lanes import Room, Wire, WorkerLane, fits_in_band, from_wire, slot_bytes, to_wire
 
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.
 CARRY = (ray.ObjectRef,)
@@ -52,7 +57,9 @@ class Setup:
     dataset_kind: int
     auto_collation: bool
     drop_last: bool
+    max_undone: int  # tasks that `resume` may have to undo
     process: ProcessState
+    page: PageAddress | None  # where the driver looks for what is done early
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +90,7 @@ class ResultKind(Enum):
     EXITED = "exited"  # user code asked this process to end: SystemExit, KeyboardInterrupt
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """One task's answer: `wire` holds the batch or the ExceptionWrapper, `text` has an error in words."""
 
     task_id: int
@@ -92,8 +98,20 @@ class Result:
     wire: Wire | None = None
     text: str = ""
     nbytes: int = 0  # that the batch's buffers take in a slot
-    reuse: bool = True  # False: the worker still holds memory of the slot
-    no_arena: str = ""  # why the slot could not be reached, if it could not
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a call returns: the results of the tasks that were done, in order, and what that took.
+
+    Tasks may be left over for the next call; results may have been published before (see control_page.py).
+    """
+
+    results: list[tuple[Any, ...]]  # fields of `Result`: plain tuples travel faster
+    seconds: float  # spent on the tasks
+    publishes: bool  # whether this worker's control page works
+    reuse: bool  # False: the worker still holds memory of the slot
+    no_arena: str  # why the slot could not be reached, if it could not
 
 
 class Worker:
@@ -105,6 +123,7 @@ class Worker:
         self._baseline = Baseline(session.node_id(), own | set(runtime_env))
         self._hosted: _Hosted | None = None
         self._lane = WorkerLane()
+        self._page: WorkerPage | None = None
         self._kept = False  # memory of some slot, since `start`
         gc.freeze()  # what was imported stays: `stop` collects the user's objects only
 
@@ -115,27 +134,34 @@ class Worker:
     def start(self, setup: Setup, replica: Wire) -> None:
         """Makes this process worker `setup.worker_id`."""
         self._kept = False
-        self._hosted = _Hosted(setup)
+        if setup.page is not None and (self._page is None or self._page.address != setup.page):
+            with contextlib.suppress(ArenaError):  # another node or container: nothing is published
+                self._page = WorkerPage(setup.page)
+        self._hosted = _Hosted(setup, self._page)
         self._hosted.start(self._baseline, replica)
 
-    def resume(self, shared_seed: int | None) -> None:
-        """Begins a new epoch with the same dataset object."""
+    def resume(self, shared_seed: int | None, undo_from: int | None) -> None:
+        """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""
         assert self._hosted is not None
-        self._hosted.resume(shared_seed)
+        self._hosted.resume(shared_seed, undo_from)
 
-    def run(self, task_ids: tuple[int, ...], indices: Wire, room: Room | None) -> list[Result]:
-        """Builds the tasks' batches, in order; `indices` holds a list with what the sampler gave for each.
+    def run(self, call: int, task_ids: tuple[int, ...], indices: list[Wire], room: Room | None) -> Reply:
+        """Builds the tasks' batches, in order.
 
-        `room` is a slot of this actor's arena that the batches may lie in.
+        Args:
+            call: counts the calls of this actor.
+            task_ids: may be none, to go on with those that an earlier call left over.
+            indices: what the sampler gave for each.
+            room: a slot of this actor's arena that the batches may lie in.
         """
         assert self._hosted is not None
         writer = self._lane.writer(room)
-        results = self._hosted.run(task_ids, indices, writer)
-        if room is None:
-            return results
+        began = time.perf_counter()
+        results = self._hosted.run(call, task_ids, indices, writer)
+        seconds = time.perf_counter() - began
         reuse = writer is None or writer.close()
         self._kept |= not reuse
-        return [dataclasses.replace(result, reuse=reuse, no_arena=self._lane.error) for result in results]
+        return Reply([tuple(result) for result in results], seconds, self._page is not None, reuse, self._lane.error)
 
     def stop(self) -> bool:
         """Lets go of the dataset and puts the process back as it was.
@@ -150,17 +176,29 @@ class Worker:
         return not self._kept
 
 
+class _Task(NamedTuple):
+    call: int
+    task_id: int
+    indices: Wire
+
+
 class _Hosted:
     """A worker in torch's sense: its dataset object and what it has of its own."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, page: WorkerPage | None) -> None:
         self._setup = setup
+        self._page = page
         self._where = f"in DataLoader worker process {setup.worker_id}"
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._fetcher: Any = None
         self._failure: Result | None = None  # of `start` or `resume`; answers every task
         self._exhausted = False
+        self._left: deque[_Task] = deque()  # not begun, oldest first
+        self._rewind = Rewind(setup.max_undone) if setup.max_undone else None
+        self._collate: Any = None  # stacks into the slot of `_collate_to`, by the map as it was then
+        self._collate_to: SlotWriter | None = None
+        self._collate_fn_map: dict[Any, Any] = {}
 
     def start(self, baseline: Baseline, replica: Wire) -> None:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
@@ -175,8 +213,18 @@ class _Hosted:
                 loaded.worker_init_fn(self._setup.worker_id)
             self._create_fetcher()
 
-    def resume(self, shared_seed: int | None) -> None:
-        """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again."""
+    def resume(self, shared_seed: int | None, undo_from: int | None) -> None:
+        """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again.
+
+        What torch's worker would have been given is built first, also as there, and nothing more: the random streams
+        go on from behind it.
+        """
+        while self._left:
+            task = self._left.popleft()
+            if undo_from is None or task.task_id < undo_from:
+                self._build(task.task_id, task.indices, None)
+        if self._rewind is not None:
+            self._rewind.undo_from(undo_from)
         self._exhausted = False
         if self._fetcher is None:
             return  # never started: that failure stands
@@ -185,26 +233,44 @@ class _Hosted:
             self._shuffle_datapipe(shared_seed)
             self._create_fetcher()
 
-    def run(self, task_ids: tuple[int, ...], indices: Wire, writer: SlotWriter | None) -> list[Result]:
-        """One result a task, whatever happens."""
-        try:
-            all_indices = from_wire(indices)
-        except Exception:  # whatever unpickling the user's index objects raises
-            return [_error(task_id, self._where) for task_id in task_ids]
-        return [self._build(*task, writer) for task in zip(task_ids, all_indices, strict=True)]
+    def run(self, call: int, task_ids: tuple[int, ...], indices: list[Wire], writer: SlotWriter | None) -> list[Result]:
+        """One result a task, whatever happens, up to the first that cannot be published while others wait."""
+        self._left.extend(map(_Task, itertools.repeat(call), task_ids, indices))
+        if self._page is not None:
+            self._page.begin(call)
+        results: list[Result] = []
+        while self._left:
+            task = self._left.popleft()
+            if self._page is not None and self._page.dropped(task.call, task.task_id):
+                continue
+            if self._rewind is not None:
+                self._rewind.task_begins(task.task_id)
+            result = self._build(task.task_id, task.indices, writer)
+            results.append(result)
+            if result.kind is ResultKind.EXITED or (self._left and not self._exhausted and not self._publish(result)):
+                break
+        if self._rewind is not None:
+            self._rewind.call_ends()
+        self._collate = self._collate_to = None
+        return results
 
-    def _build(self, task_id: int, indices: Any, writer: SlotWriter | None) -> Result:
+    def _publish(self, result: Result) -> bool:
+        """Shows a result to the driver before the call ends; False if it does not fit, or must go through Ray."""
+        if self._page is None or (result.wire is not None and not fits_in_band(result.wire, PAGE_BYTES)):
+            return False
+        return self._page.publish(pickle.dumps(tuple(result), pickle.HIGHEST_PROTOCOL))
+
+    def _build(self, task_id: int, indices: Wire, writer: SlotWriter | None) -> Result:
         if self._exhausted:
             return Result(task_id, ResultKind.EXHAUSTED)
         if self._failure is not None:
             # Its indices are endless: told once, as an iterator that raised ends.
             self._exhausted = self._setup.dataset_kind == _DatasetKind.Iterable
-            return dataclasses.replace(self._failure, task_id=task_id)
+            return self._failure._replace(task_id=task_id)
         try:
             self._fetcher.collate_fn = self._collate_into(writer)
-            encoded = codec.encode(self._fetcher.fetch(indices), known_classes=True, carry=CARRY)
-            nbytes = sum(-(-buffer.nbytes // SLOT_ALIGN) * SLOT_ALIGN for buffer in encoded.buffers)
-            return Result(task_id, ResultKind.BATCH, to_wire(encoded, writer), nbytes=nbytes)
+            encoded = codec.encode(self._fetcher.fetch(from_wire(indices)), known_classes=True, carry=CARRY)
+            return Result(task_id, ResultKind.BATCH, to_wire(encoded, writer), nbytes=slot_bytes(encoded))
         except Exception as error:  # all that user code can raise: it belongs to the user, not to Ray
             if isinstance(error, StopIteration) and self._setup.dataset_kind == _DatasetKind.Iterable:
                 self._exhausted = True
@@ -217,7 +283,11 @@ class _Hosted:
         """The loader's collate_fn; torch's own stacks straight into the slot, where nobody can notice."""
         if writer is None or self._collate_fn is not default_collate:
             return self._collate_fn  # type: ignore[no-any-return]
-        return functools.partial(collate, collate_fn_map=collate_into(writer, default_collate_fn_map))
+        if self._collate_to is not writer or self._collate_fn_map != default_collate_fn_map:
+            self._collate_to, self._collate_fn_map = writer, dict(default_collate_fn_map)
+            into = collate_into(writer, default_collate_fn_map)
+            self._collate = functools.partial(collate, collate_fn_map=into)
+        return self._collate  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def _keeping_failure(self) -> Iterator[None]:

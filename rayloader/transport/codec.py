@@ -4,10 +4,11 @@
   one for each *storage span*, lowest to highest byte of a storage that the payload uses, so that a view of a big
   storage stays small and tensors that shared memory share it again; and one for each NumPy array.
 - `decode` makes tensors and arrays views of its buffers: writable where those are, and keeping them alive.
+- Batches of plain tensors have a skeleton of their own, see plain.py.
 - Quantized, sparse, nested, conjugated tensors and wrapper subclasses are pickled as torch pickles them, with
   the storages inside taken out as spans. Anything else is cloudpickle's.
 
-No state beside the cache of classes.py. Any thread may call; Ray is unknown here.
+No state beside caches. Any thread may call; Ray is unknown here.
 
 NOTE [Spans]. Pickle's opcode for out-of-band buffers takes the next item of an iterable, whatever that is. So a
 tensor's reduction holds a *token*, an empty `PickleBuffer` that stands for its storage, and `decode` hands out
@@ -19,6 +20,7 @@ carry absolute offsets, and the spans' starts follow at the end of the skeleton,
 
 from __future__ import annotations
 
+import functools
 import io
 import operator
 import pickle
@@ -33,7 +35,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rayloader.transport import classes
+from rayloader.transport import classes, plain
+from rayloader.transport.memory import DTYPES, NAMES, flat_bytes, memory, storage_over
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -43,9 +46,8 @@ _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span stay whole
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 
-# Data types of plain strided tensors by the name that travels. Quantized ones need their quantizer too.
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-_NAMES = {d: name for name, d in _DTYPES.items() if not name.startswith(("qint", "quint"))}
+_NO_BUFFERS = pickle.dumps(([], []), _PROTOCOL)
+_NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -82,6 +84,10 @@ def encode(obj: object, *, known_classes: bool = False, carry: tuple[type, ...] 
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
             that requires grad and is no leaf is refused in torch's words.
     """
+    if type(obj) is list and set(map(type, obj)) <= {int}:  # a batch's indices
+        return Encoded(pickle.dumps(obj, _PROTOCOL) + _NO_BUFFERS, [], [])
+    if (simple := plain.encode(obj)) is not None:
+        return Encoded(*simple, [])
     file = io.BytesIO()
     pickler = _Pickler(file, known_classes, carry)
     pickler.dump(obj)
@@ -97,7 +103,7 @@ def encode(obj: object, *, known_classes: bool = False, carry: tuple[type, ...] 
             raw, start = reference.raw(), -1
         elif span.index is None:
             span.index, start = len(buffers), span.start & -_ALIGN
-            raw = memoryview(_memory(span.storage.data_ptr() + start, span.end - start, span.storage))
+            raw = memoryview(memory(span.storage.data_ptr() + start, span.end - start, span.storage))
         else:
             uses.append(span.index)
             continue
@@ -124,19 +130,22 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer], carried: Sequence[Any] =
         ValueError: The number or a size of the buffers is not the skeleton's.
     """
     tail = memoryview(skeleton)
-    header = tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]
-    uses, places = pickle.loads(header)
+    if tail[0] == plain.MARK:
+        return plain.decode(bytes(skeleton), buffers)
+    uses, places = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
     if len(buffers) != len(places):
         raise ValueError(f"decode needs the skeleton's {len(places)} buffers, got {len(buffers)}")
     sources: list[object] = []
     for buffer, (nbytes, start) in zip(buffers, places, strict=True):
-        view = memoryview(buffer)
-        if view.nbytes != nbytes:
-            raise ValueError(f"buffer {len(sources)} must have {nbytes} bytes, got {view.nbytes}")
-        if view.format != "B" or view.ndim != 1:
-            view = view.cast("B")
-        sources.append(view if start < 0 else (_storage_over(view), start))
+        view = flat_bytes(buffer, nbytes, len(sources))
+        sources.append(view if start < 0 else (storage_over(view), start))
     return pickle.loads(skeleton, buffers=[sources[index] if index >= 0 else carried[-1 - index] for index in uses])
+
+
+@functools.lru_cache(maxsize=64)
+def _header(header: bytes) -> tuple[list[int], list[tuple[int, int]]]:
+    uses, places = pickle.loads(header)
+    return uses, places
 
 
 def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
@@ -152,24 +161,6 @@ def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
         copy[:] = source
         copies.append(memoryview(copy))
     return copies
-
-
-class _Memory:
-    """Shows memory to NumPy as writable bytes and keeps its owner alive.
-
-    `Tensor.numpy()` would leave the user's storage non-resizable for good; an array's own buffer does not exist
-    for datetimes, and where it is read-only the array would arrive read-only.
-    """
-
-    __slots__ = ("__array_interface__", "owner")
-
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
-
-
-def _memory(address: int, nbytes: int, owner: object) -> Any:
-    return np.asarray(_Memory(address, nbytes, owner))
 
 
 class _Span:
@@ -244,7 +235,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _place(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """The arguments of `_tensor`, or None if `tensor` is not just a strided view of CPU memory."""
         dtype = tensor.dtype
-        name = _NAMES.get(dtype)
+        name = NAMES.get(dtype)
         if name is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
             return None
         if tensor.is_neg() or tensor.is_conj():
@@ -281,24 +272,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 strides = array.strides
             else:
                 array = array.copy("C")
-        content = _memory(array.__array_interface__["data"][0], array.nbytes, array)
+        content = memory(array.__array_interface__["data"][0], array.nbytes, array)
         buffer = bytearray(content) if array.nbytes <= _IN_BAND else pickle.PickleBuffer(content)
-        plain = dtype.isbuiltin == 1 and dtype.metadata is None
-        return _array, (buffer, array.shape, dtype.str if plain else dtype, strides)
-
-
-def _storage_over(view: memoryview) -> torch.UntypedStorage:
-    if view.readonly:  # torch.frombuffer would warn
-        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-        return torch.from_numpy(_memory(address, view.nbytes, view)).untyped_storage()
-    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+        by_name = dtype.isbuiltin == 1 and dtype.metadata is None
+        return _array, (buffer, array.shape, dtype.str if by_name else dtype, strides)
 
 
 # What skeletons call. A span arrives as (storage, the byte of the original storage at which it starts).
 
 
 def _tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad: bool, kind: Any = Tensor) -> Tensor:
-    dtype = _DTYPES[name]
+    dtype = DTYPES[name]
     storage, start = span or (torch.UntypedStorage(0), 0)
     tensor = torch.empty(0, dtype=dtype, device="cpu")  # the user may have set another default device
     tensor.set_(storage, offset - start // dtype.itemsize, size, stride)

@@ -16,7 +16,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 from rayloader.transport import codec
-from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Slot, SlotWriter
+from rayloader.transport.arena import SLOT_ALIGN, Arena, ArenaAddress, ArenaError, ArenaWriter, Slot, SlotWriter
 
 logger = logging.getLogger("rayloader")
 
@@ -24,25 +24,19 @@ logger = logging.getLogger("rayloader")
 ARENAS_VARIABLE = "RAYLOADER_ARENAS"
 # Smaller batches travel in the answer: copying them costs less than a slot.
 MIN_SLOT_BYTES = 4096
-# Slots that an arena has room for, beyond those of the window: what the user may hold before the store lane takes over.
-# Pages that were never used take no memory.
-SPARE_SLOTS = 16
-# An arena is replaced when it is so many times smaller, or larger, than one would be made now.
-TOO_SMALL = 2
+# What an arena has room for beyond the window: what the user may hold before the store lane takes over, in batches and
+# in calls (one batch that is held keeps its call's slot). Pages that were never used take no memory.
+SPARE_BATCHES = 16
+SPARE_CALLS = 4
+# An arena is replaced when it has become too small and is full, or is so many times larger than one would be made now.
 TOO_LARGE = 8
 # Room beyond the largest batch lately seen, for batches that vary; and how fast such a size is forgotten.
 HEADROOM = 1.125
 FORGET = 0.98
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A buffer that lies in the call's slot, instead of travelling."""
-
-    offset: int
-    nbytes: int
-
-
+# A buffer that lies in the call's slot, instead of travelling: its offset there and its size in bytes.
+Placed = tuple[int, int]
 # What Ray hands over of an encoded object: the skeleton, the buffers, out of band or placed, and what is carried.
 Wire = tuple[bytes, list[Any], list[Any]]
 
@@ -73,24 +67,39 @@ def to_wire(encoded: codec.Encoded, writer: SlotWriter | None = None) -> Wire:
     buffers: list[Any] = []
     for buffer in encoded.buffers:
         place = writer.place(buffer) if writer is not None else None
-        buffers.append(PickleBuffer(buffer) if place is None else Placed(*place))
+        buffers.append(PickleBuffer(buffer) if place is None else place)
     return encoded.skeleton, buffers, encoded.carried
 
 
-def from_wire(wire: Wire, lent: Lent | None = None) -> Any:
+def unplaced(wire: Wire, lent: Lent) -> Wire:
+    """The same with views of the slot for what lies there; they keep the slot, and the call can be released."""
+    skeleton, buffers, carried = wire
+    views = [lent.arena.view(lent.slot, *b) if isinstance(b, tuple) else b for b in buffers]
+    return skeleton, views, carried
+
+
+def from_wire(wire: Wire) -> Any:
     """Rebuilds an object.
 
-    What lies in the slot is not copied, and keeps the slot for as long as it lives. The rest is: Ray's buffers are
-    read-only.
+    Views of a slot are not copied, and the object keeps the slot for as long as it lives. The other buffers are: Ray's
+    are read-only.
     """
     skeleton, buffers, carried = wire
-    own = [
-        lent.arena.view(lent.slot, buffer.offset, buffer.nbytes)
-        if lent is not None and isinstance(buffer, Placed)
-        else codec.writable_copies([buffer])[0]
-        for buffer in buffers
-    ]
+    own = [b if isinstance(b, memoryview) and not b.readonly else codec.writable_copies([b])[0] for b in buffers]
     return codec.decode(skeleton, own, carried)
+
+
+def slot_bytes(encoded: codec.Encoded) -> int:
+    """What the buffers take in a slot."""
+    return sum(-(-buffer.nbytes // SLOT_ALIGN) * SLOT_ALIGN for buffer in encoded.buffers)
+
+
+def fits_in_band(wire: Wire, nbytes: int) -> bool:
+    """Whether it can be pickled without Ray, with so many bytes at most of what is not placed."""
+    skeleton, buffers, carried = wire
+    if carried:
+        return False
+    return len(skeleton) + sum(b.raw().nbytes for b in buffers if isinstance(b, PickleBuffer)) <= nbytes
 
 
 class ArenaLane:
@@ -100,6 +109,7 @@ class ArenaLane:
         self._arena: Arena | None = None
         self._lent: set[Lent] = set()  # to calls whose slot is not released
         self._batch_nbytes = 0.0
+        self._most_tasks = 1  # of a call
         self._off = ""  # why there will be no arena
 
     @property
@@ -116,32 +126,38 @@ class ArenaLane:
         self._off, self._arena = reason, None
         logger.info("rayloader: batches travel through Ray's object store: %s", reason)
 
-    def lend(self, window: int) -> Lent | None:
-        """A slot for a batch; None where there is none, or a batch is not worth one.
+    def lend(self, tasks: int, window: int) -> Lent | None:
+        """A slot for a call's batches; None where there is none, or they are not worth one.
 
         Args:
+            tasks: batches that the call may bring.
             window: batches of this worker that may be under way.
         """
-        nbytes = max(1, math.ceil(self._batch_nbytes * HEADROOM / mmap.PAGESIZE)) * mmap.PAGESIZE  # slots are pages
-        if self._off or self._batch_nbytes < MIN_SLOT_BYTES or os.environ.get(ARENAS_VARIABLE) == "0":
+        batch_nbytes = self._batch_nbytes * HEADROOM
+        nbytes = max(1, math.ceil(batch_nbytes * tasks / mmap.PAGESIZE)) * mmap.PAGESIZE  # slots are pages
+        if self._off or self._batch_nbytes * tasks < MIN_SLOT_BYTES or os.environ.get(ARENAS_VARIABLE) == "0":
             return None
-        wanted = nbytes * (window + SPARE_SLOTS)
-        if self._arena is not None and not wanted // TOO_SMALL <= self._arena.address.nbytes <= wanted * TOO_LARGE:
-            self._arena = None  # batches have grown or shrunk: its memory goes with its calls and what is held of it
-        try:
-            if self._arena is None:
-                self._arena = Arena(wanted)
-        except ArenaError as error:
-            self._off = str(error)
+        self._most_tasks = most = max(self._most_tasks, tasks)
+        batches = max(window, most) + max(SPARE_BATCHES, SPARE_CALLS * most)
+        wanted = max(math.ceil(batches * batch_nbytes), (window + SPARE_BATCHES) * mmap.PAGESIZE)
+        arena = self._arena
+        if arena is not None and arena.address.nbytes > wanted * TOO_LARGE:
+            arena = None  # batches have shrunk: its memory goes with its calls and what is held of it
+        slot = arena.take(nbytes) if arena is not None else None
+        if slot is None and arena is not None and arena.address.nbytes >= wanted and not arena.spoiled:
+            _tell_once()
             return None
-        slot = self._arena.take(nbytes)
-        if slot is None:
-            if self._arena.spoiled:
-                self._arena = None  # forks took part of it for good: the next call gets a new one
-            else:
-                _tell_once()
+        if slot is None:  # there is none yet, it has become too small, or forks took part of it for good
+            try:
+                arena = Arena(wanted)
+            except ArenaError as error:
+                self._off = str(error)
+                return None
+            slot = arena.take(nbytes)
+        self._arena = arena
+        if arena is None or slot is None:
             return None
-        lent = Lent(self._arena, slot)
+        lent = Lent(arena, slot)
         self._lent.add(lent)
         return lent
 
@@ -173,7 +189,7 @@ def _tell_once() -> None:
         logger.warning(
             "rayloader: so many batches of one worker are held at once (%d or more) that its further ones are copied "
             "through Ray's object store; drop batches when they are used, or clone what is to be kept",
-            SPARE_SLOTS // 2,
+            SPARE_BATCHES // 2,
         )
 
 

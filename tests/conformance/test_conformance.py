@@ -2,10 +2,11 @@
 
 Torch's side runs once, in a process of its own that has no Ray in it (reference.py); ours runs here on warm actors.
 Batches come through Ray's object store in one half of the cases and through arenas, however small they are, in the
-other; a full run takes both ways with each case.
+other; calls carry one task, three, or as many as is automatic. A full run takes each case all these ways.
 `pytest tests/conformance --against=torch` puts torch's loader in the place of ours, to prove the cases deterministic.
 """
 
+import itertools
 import math
 import pickle
 import subprocess
@@ -17,8 +18,10 @@ import torch.utils.data
 
 from conformance_cases import CASES
 from conformance_record import first_difference, record
+from rayloader.crew import Actor
+from rayloader.pace import Pace
 from rayloader.transport import lanes
-from rayloader.transport.arena import Arena
+from rayloader.transport.lanes import ArenaLane
 
 FOLDER = Path(__file__).parent
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
@@ -56,17 +59,20 @@ def loader_class(request):
 
 # The smallest batch that gets a slot, in bytes, on each way of the batches.
 LANES = {"store": math.inf, "arena": 0}
+# How many tasks a call carries, where it may carry so many; None: as many as take it the right time.
+CALLS = {"one": 1, "three": 3, "automatic": None}
+WAYS = list(itertools.product(LANES, CALLS))
 
 
-def on_lanes():
-    """Each case on one lane, in turn, and on the other one in a full run; without workers there is no lane."""
+def in_all_ways():
+    """Each case in one way, in turn, and in all others in a full run; without workers there is no way."""
     for number, case in enumerate(CASES):
         if case.name.endswith("-w0"):
-            yield pytest.param(case, "store", id=case.name)
+            yield pytest.param(case, "store", "one", id=case.name)
             continue
-        for way, lane in enumerate(LANES):
-            marks = () if number % 2 == way else pytest.mark.full
-            yield pytest.param(case, lane, id=f"{case.name}-{lane}", marks=marks)
+        for place, (lane, calls) in enumerate(WAYS):
+            marks = () if number % len(WAYS) == place else pytest.mark.full
+            yield pytest.param(case, lane, calls, id=f"{case.name}-{lane}-{calls}", marks=marks)
 
 
 @pytest.fixture
@@ -76,8 +82,21 @@ def lane(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize(("case", "lane"), list(on_lanes()), indirect=["lane"])
-def test_same_as_torch(case, lane, reference, loader_class):
+@pytest.fixture
+def calls(request, monkeypatch):
+    """How many tasks the calls of this test carry."""
+    if CALLS[request.param] is not None:
+        monkeypatch.setattr(Pace, "saw", lambda self, *_, **__: fix_pace(self, CALLS[request.param]))
+    return request.param
+
+
+def fix_pace(pace, tasks_per_call):
+    before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
+    return pace.tasks_per_call != before
+
+
+@pytest.mark.parametrize(("case", "lane", "calls"), list(in_all_ways()), indirect=["lane", "calls"])
+def test_same_as_torch(case, lane, calls, reference, loader_class):
     difference = first_difference(reference[case.name], record(case, loader_class))
     if difference:
         pytest.fail(difference, pytrace=False)
@@ -85,13 +104,24 @@ def test_same_as_torch(case, lane, reference, loader_class):
 
 @pytest.mark.parametrize("lane", LANES, indirect=True)
 def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeypatch):
-    taken = []
-    take = Arena.take
-    monkeypatch.setattr(Arena, "take", lambda arena, nbytes: taken.append(take(arena, nbytes)) or taken[-1])
+    lent = []
+    lend = ArenaLane.lend
+    monkeypatch.setattr(ArenaLane, "lend", lambda *arguments: lent.append(lend(*arguments)) or lent[-1])
     batches = list(loader_class(torch.arange(40), 2, num_workers=2))
     assert len(batches) == 20
-    arenas = lane == "arena" and request.config.getoption("--against") == "rayloader"
-    assert [slot is not None for slot in taken] == [True] * 20 * arenas
+    if request.config.getoption("--against") == "rayloader":
+        assert {slot is not None for slot in lent} == {lane == "arena"}
+
+
+@pytest.mark.parametrize("calls", CALLS, indirect=True)
+def test_the_calls_carry_what_is_said(calls, loader_class, request, monkeypatch):
+    sizes = []
+    run = Actor.run
+    monkeypatch.setattr(Actor, "run", lambda self, tasks, *rest: sizes.append(len(tasks)) or run(self, tasks, *rest))
+    batches = list(loader_class(torch.arange(400), 2, num_workers=2))
+    assert len(batches) == 200
+    if request.config.getoption("--against") == "rayloader":
+        assert max(sizes) == CALLS[calls] if CALLS[calls] is not None else max(sizes) > 1
 
 
 def test_same_as_torch_where_iterating_starts_ray(reference, tmp_path):

@@ -1,0 +1,54 @@
+"""Raw memory as NumPy and torch see it, and the names of torch's data types. No state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# Data types of plain strided tensors by the name that travels. Quantized ones need their quantizer too.
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+NAMES = {d: name for name, d in DTYPES.items() if not name.startswith(("qint", "quint"))}
+
+
+class _Memory:
+    """Shows memory to NumPy as writable bytes and keeps its owner alive.
+
+    `Tensor.numpy()` would leave the user's storage non-resizable for good; an array's own buffer does not exist
+    for datetimes, and where it is read-only the array would arrive read-only.
+    """
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+
+
+def memory(address: int, nbytes: int, owner: object) -> Any:
+    """An array of these bytes, writable, which keeps `owner` alive."""
+    return np.asarray(_Memory(address, nbytes, owner))
+
+
+def storage_over(view: memoryview) -> torch.UntypedStorage:
+    """A storage of these flat bytes, which it keeps alive."""
+    if view.readonly:  # torch.frombuffer would warn
+        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        return torch.from_numpy(memory(address, view.nbytes, view)).untyped_storage()
+    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+def flat_bytes(buffer: Buffer, nbytes: int, number: int) -> memoryview:
+    """A buffer as flat bytes.
+
+    Raises:
+        ValueError: it has another size than `nbytes`; the error calls it `buffer <number>`.
+    """
+    view = memoryview(buffer)
+    if view.nbytes != nbytes:
+        raise ValueError(f"buffer {number} must have {nbytes} bytes, got {view.nbytes}")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

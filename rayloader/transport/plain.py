@@ -1,0 +1,87 @@
+"""Plain batches: a dense contiguous tensor, or a tuple, list or dict of some, each with a storage of its own.
+
+Most batches are that, and like the batch before. Pickling them costs more than all the rest of their way, so their
+skeleton says just what the parts are, and both ends remember the skeletons that they met last.
+
+Promise: `encode` takes only what `decode` makes again exactly, storages included. No state beside the caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rayloader.transport.memory import DTYPES, NAMES, flat_bytes, memory, storage_over
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MARK = 0  # first byte of the skeleton; that of a pickle is another
+_KINDS: tuple[type, ...] = (Tensor, tuple, list, dict)
+_CACHED = 64  # skeletons
+
+_Spec = tuple[str, tuple[int, ...], tuple[int, ...], int]  # of a tensor: dtype's name, size, stride, bytes
+
+
+def encode(obj: Any) -> tuple[bytes, list[memoryview]] | None:
+    """Skeleton and buffers; None if `obj` is not a plain batch."""
+    kind = type(obj)
+    names: tuple[str, ...] = ()
+    if kind is Tensor:
+        tensors: tuple[Any, ...] = (obj,)
+    elif kind is dict:
+        names, tensors = tuple(obj), tuple(obj.values())
+        if set(map(type, names)) != {str}:
+            return None
+    elif kind is tuple or kind is list:
+        tensors = tuple(obj)
+    else:
+        return None
+    if set(map(type, tensors)) != {Tensor}:
+        return None
+    specs: list[_Spec] = []
+    buffers = []
+    storages = set()
+    for tensor in tensors:
+        dtype = tensor.dtype
+        if dtype not in NAMES or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        if not tensor.is_contiguous() or tensor.requires_grad or tensor.__dict__ or tensor.is_neg() or tensor.is_conj():
+            return None
+        storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+        if not nbytes or storage.nbytes() != nbytes:
+            return None
+        specs.append((NAMES[dtype], tuple(tensor.shape), tensor.stride(), nbytes))
+        buffers.append(memoryview(memory(storage.data_ptr(), nbytes, storage)))
+        storages.add(storage._cdata)
+    return (_skeleton(_KINDS.index(kind), names, tuple(specs)), buffers) if len(storages) == len(tensors) else None
+
+
+def decode(skeleton: bytes, buffers: Sequence[Buffer]) -> Any:
+    """As `codec.decode`."""
+    kind, names, specs = _parts(skeleton)
+    if len(buffers) != len(specs):
+        raise ValueError(f"decode needs the skeleton's {len(specs)} buffers, got {len(buffers)}")
+    tensors: list[Tensor] = []
+    for buffer, (dtype, size, stride, nbytes) in zip(buffers, specs, strict=True):
+        storage = storage_over(flat_bytes(buffer, nbytes, len(tensors)))
+        tensors.append(torch.empty(0, dtype=DTYPES[dtype], device="cpu").set_(storage, 0, size, stride))
+    if kind is Tensor:
+        return tensors[0]
+    return dict(zip(names, tensors, strict=True)) if kind is dict else kind(tensors)
+
+
+@functools.lru_cache(_CACHED)
+def _skeleton(kind: int, names: tuple[str, ...], specs: tuple[_Spec, ...]) -> bytes:
+    return bytes([MARK]) + pickle.dumps((kind, names, specs), pickle.HIGHEST_PROTOCOL)
+
+
+@functools.lru_cache(_CACHED)
+def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], tuple[_Spec, ...]]:
+    kind, names, specs = pickle.loads(memoryview(skeleton)[1:])
+    return _KINDS[kind], names, specs
