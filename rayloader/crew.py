@@ -84,6 +84,11 @@ class Actor:
         self.calls += 1
         return self.handle.run.remote(self.calls, tuple(task_ids), [to_wire(encoded) for encoded in indices], room)
 
+    def let_go(self) -> None:
+        """The process is gone, or will be: gives up what it shares with this one."""
+        self.page = None
+        self.lane.close()
+
     def drop(self, from_task: int) -> None:
         """Nobody wants tasks from this one on, of the calls made so far."""
         if self.page is not None:

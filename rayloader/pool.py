@@ -263,6 +263,7 @@ class Pool:
     def _kill(self, actor: Actor) -> None:
         if actor in self._actors:
             self._actors.remove(actor)
+        actor.let_go()
         if self.session_alive():
             with contextlib.suppress(RayError, ValueError):  # it may be gone already
                 ray.kill(actor.handle)

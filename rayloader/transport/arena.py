@@ -68,7 +68,7 @@ class ArenaAddress:
     fd: int
     inode: int
     device: int
-    name: str  # of the file, as `/proc` shows it: "rayloader-arena-" and 128 random bits in hex
+    name: str  # of the file, as `/proc` shows it: "rayloader-", its kind and 128 random bits in hex
     nbytes: int  # of the file: a page for the header, then room for slots
     machine: str  # boot and PID namespace of the driver
 
@@ -91,6 +91,7 @@ class Arena:
 
     Args:
         nbytes: room for slots, rounded up to whole pages. Pages cost memory once they are written to.
+        kind: what its slots are for; part of the file's name.
 
     Attributes:
         address: what the worker opens it by.
@@ -100,8 +101,8 @@ class Arena:
         ArenaError: this system has no memory files, or no room for one.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        name = f"rayloader-arena-{secrets.token_hex(16)}"
+    def __init__(self, nbytes: int, kind: str = "arena") -> None:
+        name = f"rayloader-{kind}-{secrets.token_hex(16)}"
         size = _PAGE + _whole_pages(nbytes)
         self._fd = -1
         try:

@@ -31,7 +31,7 @@ class ControlPage:
     """The driver's side, for one actor."""
 
     def __init__(self) -> None:
-        arena = Arena(PAGE_BYTES)
+        arena = Arena(PAGE_BYTES, kind="page")
         slot = arena.take(PAGE_BYTES)
         if slot is None:
             raise ArenaError("a control page can't be made while another thread forks")

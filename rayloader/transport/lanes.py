@@ -175,8 +175,12 @@ class ArenaLane:
     def abandon_unanswered(self) -> None:
         """Gives up an arena that calls may still write to though nobody waits for them."""
         if self._lent:
-            self._lent.clear()
-            self._arena = None
+            self.close()
+
+    def close(self) -> None:
+        """Gives up the arena: its memory goes with what is held of it. The next call that is worth one gets a new one."""
+        self._lent.clear()
+        self._arena = None
 
 
 _told = False  # that batches are held; all lanes say it once

@@ -44,8 +44,8 @@ def expected(batch, size=2):
 
 
 def batches_of(count, function=numbers, size=2, **options):
-    """A loader of `count` batches."""
-    return DataLoader(Calls(function, size * count), size, **{"num_workers": 2, **options})
+    """A loader of `count` batches, at torch's depth, so that it is known how many are under way."""
+    return DataLoader(Calls(function, size * count), size, **{"num_workers": 2, "prefetch_factor": 2, **options})
 
 
 def mappings():
@@ -108,6 +108,22 @@ def test_batches_are_torchs_and_not_copied_epoch_after_epoch(persistent):
         assert all(placed[FIRST:])
 
 
+def test_several_batches_share_a_slot_and_outlive_each_other():
+    held, addresses = {}, set()
+    for number, batch in enumerate(batches_of(300, prefetch_factor=None)):
+        assert same(batch, expected(number))
+        if number % 60 == 50:
+            held[number] = batch
+        addresses.add(batch.data_ptr())
+        batch = None
+    assert number == 299
+    assert len(addresses) < 300
+    assert all(map(in_arena, held.values()))
+    while held:
+        assert all(same(batch, expected(number)) for number, batch in held.items())
+        held.pop(max(held) if len(held) % 2 else min(held))
+
+
 def test_a_change_in_place_shows_nowhere_else():
     kept = []
     for number, batch in enumerate(batches_of(12)):
@@ -136,7 +152,7 @@ def test_who_keeps_every_batch_gets_all_intact_and_one_warning(warnings_logged, 
         batches = []  # of the epoch before
         batches.extend(batches_of(80, ray_remote_args={"num_cpus": 0}))  # new actors: their arenas are made to measure
         placed = [in_arena(batch) for batch in batches]
-        assert all(placed[FIRST : 2 * lanes.SPARE_SLOTS])
+        assert all(placed[FIRST : 2 * lanes.SPARE_BATCHES])
         assert not any(placed[-2 * FIRST :])
         assert all(same(batch, expected(number)) for number, batch in enumerate(batches))
     (message,) = warnings_logged()
@@ -464,7 +480,7 @@ def refuse(*_):
 
 
 def test_the_argument_switches_arenas_off(monkeypatch):
-    monkeypatch.setattr(arena.Arena, "take", refuse)
+    monkeypatch.setattr(lanes, "Arena", refuse)
     for number, batch in enumerate(batches_of(12, arenas=False)):
         assert same(batch, expected(number))
         assert not in_arena(batch)
@@ -472,7 +488,7 @@ def test_the_argument_switches_arenas_off(monkeypatch):
 
 def test_the_environment_switches_arenas_off(monkeypatch):
     monkeypatch.setenv(lanes.ARENAS_VARIABLE, "0")
-    monkeypatch.setattr(arena.Arena, "take", refuse)
+    monkeypatch.setattr(lanes, "Arena", refuse)
     for number, batch in enumerate(batches_of(12)):
         assert same(batch, expected(number))
         assert not in_arena(batch)
