@@ -178,7 +178,7 @@ class ArenaLane:
             self.close()
 
     def close(self) -> None:
-        """Gives up the arena: its memory goes with what is held of it. The next call that is worth one gets a new one."""
+        """Gives up the arena: its memory goes with what is held of it. The next batch may get a new one."""
         self._lent.clear()
         self._arena = None
 

@@ -10,17 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rayloader.schedule import (
+    CALLS_UNDER_WAY,
     TRANSITIONS,
     BatchTaken,
+    CallAnswered,
     Closed,
     Command,
     Deliver,
     DrawIndices,
+    Drop,
     Event,
     Fail,
     Forget,
     IndicesDrawn,
     Opened,
+    Paced,
     SamplerExhausted,
     SamplerFailed,
     Schedule,
@@ -45,6 +49,8 @@ def in_words(commands: list[Command]) -> list[tuple[object, ...]]:
                 words.append(("deliver", task.task_id))
             case Forget(task_ids):
                 words.append(("forget", *task_ids))
+            case Drop(worker_id, first_task_id):
+                words.append(("drop", worker_id, first_task_id))
             case Fail(worker_id, cause, lost):
                 words.append(("fail", worker_id, cause, None if lost is None else lost.task_id))
     return words
@@ -219,6 +225,87 @@ def test_closing_forgets_everything_and_ends_all_news():
     assert schedule.handle(Closed()) == []
 
 
+def draw(schedule: Schedule, count: int) -> list[tuple[object, ...]]:
+    """The commands of so many draws of nothing in particular."""
+    return [word for _ in range(count) for word in in_words(schedule.handle(IndicesDrawn(None)))]
+
+
+def test_tasks_queue_until_they_fill_a_call():
+    schedule = opened(num_workers=1, prefetch_factor=4)
+    schedule.handle(TasksDone((0,)))
+    assert schedule.handle(CallAnswered(0)) == []
+    assert schedule.handle(Paced(0, 2)) == []
+    assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
+    assert draw(schedule, 1) == []
+    schedule.handle(TasksDone((1,)))
+    schedule.handle(CallAnswered(0))
+    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
+    assert draw(schedule, 1) == [("submit", 0, (4, None), (5, None))]
+
+
+def test_a_worker_without_a_call_gets_what_there_is():
+    schedule = opened(num_workers=1, prefetch_factor=2)
+    schedule.handle(Paced(0, 3))
+    schedule.handle(TasksDone((0, 1)))
+    schedule.handle(CallAnswered(0))
+    assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
+    assert draw(schedule, 1) == []  # it has a call yet
+    assert in_words(schedule.handle(CallAnswered(0))) == [("submit", 0, (2, None))]
+    schedule.handle(TasksDone((2,)))
+    assert schedule.handle(CallAnswered(0)) == []
+    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
+    assert draw(schedule, 1) == [("submit", 0, (3, None))]  # it has none
+
+
+def test_leftovers_are_asked_for_when_no_call_is_left():
+    schedule = opened(num_workers=1, prefetch_factor=2)
+    assert schedule.handle(CallAnswered(0)) == []
+    assert in_words(schedule.handle(CallAnswered(0))) == [("submit", 0)]
+
+
+def test_an_elastic_window_follows_the_calls():
+    schedule = Schedule(2, 2, elastic=True)
+    assert in_words(schedule.handle(Opened())) == [("draw", 4)]
+    draw(schedule, 4)
+    deeper = 2 * (CALLS_UNDER_WAY * 4 - 2)
+    assert in_words(schedule.handle(Paced(0, 4))) == [("draw", deeper)]
+    assert schedule.window == 2 * CALLS_UNDER_WAY * 4
+    assert schedule.handle(Paced(1, 3)) == []
+    draw(schedule, deeper)
+    assert schedule.handle(Paced(0, 3)) == []  # 6 too many now: so many batches are not replaced
+    schedule.handle(TasksDone(tuple(range(8))))
+    drawn = [bool(schedule.handle(BatchTaken(task_id))) for task_id in range(8)]
+    assert drawn == [False] * (2 * CALLS_UNDER_WAY) + [True] * (8 - 2 * CALLS_UNDER_WAY)
+
+
+def test_a_fixed_window_does_not_follow_the_calls():
+    schedule = opened(num_workers=2, prefetch_factor=2)
+    assert schedule.handle(Paced(0, 2)) == []
+    assert schedule.window == 4
+
+
+def test_workers_that_go_on_finish_what_torchs_would_have():
+    schedule = Schedule(2, 2, elastic=True)
+    schedule.handle(Opened())
+    draw(schedule, 4)
+    schedule.handle(TasksDone((0, 1)))
+    schedule.handle(Paced(0, 3))
+    schedule.handle(BatchTaken(0))
+    assert draw(schedule, 14)[0] == ("submit", 1, (5, None))
+    assert schedule.torch_draws == 5
+    words = in_words(schedule.handle(Closed(resuming=True)))
+    # Of worker 0 torch's loader would have submitted 0 (taken), 2 and 4; of worker 1: 1 and 3.
+    assert words[0] == ("drop", 0, 6)
+    assert ("drop", 1, 5) in words
+    submitted = [task for word in words if word[0] == "submit" and word[1] == 0 for task in word[2:]]
+    assert (6, None) not in submitted
+
+
+def test_a_fixed_window_holds_just_what_torchs_would():
+    schedule = opened(num_workers=2, prefetch_factor=2)
+    assert in_words(schedule.handle(Closed(resuming=True))) == [("forget", 0, 1, 2, 3)]
+
+
 def test_an_impossible_event_is_refused():
     schedule = opened(num_workers=1, prefetch_factor=1)
     with pytest.raises(RuntimeError, match="cannot happen"):
@@ -237,6 +324,7 @@ class WorkerModel:
 
     length: int | None  # batches until it is exhausted; None: map-style
     queue: list[int] = dataclasses.field(default_factory=list)
+    calls: int = 0  # unanswered
     built: int = 0
 
 
@@ -252,11 +340,13 @@ class AnyOrder(RuleBasedStateMachine):
         num_workers=st.integers(1, 4),
         prefetch_factor=st.integers(1, 3),
         in_order=st.booleans(),
+        elastic=st.booleans(),
         num_batches=st.integers(0, 25),
         lengths=st.none() | st.lists(st.integers(0, 6), min_size=4, max_size=4),
     )
-    def open(self, num_workers, prefetch_factor, in_order, num_batches, lengths):
-        self.schedule = Schedule(num_workers, prefetch_factor, in_order=in_order)
+    def open(self, num_workers, prefetch_factor, in_order, elastic, num_batches, lengths):
+        self.schedule = Schedule(num_workers, prefetch_factor, in_order=in_order, elastic=elastic and in_order)
+        self.deepest = prefetch_factor
         self.iterable = lengths is not None
         self.workers = [WorkerModel(lengths[k] if lengths else None) for k in range(num_workers)]
         self.prefetch_factor = prefetch_factor
@@ -281,6 +371,7 @@ class AnyOrder(RuleBasedStateMachine):
                         self.act(IndicesDrawn(None))
                 case Submit(worker_id, tasks):
                     self.workers[worker_id].queue.extend(task.task_id for task in tasks)
+                    self.workers[worker_id].calls += 1
                 case Deliver(task):
                     self.deliverable.append(task.task_id)
                 case Fail():
@@ -305,6 +396,22 @@ class AnyOrder(RuleBasedStateMachine):
     def answer(self, data):
         _, task_id, exhausted = self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))
         self.act(WorkerExhausted(task_id) if exhausted else TasksDone((task_id,)))
+
+    @precondition(lambda self: self.schedule and any(worker.calls for worker in self.workers))
+    @rule(data=st.data())
+    def end_a_call(self, data):
+        """Before its tasks are done, after, or in between; but not the last while more than leftovers are unsaid."""
+        k = data.draw(st.sampled_from([k for k, worker in enumerate(self.workers) if worker.calls]))
+        self.workers[k].calls -= 1
+        self.act(CallAnswered(k))
+
+    @precondition(lambda self: self.schedule)
+    @rule(k=st.integers(0, 3), tasks_per_call=st.integers(1, 5))
+    def pace(self, k, tasks_per_call):
+        if k < len(self.workers):
+            if self.schedule.elastic:
+                self.deepest = max(self.deepest, CALLS_UNDER_WAY * tasks_per_call)
+            self.act(Paced(k, tasks_per_call))
 
     @precondition(lambda self: self.schedule and self.deliverable)
     @rule()
@@ -335,8 +442,8 @@ class AnyOrder(RuleBasedStateMachine):
     def the_window_holds(self):
         if self.schedule is not None:
             tasks = self.schedule._tasks.values()
-            assert len(tasks) <= self.schedule.window
-            if self.schedule.in_order:
+            assert len(tasks) <= self.deepest * len(self.workers)
+            if self.schedule.in_order and not self.schedule.elastic:
                 for k in range(len(self.workers)):
                     assert sum(task.worker_id == k for task in tasks) <= self.prefetch_factor
 
@@ -351,7 +458,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def it_never_sticks(self):
         if self.schedule is not None and not self.schedule.finished:
-            assert self.deliverable or self.answers or any(worker.queue for worker in self.workers)
+            assert self.deliverable or self.answers or any(worker.queue or worker.calls for worker in self.workers)
 
     def teardown(self):
         """Drain: everything that was built must come out, and then the epoch is finished."""
@@ -367,6 +474,10 @@ class AnyOrder(RuleBasedStateMachine):
                 while self.answers:
                     _, task_id, exhausted = self.answers.pop()
                     self.act(WorkerExhausted(task_id) if exhausted else TasksDone((task_id,)))
+                for k, worker in enumerate(self.workers):
+                    if worker.calls:
+                        worker.calls -= 1
+                        self.act(CallAnswered(k))
         assert not self.deliverable
         if self.iterable:
             for k, worker in enumerate(self.workers):

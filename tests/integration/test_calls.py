@@ -1,0 +1,213 @@
+"""Calls of several tasks: nothing finished is withheld, the depth is bounded, and none of it shows."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import SequentialSampler
+
+from latches import HANG_LIMIT, Gate
+from probes import Calls, Stream, as_is, load, oversubscribed
+from rayloader import DataLoader
+from rayloader.crew import Actor
+from rayloader.pace import Pace
+from rayloader.transport.control_page import PAGE_BYTES
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.fixture
+def calls_of(monkeypatch):
+    """Fixes the size of calls, as far as they may carry so many, and gives a list of the sizes that were made."""
+    sizes = []
+    run = Actor.run
+
+    def counted(self, task_ids, *rest):
+        sizes.append(len(task_ids))
+        return run(self, task_ids, *rest)
+
+    def fix(tasks_per_call):
+        def saw(pace, *_, **__):
+            before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
+            return pace.tasks_per_call != before
+
+        monkeypatch.setattr(Pace, "saw", saw)
+        return sizes
+
+    monkeypatch.setattr(Actor, "run", counted)
+    return fix
+
+
+@pytest.mark.parametrize("arenas", [False, True])
+def test_a_dataset_may_wait_for_the_trainer(tmp_path, calls_of, arenas):
+    """Batch i is built only when batch i - 1 was taken: as a replay buffer does it, or a live stream."""
+    sizes = calls_of(8)
+    gates = [Gate(tmp_path / str(number)) for number in range(40)]
+
+    def get(index):
+        if index:
+            gates[index - 1].wait()
+        return torch.full((2000,), index)
+
+    for number, batch in enumerate(load(get, 40, num_workers=1, arenas=arenas, timeout=HANG_LIMIT)):
+        assert batch.unique().item() == number
+        gates[number].open()
+    assert number == 39
+    assert max(sizes) == 8
+
+
+def test_a_slow_batch_withholds_none_before_it(tmp_path, calls_of):
+    sizes = calls_of(6)
+    slow = 21  # in the middle of a call
+    gate = Gate(tmp_path / "gate")
+
+    def get(index):
+        if index == slow:
+            gate.wait()
+        return index
+
+    iterator = iter(load(get, 60, num_workers=1, timeout=HANG_LIMIT))
+    assert [next(iterator) for _ in range(slow)] == list(range(slow))
+    gate.open()
+    assert list(iterator) == list(range(slow, 60))
+    assert max(sizes) == 6
+
+
+def test_a_slow_worker_withholds_none_before_its_batch(tmp_path, calls_of):
+    calls_of(4)
+    gate = Gate(tmp_path / "gate")
+
+    def get(index):
+        if index == 31:
+            gate.wait()
+        return index
+
+    iterator = iter(load(get, 80, num_workers=2))
+    assert [next(iterator) for _ in range(31)] == list(range(31))
+    gate.open()
+    assert list(iterator) == list(range(31, 80))
+
+
+def test_results_that_do_not_fit_the_page_are_not_withheld_either(tmp_path, calls_of):
+    """The call ends early instead, and what is left over comes with the next."""
+    calls_of(5)
+    gate = Gate(tmp_path / "gate")
+
+    def get(index):
+        if index == 13:
+            gate.wait()
+        return bytes([index]) * 2 * PAGE_BYTES
+
+    iterator = iter(load(get, 25, num_workers=1, arenas=False))
+    assert [next(iterator)[0] for _ in range(13)] == list(range(13))
+    gate.open()
+    assert [batch[0] for batch in iterator] == list(range(13, 25))
+
+
+def test_batches_of_any_size_come_in_calls_of_several(calls_of):
+    sizes = calls_of(7)
+    shapes = [(int(n),) for n in np.random.default_rng(0).integers(0, 60_000, 90)]
+    loader = load(lambda index: torch.full(shapes[index], index), 90, num_workers=2)
+    for number, batch in enumerate(loader):
+        assert batch.shape == shapes[number]
+        assert (batch == number).all()
+    assert number == 89
+    assert max(sizes) == 7
+
+
+@pytest.mark.parametrize("where", [3, 9, 20])
+def test_an_error_in_the_middle_of_a_call_arrives_in_its_turn(calls_of, where):
+    calls_of(6)
+
+    def get(index):
+        if index == where:
+            raise KeyError(where)
+        return index
+
+    iterator, seen = iter(load(get, 30, num_workers=2)), []
+    for _ in range(30):
+        try:
+            seen.append(next(iterator))
+        except KeyError:
+            seen.append("error")
+    assert seen == [*range(where), "error", *range(where + 1, 30)]
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+@oversubscribed
+def test_streams_that_end_in_the_middle_of_a_call(calls_of):
+    sizes = calls_of(4)
+    lengths = [9, 30, 0]
+    loader = DataLoader(Stream(lambda worker: range(100 * worker, 100 * worker + lengths[worker])), None, num_workers=3)
+    for _ in range(3):
+        batches = list(loader)
+        assert sorted(batches) == [*range(9), *range(100, 130)]
+        assert batches[:18:2] == list(range(9))
+    assert max(sizes) == 4
+
+
+def test_prefetch_factor_is_a_strict_bound(tmp_path, calls_of):
+    """Not one task more than torch would have submitted is built, however long one waits."""
+    sizes = calls_of(64)
+    dataset, drawn = Calls(lambda index: index, 40), []
+
+    class Counted(SequentialSampler):
+        def __iter__(self):
+            for index in super().__iter__():
+                drawn.append(index)
+                yield index
+
+    loader = DataLoader(dataset, None, sampler=Counted(dataset), num_workers=1, prefetch_factor=6, collate_fn=as_is)
+    for number, _ in enumerate(loader):
+        assert len(drawn) == min(40, 6 + number + 1)
+    assert max(sizes) <= 3
+
+
+def test_a_sampler_of_the_users_is_drawn_from_at_torchs_moments(calls_of):
+    calls_of(64)
+    drawn = []
+
+    def indices():
+        for index in range(50):
+            drawn.append(index)
+            yield index
+
+    loader = DataLoader(Calls(lambda index: index, 50), None, sampler=indices(), num_workers=2, collate_fn=as_is)
+    for number, _ in enumerate(loader):
+        assert len(drawn) == min(50, 4 + number + 1)
+
+
+def test_prefetch_bytes_bounds_what_is_under_way():
+    dataset, under_way = Calls(lambda index: torch.zeros(1 << 17, dtype=torch.uint8), 200), []
+    iterator = iter(DataLoader(dataset, None, num_workers=2, prefetch_bytes=1 << 20))
+    for _ in range(200):
+        next(iterator)
+        under_way.append(len(iterator._epoch._schedule._tasks))
+    assert 4 <= max(under_way) <= 8
+
+
+def noisy(_):
+    return random.random(), torch.rand(1).item(), np.random.rand()
+
+
+@pytest.mark.parametrize("tasks_per_call", [1, 5])
+@pytest.mark.parametrize("taken", [1, 6, 17])
+def test_persistent_workers_go_on_from_where_torchs_would_be(calls_of, tasks_per_call, taken):
+    """The strict bound of `prefetch_factor=2` is torch's depth; the automatic one must not show."""
+
+    def epochs(**options):
+        torch.manual_seed(3)
+        loader = load(noisy, 30, num_workers=2, persistent_workers=True, **options)
+        found = []
+        for _ in range(3):
+            iterator = iter(loader)
+            found.append([next(iterator) for _ in range(taken)])
+        found.append(list(loader))
+        return found
+
+    expected = epochs(prefetch_factor=2)
+    sizes = calls_of(tasks_per_call)
+    assert epochs() == expected
+    assert max(sizes) <= tasks_per_call
