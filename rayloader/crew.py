@@ -75,9 +75,9 @@ class Actor:
         """`Worker.start`."""
         return self.handle.start.remote(setup, replica)
 
-    def resume(self, shared_seed: int | None, undo_from: int | None) -> Ref:
+    def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> Ref:
         """`Worker.resume`."""
-        return self.handle.resume.remote(shared_seed, undo_from)
+        return self.handle.resume.remote(epoch, shared_seed, undo_from)
 
     def run(self, task_ids: Sequence[int], indices: Sequence[Encoded], room: Room | None) -> Ref:
         """`Worker.run`."""

@@ -29,6 +29,7 @@ from rayloader.errors import BatchTimeoutError, RayloaderError, WorkerDiedError,
 from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.schedule import (
+    ANY_WORKER,
     BatchTaken,
     CallAnswered,
     Closed,
@@ -353,7 +354,7 @@ class Epoch:
             else:
                 self._handle(CallAnswered(worker_id))
                 if pace.saw(len(results), reply.seconds, nbytes, publishes=reply.publishes):
-                    self._handle(Paced(worker_id, pace.tasks_per_call))
+                    self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
         return True
 
     def _take_published(self, worker_id: int) -> bool:
@@ -415,7 +416,7 @@ class Epoch:
         started = began
         with self._changed:
             head = self._schedule.head
-        if head is not None:
+        if head is not None and head.worker_id != ANY_WORKER:
             actor = self._crew.actors[head.worker_id]
             if actor.address is None:
                 return math.inf
@@ -453,11 +454,12 @@ def _open(task: Task, result: Result) -> Any:
 
 def describe(task: Task, crew: Crew) -> str:
     """Which batch, where, of what."""
-    address = crew.address(task.worker_id)
+    address = crew.address(task.worker_id) if task.worker_id != ANY_WORKER else None
     where = f" (pid {address.pid} on {address.hostname}, node {address.node_id})" if address is not None else ""
     indices = task.indices.indices
     of_what = "" if _stands_for_nothing(indices) else f", indices {reprlib.repr(indices)}"
-    return f"batch {task.task_id} from worker {task.worker_id}{where}{of_what}"
+    worker = "any worker" if task.worker_id == ANY_WORKER else f"worker {task.worker_id}"
+    return f"batch {task.task_id} from {worker}{where}{of_what}"
 
 
 def _stands_for_nothing(indices: Any) -> bool:

@@ -29,16 +29,13 @@ from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
 from rayloader.epoch import Epoch, describe
 from rayloader.errors import WorkerDiedError, add_note
-from rayloader.pace import MAX_TASKS_PER_CALL, Pace
+from rayloader.pace import MAX_PLACES, Pace
 from rayloader.pool import exit_begins, get_pool
 from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
 from rayloader.process_state import ProcessState
-from rayloader.schedule import CALLS_UNDER_WAY, Schedule
+from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
 from rayloader.worker import CARRY, Replica, Setup
-
-# Tasks of one worker that may be under way, and so have to be undone when persistent workers go on.
-UNDONE_LIMIT = CALLS_UNDER_WAY * MAX_TASKS_PER_CALL
 
 
 class EpochIterator(_BaseDataLoaderIter):
@@ -61,6 +58,9 @@ class EpochIterator(_BaseDataLoaderIter):
                 f"{self._prefetch_factor}; use num_workers=0 to load in-process"
             )
         self._in_order: bool = loader.in_order
+        self._seeding: str = loader.seeding
+        self._dynamic: bool = loader.scheduling == "dynamic"
+        self._epochs = 0  # begun
         self._fresh_processes: bool = loader.fresh_processes
         self._arenas: bool = loader.arenas
         self._remote_args: dict[str, Any] = dict(loader.ray_remote_args or {})
@@ -75,12 +75,13 @@ class EpochIterator(_BaseDataLoaderIter):
     def _reset(self, loader: TorchDataLoader[Any], first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
         resuming = self._crew is not None and self._crew.usable
+        by_worker = self._seeding == "worker"  # then what a worker has built shows in what it builds next
         if self._epoch is not None:
-            self._epoch.close(resuming=resuming)
+            self._epoch.close(resuming=resuming and by_worker)
         # Without order, what a worker gets depends on when it is given it: no deeper than torch.
         elastic = (
             isinstance(self._prefetch_factor, AutomaticPrefetch)
-            and self._in_order
+            and (self._in_order or self._dynamic)
             and may_draw_ahead(self._index_sampler)
         )
         try:
@@ -89,14 +90,23 @@ class EpochIterator(_BaseDataLoaderIter):
                 assert self._epoch is not None
                 super()._reset(loader, first_iter)
                 for worker_id, actor in enumerate(self._crew.actors):
+                    if not by_worker:
+                        actor.drop(from_task=0)
                     actor.lane.abandon_unanswered()
-                    actor.resume(self._shared_seed, self._epoch.dropped.get(worker_id))
+                    actor.resume(self._epochs, self._shared_seed, self._epoch.dropped.get(worker_id))
             else:
-                self._crew = self._start_crew(loader, max_undone=UNDONE_LIMIT if elastic else 0)
+                self._crew = self._start_crew(loader, max_undone=MAX_PLACES if elastic and by_worker else 0)
                 super()._reset(loader, first_iter)
+            self._epochs += 1
             self._epoch = Epoch(
                 self._crew,
-                Schedule(self._num_workers, self._prefetch_factor, in_order=self._in_order, elastic=elastic),
+                Schedule(
+                    self._num_workers,
+                    self._prefetch_factor,
+                    in_order=self._in_order,
+                    elastic=elastic,
+                    dynamic=self._dynamic,
+                ),
                 DrawAhead(self._index_sampler, self._sampler_iter) if elastic else self._sampler_iter,
                 paces=self._paces_of(loader, elastic=elastic),
                 timeout=self._timeout,
@@ -115,12 +125,12 @@ class EpochIterator(_BaseDataLoaderIter):
     def _paces_of(self, loader: TorchDataLoader[Any], *, elastic: bool) -> list[Pace]:
         """One a worker; where the depth is automatic they go on from the loader's last epoch."""
         if not elastic:
-            max_tasks = max(1, self._prefetch_factor // 2) if self._in_order else 1
+            max_tasks = max(1, self._prefetch_factor // 2) if self._in_order or self._dynamic else 1
             return [Pace(math.inf, max_tasks) for _ in range(self._num_workers)]
-        call_bytes = self._prefetch_bytes / (CALLS_UNDER_WAY * self._num_workers)
-        paces = _paces.get(loader)
-        if paces is None or len(paces) != self._num_workers or paces[0].call_bytes != call_bytes:
-            paces = _paces[loader] = [Pace(call_bytes) for _ in range(self._num_workers)]
+        new = [Pace(self._prefetch_bytes / self._num_workers, dynamic=self._dynamic) for _ in range(self._num_workers)]
+        paces = _paces.setdefault(loader, new)
+        if [(p.worker_bytes, p.dynamic) for p in paces] != [(p.worker_bytes, p.dynamic) for p in new]:
+            paces = _paces[loader] = new
         for pace in paces:
             pace.begin()
         return paces
@@ -135,6 +145,7 @@ class EpochIterator(_BaseDataLoaderIter):
                     worker_id=worker_id,
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
+                    seed_batches=self._seeding == "batch",
                     shared_seed=self._shared_seed,
                     dataset_kind=self._dataset_kind,
                     auto_collation=self._auto_collation,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 
@@ -72,6 +72,12 @@ class DataLoader(TorchDataLoader[_T_co]):
             milliseconds; for datasets that leave traces in module globals).
         prefetch_bytes: bytes of batches that may be under way where the depth is automatic, of all workers together;
             256 MiB by default. At least two batches per worker are, whatever their size.
+        seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
+            NumPy anew before each batch, by base seed, epoch and the batch's number, so that random augmentation does
+            not depend on the number of workers.
+        scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
+            whoever is idle, so that a slow sample does not idle the others. Batches still come in order. Dynamic needs
+            `seeding="batch"` and a map-style dataset.
         arenas: let workers on this machine build batches in memory that this process has mapped, so that nothing is
             copied on the way; otherwise every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment says the
             same for all loaders.
@@ -109,6 +115,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         ray_remote_args: dict[str, Any] | None = None,
         fresh_processes: bool = False,
         prefetch_bytes: int = PREFETCH_BYTES,
+        seeding: str = "worker",
+        scheduling: str = "static",
         arenas: bool = True,
     ) -> None:
         _check_remote_args(ray_remote_args)
@@ -119,7 +127,10 @@ class DataLoader(TorchDataLoader[_T_co]):
             )
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
+        _check_scheduling(seeding, scheduling, dataset)
         self.prefetch_bytes = prefetch_bytes
+        self.seeding = seeding
+        self.scheduling = scheduling
         self.arenas = arenas
         super().__init__(
             dataset,
@@ -151,6 +162,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         from rayloader.iterator import EpochIterator
 
         _check_remote_args(self.ray_remote_args)
+        _check_scheduling(self.seeding, self.scheduling, self.dataset)
         self.check_worker_number_rationality()
         return EpochIterator(self)
 
@@ -188,6 +200,25 @@ def _check_remote_args(remote_args: Any) -> None:
             raise ValueError(
                 f"ray_remote_args: {name} must be a number >= 0, got {amount!r}; leave it out for the default"
             )
+
+
+def _check_scheduling(seeding: Any, scheduling: Any, dataset: Any) -> None:
+    for name, value, values in (
+        ("seeding", seeding, ("worker", "batch")),
+        ("scheduling", scheduling, ("static", "dynamic")),
+    ):
+        if value not in values:
+            raise ValueError(f"{name} must be {values[0]!r} or {values[1]!r}, got {value!r}")
+    if scheduling == "dynamic" and seeding != "batch":
+        raise ValueError(
+            f'scheduling="dynamic" needs seeding="batch", got seeding={seeding!r}: the random stream of a worker would '
+            'depend on which batches it happens to get; pass seeding="batch" too'
+        )
+    if scheduling == "dynamic" and isinstance(dataset, IterableDataset):
+        raise ValueError(
+            'scheduling="dynamic" needs a map-style dataset, got an IterableDataset: each worker has its own stream; '
+            'use scheduling="static"'
+        )
 
 
 def _warn_about_multiprocessing_context() -> None:

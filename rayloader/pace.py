@@ -1,4 +1,6 @@
-"""How many tasks make a call: enough to hide what a call costs, few enough to keep the window small.
+"""How many tasks make a call, and how many may be under way.
+
+A call carries enough of them to hide what a call costs, few enough to keep the window small.
 
 Promise: pure arithmetic on what one worker reports; no clock, no Ray, no torch.
 """
@@ -14,6 +16,12 @@ CALL_SECONDS = 0.005
 MAX_TASKS_PER_CALL = 64
 # How many of the latest calls count: their median, for on a busy machine single times say little.
 RECENT_CALLS = 9
+# The call that the worker is at, the next one, and one on its way to the user: with less the worker would wait for the
+# user to take a whole call before the next one fills.
+CALLS_UNDER_WAY = 3
+# Tasks of a worker under way, at most. Where any worker takes any task, all that memory allows up to this: so long a
+# straggler may be without idling the others.
+MAX_PLACES = CALLS_UNDER_WAY * MAX_TASKS_PER_CALL
 # A worker that cannot publish withholds a finished batch for as long as the rest of its call takes. So its calls carry
 # several tasks only once so many calls in a row took much the same time: the longest STEADY times the shortest.
 STEADY_CALLS = 32
@@ -24,23 +32,31 @@ class Pace:
     """Follows one worker's times and sizes.
 
     Args:
-        call_bytes: bytes of batches that a call may bring.
+        worker_bytes: bytes of this worker's batches that may be under way.
         max_tasks: tasks that a call carries at most.
+        dynamic: whether any worker takes any task.
+
+    Attributes:
+        tasks_per_call: that make a call of the right length.
+        places: tasks that should be under way, per worker; 0 for no opinion.
     """
 
-    def __init__(self, call_bytes: float, max_tasks: int = MAX_TASKS_PER_CALL) -> None:
+    def __init__(self, worker_bytes: float, max_tasks: int = MAX_TASKS_PER_CALL, *, dynamic: bool = False) -> None:
+        self.worker_bytes = worker_bytes
         self.max_tasks = max_tasks
-        self.call_bytes = call_bytes
+        self.dynamic = dynamic
         self._seconds: deque[float] = deque(maxlen=STEADY_CALLS)  # of a task, by call
         self._nbytes = 0.0  # of a batch
         self.tasks_per_call = 1
+        self.places = 0
 
     def begin(self) -> None:
         """A new epoch: its first calls are short ones, for the user waits for them."""
         self.tasks_per_call = 1
+        self.places = 0
 
     def saw(self, num_tasks: int, seconds: float, nbytes: int, *, publishes: bool) -> bool:
-        """Takes in a call's report; whether `tasks_per_call` changed.
+        """Takes in a call's report; whether `tasks_per_call` or `places` changed.
 
         Args:
             num_tasks: built in the call.
@@ -53,15 +69,20 @@ class Pace:
         self._seconds.append(seconds / num_tasks)
         self._nbytes = max(nbytes / num_tasks, 0.9 * self._nbytes)
         usual = statistics.median(list(self._seconds)[-RECENT_CALLS:])
-        fitting = min(CALL_SECONDS / max(usual, 1e-9), self.call_bytes / max(self._nbytes, 1.0))
+        fitting = self.worker_bytes / max(self._nbytes, 1.0)  # batches
         # At most twice as many as now: one quick call is no proof. A small change is not worth one.
-        wanted = max(1, min(int(fitting), 2 * self.tasks_per_call, self.max_tasks))
+        wanted = min(CALL_SECONDS / max(usual, 1e-9), fitting / CALLS_UNDER_WAY)
+        tasks = max(1, min(int(wanted), 2 * self.tasks_per_call, self.max_tasks))
         if not publishes and not self._steady():
-            wanted = 1
-        if abs(wanted - self.tasks_per_call) * 4 <= self.tasks_per_call:
-            return False
-        self.tasks_per_call = wanted
-        return True
+            tasks = 1
+        if abs(tasks - self.tasks_per_call) * 4 <= self.tasks_per_call:
+            tasks = self.tasks_per_call
+        places = CALLS_UNDER_WAY * tasks if tasks > 1 else 0
+        if self.dynamic:
+            places = min(max(1, int(fitting)), MAX_PLACES)
+        changed = (tasks, places) != (self.tasks_per_call, self.places)
+        self.tasks_per_call, self.places = tasks, places
+        return changed
 
     def _steady(self) -> bool:
         return len(self._seconds) == STEADY_CALLS and max(self._seconds) <= STEADY * min(self._seconds)

@@ -43,6 +43,15 @@ class RandomState:
         np.random.set_state((name, np.frombuffer(key, np.uint32), *rest))
 
 
+def seed_all(*key: int) -> None:
+    """Seeds all three by a key of non-negative numbers, such as (base seed, epoch, batch)."""
+    sequence = np.random.SeedSequence(key)
+    first, second, *words = (int(word) for word in sequence.generate_state(6))
+    random.seed(first << 32 | second)
+    torch.manual_seed(second << 32 | first)
+    np.random.seed(words)
+
+
 class Rewind:
     """Remembers the random states before a worker's latest tasks, so that tasks can be undone.
 

@@ -69,10 +69,11 @@ class CallAnswered:
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """So many tasks make a call of the right length for this worker."""
+    """So many tasks make a call of the right length for this worker; so many of each worker should be under way."""
 
     worker_id: int
     tasks_per_call: int
+    places: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +130,15 @@ class DrawIndices:
     count: int
 
 
+ANY_WORKER = -1
+
+
 @dataclass(slots=True)
 class Task:
     """One request to build one batch; `task_id` counts from 0 in delivery order."""
 
     task_id: int
-    worker_id: int
+    worker_id: int  # ANY_WORKER while it is nobody's yet
     indices: Any
     state: TaskState = TaskState.QUEUED
 
@@ -216,11 +220,12 @@ _DELIVERED = TRANSITIONS[TaskState.READY]["Deliver"]
 # NOTE [calls]
 # A call costs much the same whatever it carries, so it carries `tasks_per_call` tasks of its worker. They queue here
 # until they fill a call, or until the worker has no call left: it is never idle for want of a full one. An *elastic*
-# window follows: it has places for CALLS_UNDER_WAY calls per worker, at least `prefetch_factor`.
-
-# The call that the worker is at, the next one, and one on its way to the user: with less the worker would wait for the
-# user to take a whole call before the next one fills.
-CALLS_UNDER_WAY = 3
+# window grows with the calls: `Paced` says how far.
+#
+# NOTE [dynamic]
+# Where nothing depends on who builds a batch, tasks queue for any worker: whoever has fewer than two calls gets the
+# next ones, the least busy first, so that a slow sample holds up what its worker has been given and nothing else.
+CALLS_AHEAD = 2
 
 
 class Schedule:
@@ -231,18 +236,30 @@ class Schedule:
         prefetch_factor: tasks per worker submitted and not yet taken by the user, at least 1; if `elastic`, torch's.
         in_order: deliver in task order; otherwise as tasks finish.
         elastic: whether the window grows with the calls.
+        dynamic: any worker takes the next task (map-style datasets only).
     """
 
-    def __init__(self, num_workers: int, prefetch_factor: int, *, in_order: bool = True, elastic: bool = False) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        prefetch_factor: int,
+        *,
+        in_order: bool = True,
+        elastic: bool = False,
+        dynamic: bool = False,
+    ) -> None:
         self.in_order = in_order
         self.elastic = elastic
+        self.dynamic = dynamic
         self._prefetch_factor = prefetch_factor
         self._places = prefetch_factor  # in the window, per worker
         self._surplus = 0  # tasks in the table beyond the window, after it shrank
         self._active = [True] * num_workers  # not exhausted and not lost, by worker
         self._held = [0] * num_workers  # tasks in the table, by worker
         self._tasks_per_call = [1] * num_workers
+        self._wanted_places = [0] * num_workers
         self._queued: list[deque[Task]] = [deque() for _ in range(num_workers)]
+        self._queued_for_any: deque[Task] = deque()
         self._unanswered_tasks = [0] * num_workers
         self._unanswered_calls = [0] * num_workers
         self._hungry: set[int] = set()  # workers with queued tasks and no call
@@ -323,6 +340,8 @@ class Schedule:
 
     def _assign(self, event: IndicesDrawn) -> list[Command]:
         self.owed_draws -= 1
+        if self.dynamic:
+            return self._assign_to_any(event.indices)
         worker_id = self._next_with_room()
         commands: list[Command] = []
         if worker_id is not None:  # else all are exhausted: these indices stand for no sample (iterable datasets only)
@@ -337,6 +356,13 @@ class Schedule:
             elif not self._unanswered_calls[worker_id]:
                 self._hungry.add(worker_id)
         return commands + self._feed_hungry() if self._hungry else commands
+
+    def _assign_to_any(self, indices: Any) -> list[Command]:
+        task = Task(self._next_task_id, ANY_WORKER, indices)
+        self._next_task_id += 1
+        self._tasks[task.task_id] = task
+        self._queued_for_any.append(task)
+        return self._feed_any()
 
     def _next_with_room(self) -> int | None:
         num_workers = len(self._active)
@@ -362,22 +388,44 @@ class Schedule:
     # ---- submitting, see NOTE [calls]
 
     def _submit(self, worker_id: int) -> Submit:
-        queued = self._queued[worker_id]
+        queued = self._queued_for_any if self.dynamic else self._queued[worker_id]
         tasks = tuple(queued.popleft() for _ in range(min(len(queued), self._tasks_per_call[worker_id])))
         for task in tasks:
             task.state = _SUBMITTED
+            task.worker_id = worker_id
         self._unanswered_tasks[worker_id] += len(tasks)
         self._unanswered_calls[worker_id] += 1
         self._hungry.discard(worker_id)
         return Submit(worker_id, tasks)
 
+    def _feed_any(self) -> list[Command]:
+        """See NOTE [dynamic]."""
+        commands: list[Command] = []
+        while self._queued_for_any:
+            free = [w for w, calls in enumerate(self._unanswered_calls) if calls < CALLS_AHEAD and self._active[w]]
+            worker_id = min(free, key=self._unanswered_tasks.__getitem__, default=None)
+            if worker_id is None:
+                break
+            full = len(self._queued_for_any) >= self._tasks_per_call[worker_id]
+            if not full and (self._unanswered_calls[worker_id] or self.owed_draws):
+                break
+            commands.append(self._submit(worker_id))
+        return commands
+
     def _feed_hungry(self) -> list[Command]:
         """Once no more draws are to come now, what would fill a call has come."""
+        if self.dynamic:
+            return self._feed_any()
         return [] if self.owed_draws else [self._submit(worker_id) for worker_id in sorted(self._hungry)]
 
     def _call_answered(self, event: CallAnswered) -> list[Command]:
         worker_id = event.worker_id
         self._unanswered_calls[worker_id] -= 1
+        if self.dynamic and self._unanswered_tasks[worker_id] and not self._unanswered_calls[worker_id]:
+            self._unanswered_calls[worker_id] += 1
+            return [Submit(worker_id, ()), *self._feed_any()]
+        if self.dynamic:
+            return self._feed_any()
         if self._unanswered_calls[worker_id] or not (self._queued[worker_id] or self._unanswered_tasks[worker_id]):
             return []
         return [self._submit(worker_id)]
@@ -385,12 +433,12 @@ class Schedule:
     def _paced(self, event: Paced) -> list[Command]:
         self._tasks_per_call[event.worker_id] = event.tasks_per_call
         queued = self._queued[event.worker_id]
-        commands: list[Command] = []
+        commands: list[Command] = self._feed_any()
         while len(queued) >= event.tasks_per_call:
             commands.append(self._submit(event.worker_id))
+        self._wanted_places[event.worker_id] = event.places
         if self.elastic:
-            longest = max(self._tasks_per_call)
-            places = max(self._prefetch_factor, CALLS_UNDER_WAY * longest if longest > 1 else 0)
+            places = max(self._prefetch_factor, *self._wanted_places)
             self._surplus += (self._places - places) * sum(self._active)
             self._places = places
             missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
@@ -495,5 +543,6 @@ class Schedule:
             self._hungry.discard(task.worker_id)
         if state is TaskState.GONE:
             del self._tasks[task.task_id]
-            self._held[task.worker_id] -= 1
+            if not self.dynamic:
+                self._held[task.worker_id] -= 1
         task.state = state

@@ -36,7 +36,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 from rayloader import session
 from rayloader.collate import collate_into, stack
 from rayloader.process_state import Baseline, ProcessState
-from rayloader.random_state import Rewind
+from rayloader.random_state import Rewind, seed_all
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaError, SlotWriter
 from rayloader.transport.control_page import PAGE_BYTES, PageAddress, WorkerPage
@@ -53,6 +53,7 @@ class Setup:
     worker_id: int
     num_workers: int
     base_seed: int
+    seed_batches: bool  # seed anew before each batch, by its number
     shared_seed: int | None  # of IterDataPipes
     dataset_kind: int
     auto_collation: bool
@@ -140,10 +141,10 @@ class Worker:
         self._hosted = _Hosted(setup, self._page)
         self._hosted.start(self._baseline, replica)
 
-    def resume(self, shared_seed: int | None, undo_from: int | None) -> None:
+    def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> None:
         """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""
         assert self._hosted is not None
-        self._hosted.resume(shared_seed, undo_from)
+        self._hosted.resume(epoch, shared_seed, undo_from)
 
     def run(self, call: int, task_ids: tuple[int, ...], indices: list[Wire], room: Room | None) -> Reply:
         """Builds the tasks' batches, in order.
@@ -194,6 +195,7 @@ class _Hosted:
         self._fetcher: Any = None
         self._failure: Result | None = None  # of `start` or `resume`; answers every task
         self._exhausted = False
+        self._epoch = 0
         self._left: deque[_Task] = deque()  # not begun, oldest first
         self._rewind = Rewind(setup.max_undone) if setup.max_undone else None
         self._collate: Any = None  # stacks into the slot of `_collate_to`, by the map as it was then
@@ -213,12 +215,13 @@ class _Hosted:
                 loaded.worker_init_fn(self._setup.worker_id)
             self._create_fetcher()
 
-    def resume(self, shared_seed: int | None, undo_from: int | None) -> None:
+    def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> None:
         """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again.
 
         What torch's worker would have been given is built first, also as there, and nothing more: the random streams
         go on from behind it.
         """
+        self._epoch = epoch
         while self._left:
             task = self._left.popleft()
             if undo_from is None or task.task_id < undo_from:
@@ -268,6 +271,8 @@ class _Hosted:
             self._exhausted = self._setup.dataset_kind == _DatasetKind.Iterable
             return self._failure._replace(task_id=task_id)
         try:
+            if self._setup.seed_batches:
+                seed_all(self._setup.base_seed, self._epoch, task_id)
             self._fetcher.collate_fn = self._collate_into(writer)
             encoded = codec.encode(self._fetcher.fetch(from_wire(indices)), known_classes=True, carry=CARRY)
             return Result(task_id, ResultKind.BATCH, to_wire(encoded, writer), nbytes=slot_bytes(encoded))

@@ -92,6 +92,7 @@ def calls(request, monkeypatch):
 
 def fix_pace(pace, tasks_per_call):
     before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
+    pace.places = 3 * pace.tasks_per_call
     return pace.tasks_per_call != before
 
 

@@ -30,6 +30,7 @@ def calls_of(monkeypatch):
     def fix(tasks_per_call):
         def saw(pace, *_, **__):
             before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
+            pace.places = 3 * pace.tasks_per_call
             return pace.tasks_per_call != before
 
         monkeypatch.setattr(Pace, "saw", saw)

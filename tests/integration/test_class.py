@@ -21,7 +21,7 @@ SAMPLER = SequentialSampler(NUMBERS)
 BATCH_SAMPLER = BatchSampler(SAMPLER, 2, False)
 STREAM = Stream(range)
 
-OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "arenas"]
+OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling", "arenas"]
 
 
 class NoLength:

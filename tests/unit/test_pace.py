@@ -24,8 +24,24 @@ def test_a_call_takes_its_time(parts, tasks):
 
 
 def test_a_call_brings_no_more_bytes_than_it_may():
-    assert settle(Pace(1000), 1e-6, nbytes=300) == 3
-    assert settle(Pace(1000), 1e-6, nbytes=5000) == 1
+    assert settle(Pace(3000), 1e-6, nbytes=300) == 3
+    assert settle(Pace(3000), 1e-6, nbytes=5000) == 1
+
+
+def test_where_any_worker_takes_any_task_memory_sets_the_depth():
+    pace = Pace(10_000, dynamic=True)
+    settle(pace, 1.0, nbytes=300)
+    assert (pace.tasks_per_call, pace.places) == (1, 33)
+    settle(pace, 1.0, nbytes=1_000_000)
+    assert pace.places == 1
+
+
+def test_the_depth_is_three_calls_where_there_are_calls_of_several():
+    pace = Pace(math.inf)
+    assert settle(pace, 1.0) == 1
+    assert pace.places == 0
+    settle(pace, 1e-6)
+    assert pace.places == 3 * MAX_TASKS_PER_CALL
 
 
 def test_calls_grow_at_most_twofold_and_begin_with_one_task():

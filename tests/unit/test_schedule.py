@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from rayloader.pace import CALLS_UNDER_WAY
 from rayloader.schedule import (
-    CALLS_UNDER_WAY,
     TRANSITIONS,
     BatchTaken,
     CallAnswered,
@@ -234,7 +234,7 @@ def test_tasks_queue_until_they_fill_a_call():
     schedule = opened(num_workers=1, prefetch_factor=4)
     schedule.handle(TasksDone((0,)))
     assert schedule.handle(CallAnswered(0)) == []
-    assert schedule.handle(Paced(0, 2)) == []
+    assert schedule.handle(Paced(0, 2, CALLS_UNDER_WAY * 2)) == []
     assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
     assert draw(schedule, 1) == []
     schedule.handle(TasksDone((1,)))
@@ -245,7 +245,7 @@ def test_tasks_queue_until_they_fill_a_call():
 
 def test_a_worker_without_a_call_gets_what_there_is():
     schedule = opened(num_workers=1, prefetch_factor=2)
-    schedule.handle(Paced(0, 3))
+    schedule.handle(Paced(0, 3, CALLS_UNDER_WAY * 3))
     schedule.handle(TasksDone((0, 1)))
     schedule.handle(CallAnswered(0))
     assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
@@ -268,11 +268,11 @@ def test_an_elastic_window_follows_the_calls():
     assert in_words(schedule.handle(Opened())) == [("draw", 4)]
     draw(schedule, 4)
     deeper = 2 * (CALLS_UNDER_WAY * 4 - 2)
-    assert in_words(schedule.handle(Paced(0, 4))) == [("draw", deeper)]
+    assert in_words(schedule.handle(Paced(0, 4, CALLS_UNDER_WAY * 4))) == [("draw", deeper)]
     assert schedule.window == 2 * CALLS_UNDER_WAY * 4
-    assert schedule.handle(Paced(1, 3)) == []
+    assert schedule.handle(Paced(1, 3, CALLS_UNDER_WAY * 3)) == []
     draw(schedule, deeper)
-    assert schedule.handle(Paced(0, 3)) == []  # 6 too many now: so many batches are not replaced
+    assert schedule.handle(Paced(0, 3, CALLS_UNDER_WAY * 3)) == []  # 6 too many now: so many batches are not replaced
     schedule.handle(TasksDone(tuple(range(8))))
     drawn = [bool(schedule.handle(BatchTaken(task_id))) for task_id in range(8)]
     assert drawn == [False] * (2 * CALLS_UNDER_WAY) + [True] * (8 - 2 * CALLS_UNDER_WAY)
@@ -280,7 +280,7 @@ def test_an_elastic_window_follows_the_calls():
 
 def test_a_fixed_window_does_not_follow_the_calls():
     schedule = opened(num_workers=2, prefetch_factor=2)
-    assert schedule.handle(Paced(0, 2)) == []
+    assert schedule.handle(Paced(0, 2, CALLS_UNDER_WAY * 2)) == []
     assert schedule.window == 4
 
 
@@ -289,7 +289,7 @@ def test_workers_that_go_on_finish_what_torchs_would_have():
     schedule.handle(Opened())
     draw(schedule, 4)
     schedule.handle(TasksDone((0, 1)))
-    schedule.handle(Paced(0, 3))
+    schedule.handle(Paced(0, 3, CALLS_UNDER_WAY * 3))
     schedule.handle(BatchTaken(0))
     assert draw(schedule, 14)[0] == ("submit", 1, (5, None))
     assert schedule.torch_draws == 5
@@ -411,7 +411,7 @@ class AnyOrder(RuleBasedStateMachine):
         if k < len(self.workers):
             if self.schedule.elastic:
                 self.deepest = max(self.deepest, CALLS_UNDER_WAY * tasks_per_call)
-            self.act(Paced(k, tasks_per_call))
+            self.act(Paced(k, tasks_per_call, CALLS_UNDER_WAY * tasks_per_call))
 
     @precondition(lambda self: self.schedule and self.deliverable)
     @rule()
