@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rayloader.pace import CALLS_UNDER_WAY
 from rayloader.schedule import (
+    ANY_WORKER,
     TRANSITIONS,
     BatchTaken,
     CallAnswered,
@@ -306,6 +307,27 @@ def test_a_fixed_window_holds_just_what_torchs_would():
     assert in_words(schedule.handle(Closed(resuming=True))) == [("forget", 0, 1, 2, 3)]
 
 
+def test_any_worker_takes_the_next_task():
+    schedule = Schedule(2, 3, dynamic=True)
+    schedule.handle(Opened())
+    assert draw(schedule, 6) == [("submit", w, (task, None)) for task, w in enumerate([0, 1, 0, 1])]
+    assert schedule.head is not None
+    # Worker 1 is quick: what queues goes to it, and comes in order all the same.
+    assert schedule.handle(TasksDone((1,))) == []
+    assert in_words(schedule.handle(CallAnswered(1))) == [("submit", 1, (4, None))]
+    assert schedule.handle(TasksDone((3,))) == []
+    assert in_words(schedule.handle(CallAnswered(1))) == [("submit", 1, (5, None))]
+    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0), ("deliver", 1)]
+
+
+def test_a_task_that_is_nobodys_yet_is_not_lost_with_a_worker():
+    schedule = Schedule(1, 4, dynamic=True)
+    schedule.handle(Opened())
+    draw(schedule, 4)
+    assert in_words(schedule.handle(WorkerLost(0, "killed"))) == [("fail", 0, "killed", 0)]
+    assert [task.worker_id for task in schedule.outstanding] == [ANY_WORKER, ANY_WORKER]
+
+
 def test_an_impossible_event_is_refused():
     schedule = opened(num_workers=1, prefetch_factor=1)
     with pytest.raises(RuntimeError, match="cannot happen"):
@@ -341,11 +363,18 @@ class AnyOrder(RuleBasedStateMachine):
         prefetch_factor=st.integers(1, 3),
         in_order=st.booleans(),
         elastic=st.booleans(),
+        dynamic=st.booleans(),
         num_batches=st.integers(0, 25),
         lengths=st.none() | st.lists(st.integers(0, 6), min_size=4, max_size=4),
     )
-    def open(self, num_workers, prefetch_factor, in_order, elastic, num_batches, lengths):
-        self.schedule = Schedule(num_workers, prefetch_factor, in_order=in_order, elastic=elastic and in_order)
+    def open(self, num_workers, prefetch_factor, in_order, elastic, dynamic, num_batches, lengths):
+        self.schedule = Schedule(
+            num_workers,
+            prefetch_factor,
+            in_order=in_order,
+            elastic=elastic and in_order,
+            dynamic=dynamic and lengths is None,
+        )
         self.deepest = prefetch_factor
         self.iterable = lengths is not None
         self.workers = [WorkerModel(lengths[k] if lengths else None) for k in range(num_workers)]
@@ -443,7 +472,7 @@ class AnyOrder(RuleBasedStateMachine):
         if self.schedule is not None:
             tasks = self.schedule._tasks.values()
             assert len(tasks) <= self.deepest * len(self.workers)
-            if self.schedule.in_order and not self.schedule.elastic:
+            if self.schedule.in_order and not self.schedule.elastic and not self.schedule.dynamic:
                 for k in range(len(self.workers)):
                     assert sum(task.worker_id == k for task in tasks) <= self.prefetch_factor
 
@@ -487,7 +516,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert sorted(self.taken) == list(range(len(self.taken)))
             assert self.left_in_sampler == 0
             for task_id in self.taken:
-                if self.schedule.in_order:
+                if self.schedule.in_order and not self.schedule.dynamic:
                     assert self.origin[task_id][0] == task_id % len(self.workers)
 
 
