@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.ready-bench
 
 # Fast tests first, then every other folder under tests/. Multi-node tests start Ray nodes of their own and must
 # not share a process with the others.
@@ -16,19 +17,30 @@ PYTEST := $(PY) -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-full lint format types clean
+.PHONY: help demo test test-full bench bench-quick bench-check lint format types clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## train on real images with two Ray workers and check the batches against torch's
 	@$(PY) examples/digits.py
 
-test: lint types ## lint, types and the tests (sampled where a full run takes long); what CI runs
+test: lint types ## lint, types, tests (sampled where a full run takes long) and bench-check; what CI runs
 	$(call run_tests,-m "not full")
+	@$(PY) benchmarks/check.py
 
 test-full: lint types ## the same with every test
 	$(call run_tests,)
+	@$(PY) benchmarks/check.py
+
+bench: $(BENCH_READY) ## every benchmark, beside torch's loader and others: table, JSON and plot in benchmarks/results
+	@$(PY) benchmarks/run_all.py
+
+bench-quick: $(BENCH_READY) ## the same in under two minutes: smaller, and beside torch's loader only
+	@$(PY) benchmarks/run_all.py --quick
+
+bench-check: $(READY) ## fail when tiny or medium batches come at less than three times torch's rate
+	@$(PY) benchmarks/check.py
 
 lint: $(READY) ## ruff: rules and format
 	@$(PY) -m ruff check --quiet .
@@ -68,4 +80,9 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch, Ray and the development tools; this takes a minute or more, once."
 	@"$(PY)" -c 'import pip' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
 	@"$(PY)" -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	@echo "Adding the loaders that the benchmarks compare with."
+	@"$(PY)" -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,bench]'
 	@touch $@

@@ -1,138 +1,131 @@
-"""Batches a second beside torch's own loader, and the time to the first batch.
+"""Batches a second, beside torch's own loader, other loaders, and the floor.
 
-Motive: what does it cost, or bring, to change the import?
-Method: for each case the same dataset and arguments with two workers. torch's loader runs in a process of its own that
-never sees Ray; the two alternate, one measured epoch each a round, after one unmeasured. Figures are medians over the
-rounds; the ratio is the median of the rounds' ratios. The consumer touches nothing. First batch: `iter()` and one
-`next()`; cold is the first of a process (with Ray's start for rayloader), warm a later epoch's.
-Command: python benchmarks/throughput.py [--rounds N] [--cases tiny,medium,large]
+Motive: what does it cost, or bring, to change the import? And how much is left to gain?
+Method: for each case the same dataset and arguments for all. Each implementation runs in a process of its own, torch's
+and every other that is not built on Ray in one that never sees Ray. They alternate, one measured epoch each a round, in
+an order that rotates, after one unmeasured epoch. The clock runs from the first batch to the end of the epoch; the
+first batch is a question of its own (`first_batch.py`). The consumer touches nothing. Everybody has OMP_NUM_THREADS=1.
+Figures are medians over the rounds; ratios are of medians. The floor is the time that one worker process needs to fetch
+and collate the same batches into reused memory, divided by min(workers, cores): what is left to gain.
+Command: python benchmarks/throughput.py [--rounds N] [--cases tiny,medium] [--peers torch,rayloader] [--quick]
+Last results: benchmarks/results/latest.json, question "throughput".
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import subprocess
-import sys
+import contextlib
+import gc
+import os
 import time
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
+import harness
+import peers
+import processes
+from cases import CASES
+from harness import Figure, Options
+from processes import Missing
 
-WORKERS = 2
+QUESTION = "throughput"
+PEERS = ["torch", "torchdata", "spdl", "spdl-threads", "grain", "ray-data", "rayloader", "floor"]
+QUICK_PEERS = ["torch", "rayloader", "floor"]
+RATE = "batches/s"
 
-
-class Stored(Dataset[Any]):
-    """Samples that are there already: what is measured is the loader."""
-
-    def __init__(self, num_samples: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.samples = torch.zeros((min(num_samples, 256), *shape), dtype=dtype)
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.samples[index % len(self.samples)], index
+_loader: dict[tuple[Any, ...], Any] = {}  # the last one, in an implementation's process
 
 
-# name: batch size, batches an epoch, sample shape, dtype
-CASES: dict[str, tuple[int, int, tuple[int, ...], torch.dtype]] = {
-    "tiny": (64, 1000, (1, 28, 28), torch.uint8),
-    "medium": (32, 200, (3, 224, 224), torch.uint8),
-    "large": (128, 30, (3, 224, 224), torch.float32),
-}
+def epoch(name: str, case: str, batches: int, workers: int) -> dict[str, float]:
+    """One epoch in this process: its rate, and the seconds of CPU that this process spent on a batch."""
+    key = (case, batches, workers)
+    if key not in _loader:
+        _loader.clear()
+        gc.collect()
+        _loader[key] = peers.make(name, CASES[case], batches, workers)
+    iterator = iter(_loader[key])
+    next(iterator)
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    count = sum(1 for _ in iterator)
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+    if count != batches - 1:
+        raise RuntimeError(f"{name} gave {count + 1} batches of {case} instead of {batches}")
+    return {"batches_per_s": count / seconds, "cpu_s_per_batch": cpu_seconds / count}
 
 
-def make_loader(cls: type, case: str) -> Any:
-    """A loader of either class for a case."""
-    batch_size, num_batches, shape, dtype = CASES[case]
-    return cls(Stored(batch_size * num_batches, shape, dtype), batch_size=batch_size, num_workers=WORKERS)
+def measure(options: Options) -> list[Figure]:
+    """Rates, ratios to torch and shares of the floor, for each case."""
+    names = options.pick_peers(PEERS, quick=QUICK_PEERS)
+    figures = []
+    with contextlib.ExitStack() as stack:
+        sides = {
+            name: stack.enter_context(processes.Peer(name, peers.FLOOR_ENV if name == "floor" else None))
+            for name in names
+        }
+        for case in options.pick_cases(list(CASES)):
+            figures += _measure_case(case, sides, options)
+    return figures
 
 
-def serve(cls: type) -> None:
-    """Answers each line of standard input, a case's name, with one epoch's times, as JSON."""
-    loaders: dict[str, Any] = {}
-    for line in sys.stdin:
-        case = line.strip()
-        loader = loaders.setdefault(case, make_loader(cls, case))
-        begin = time.perf_counter()
-        batches = iter(loader)
-        next(batches)
-        first = time.perf_counter()
-        count = sum(1 for _ in batches)
-        end = time.perf_counter()
-        print(json.dumps({"first_s": first - begin, "batches_per_s": count / (end - first)}), flush=True)
-
-
-class Side:
-    """One implementation, in a process of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+def _measure_case(case: str, sides: dict[str, processes.Peer], options: Options) -> list[Figure]:
+    batches = CASES[case].epoch_length(options.quick)
+    size = {"batches": batches, "workers": options.workers}
+    rounds: dict[str, list[float]] = {}
+    missing: dict[str, Missing] = {}
+    for name, side in sides.items():
+        harness.say(f"{QUESTION}: {case}, {name}, warming up")
+        first = side.call(f"{QUESTION}:epoch", case=case, **size)
+        if isinstance(first, Missing):
+            missing[name] = first
+        else:
+            rounds[name] = []
+    for number in range(options.rounds):
+        harness.say(f"{QUESTION}: {case}, round {number + 1} of {options.rounds}")
+        for name in harness.rotated(list(rounds), number):
+            rounds[name].append(sides[name].call(f"{QUESTION}:epoch", case=case, **size)["batches_per_s"])
+    if "floor" in rounds:
+        parallel = min(options.workers, len(os.sched_getaffinity(0)))
+        rounds["floor"] = [parallel * rate for rate in rounds["floor"]]
+    rates = {
+        name: harness.figure(
+            QUESTION, case, name, RATE, "1/s", missing.get(name) or rounds[name], **size, title=CASES[case].title
         )
-
-    def run(self, case: str) -> dict[str, float]:
-        """One epoch of a case."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(case + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, float] = json.loads(self.process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        """Ends the process."""
-        self.process.communicate()
-
-
-def measure(case: str, rounds: int) -> dict[str, float]:
-    """Medians over the rounds."""
-    sides = {name: Side(name) for name in ("torch", "rayloader")}
-    cold = {name: side.run(case)["first_s"] for name, side in sides.items()}
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            runs[name].append(side.run(case))
-    for side in sides.values():
-        side.close()
-    rates = {name: [run["batches_per_s"] for run in results] for name, results in runs.items()}
-    return {
-        **{f"{name} batches/s": statistics.median(values) for name, values in rates.items()},
-        "ratio": statistics.median(ours / theirs for ours, theirs in zip(*reversed(rates.values()), strict=True)),
-        **{f"{name} first batch cold s": seconds for name, seconds in cold.items()},
-        **{
-            f"{name} first batch warm s": statistics.median(run["first_s"] for run in results)
-            for name, results in runs.items()
-        },
+        for name in sides
     }
+    return [*rates.values(), *_ratios(case, rates)]
 
 
-def main() -> None:
-    """Prints one line a case."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--serve", choices=["torch", "rayloader"], help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.serve == "torch":
-        from torch.utils.data import DataLoader
+def _ratios(case: str, rates: dict[str, Figure]) -> list[Figure]:
+    """Everybody's to torch; rayloader's to the floor."""
+    target = {"target": CASES[case].target} if CASES[case].target else {}
+    floor_target = {"target": CASES[case].floor_target} if CASES[case].floor_target else {}
+    found = [
+        harness.ratio(rate, rates["torch"], metric="ratio to torch", **(target if name == "rayloader" else {}))
+        for name, rate in rates.items()
+        if "torch" in rates and name not in ("torch", "floor")
+    ]
+    if {"rayloader", "floor"} <= set(rates):
+        found.append(harness.ratio(rates["rayloader"], rates["floor"], metric="of the floor", **floor_target))
+    return [ratio for ratio in found if ratio is not None]
 
-        serve(DataLoader)
-        assert "ray" not in sys.modules
-    elif arguments.serve == "rayloader":
-        from rayloader import DataLoader as RayDataLoader
 
-        serve(RayDataLoader)
-    else:
-        for case in arguments.cases.split(","):
-            print(
-                case, json.dumps({key: float(f"{value:.4g}") for key, value in measure(case, arguments.rounds).items()})
-            )
+def show(figures: list[Figure]) -> None:
+    """Prints the table."""
+    names = list(dict.fromkeys(f["implementation"] for f in figures))
+    cases = list(dict.fromkeys(f["case"] for f in figures))
+    ratios = [{"metric": "ratio to torch"}, {"metric": "of the floor"}] if "rayloader" in names else []
+    rows = []
+    for case in cases:
+        of_case = [f for f in figures if f["case"] == case]
+        cells = [harness.find(of_case, implementation=name, metric=RATE) for name in names]
+        cells += [harness.find(of_case, implementation="rayloader", **ratio) for ratio in ratios]
+        rows.append([CASES[case].title, *map(harness.show, cells)])
+    harness.print_table(
+        "Batches a second", ["case", *names, *("rayloader " + ratio["metric"] for ratio in ratios)], rows
+    )
+    for name in names:
+        print(f"- {name}: {peers.NOTES[name]}")
+    harness.print_missing(figures)
 
 
 if __name__ == "__main__":
-    main()
+    with harness.clean_exit():
+        show(measure(harness.options(__doc__)))

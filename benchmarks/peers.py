@@ -1,0 +1,241 @@
+"""The implementations that are compared.
+
+Promise: `make` gives an iterable for a case; each `iter()` of it is one epoch of the case's batches, in order. Each
+implementation is imported only in the process that runs it. What cannot run a case raises `Unavailable` with the
+reason. What an adapter changes beyond the import stands in `NOTES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data.dataloader import _DatasetKind
+
+from cases import Case, Stored
+
+NOTES = {
+    "torch": "torch's DataLoader, fork",
+    "torch-spawn": "torch's DataLoader, spawn",
+    "torchdata": "torchdata's StatefulDataLoader, fork",
+    "spdl": "SPDL's get_pytorch_dataloader, worker processes, in order",
+    "spdl-threads": "SPDL's DataLoader: threads of the trainer's process fetch and collate whole batches, in order",
+    "grain": "Grain's mp_prefetch: worker processes, one thread each; batches are NumPy arrays in shared memory",
+    "ray-data": "Ray Data's iter_torch_batches over the same arrays, stored already: a batch is a slice, nothing is "
+    "fetched by the sample or collated",
+    "rayloader": "rayloader.DataLoader",
+    "floor": "one process that fetches and collates into reused memory and delivers to nobody; its rate is that times "
+    "min(workers, cores)",
+}
+RAY_ALLOWED = {"rayloader", "ray-data"}
+REQUIRED = {"torch", "torch-spawn", "rayloader", "floor"}  # the others may be absent, or fail
+
+
+class Unavailable(Exception):
+    """This implementation cannot run this case."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a loader is made of; `extra` holds more of torch's arguments."""
+
+    case: Case
+    dataset: Any
+    batches: int
+    workers: int
+    extra: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a loader that takes torch's."""
+        return {
+            "dataset": self.dataset,
+            "batch_size": self.case.batch_size,
+            "num_workers": self.workers,
+            "collate_fn": self.case.collate_fn,
+            **self.extra,
+        }
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset is an iterable one."""
+        return isinstance(self.dataset, IterableDataset)
+
+    def index_lists(self) -> list[list[int]]:
+        """The indices of each batch."""
+        size = self.case.batch_size
+        return [list(range(first, first + size)) for first in range(0, self.batches * size, size)]
+
+    def only_map_style(self, name: str) -> None:
+        """Refuses streams and arguments beyond torch's basic ones."""
+        if self.is_stream:
+            raise Unavailable(f"{name} takes no iterable dataset")
+        if self.extra:
+            raise Unavailable(f"{name} has no {', '.join(self.extra)}")
+
+
+def make(name: str, case: Case, batches: int, workers: int, **extra: Any) -> Iterable[Any]:
+    """The loader of an implementation for a case."""
+    return make_for(name, case, case.dataset(batches), batches, workers, **extra)
+
+
+def make_for(name: str, case: Case, dataset: Any, batches: int, workers: int, **extra: Any) -> Iterable[Any]:
+    """The same for a dataset that exists."""
+    return MAKERS[name](Job(case, dataset, batches, workers, extra))
+
+
+def _torch(job: Job) -> Iterable[Any]:
+    return DataLoader(**job.arguments)
+
+
+def _torch_spawn(job: Job) -> Iterable[Any]:
+    return DataLoader(**job.arguments, multiprocessing_context="spawn")
+
+
+def _torchdata(job: Job) -> Iterable[Any]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(**job.arguments)
+
+
+def _rayloader(job: Job) -> Iterable[Any]:
+    from rayloader import DataLoader as RayDataLoader
+
+    lacking = sorted(set(job.case.rayloader) - set(inspect.signature(RayDataLoader).parameters))
+    if lacking:
+        raise Unavailable(f"this rayloader has no {', '.join(lacking)}")
+    return RayDataLoader(**job.arguments, **job.case.rayloader)
+
+
+def _spdl(job: Job) -> Iterable[Any]:
+    from spdl.dataloader import get_pytorch_dataloader
+
+    job.only_map_style("get_pytorch_dataloader")
+    return get_pytorch_dataloader(**job.arguments, in_order=True)
+
+
+def _spdl_threads(job: Job) -> Iterable[Any]:
+    import spdl.dataloader
+
+    job.only_map_style("this adapter")
+    fetcher = _fetcher(job, job.case.collate_fn or default_collate)
+    return spdl.dataloader.DataLoader(
+        job.index_lists(),
+        preprocessor=fetcher.fetch,
+        buffer_size=2 * job.workers,
+        num_threads=job.workers,
+        output_order="input",
+    )
+
+
+def _to_numpy(collate_fn: Callable[[list[Any]], Any], samples: Iterable[Any]) -> Any:
+    """A batch as NumPy arrays over the same memory: only these travel through Grain's shared memory."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, collate_fn(list(samples)))
+
+
+def _grain(job: Job) -> Iterable[Any]:
+    import grain
+
+    job.only_map_style("Grain")
+    samples = grain.MapDataset.source(job.dataset)
+    batches = samples.batch(
+        job.case.batch_size, batch_fn=functools.partial(_to_numpy, job.case.collate_fn or default_collate)
+    )
+    options = grain.MultiprocessingOptions(num_workers=job.workers, per_worker_buffer_size=2)
+    # By default each worker would read 500 batches ahead, on 16 threads: all of an epoch before its first batch.
+    return batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)).mp_prefetch(options)
+
+
+def _ray_data(job: Job) -> Iterable[Any]:
+    import ray.data
+
+    job.only_map_style("Ray Data")
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=job.workers, log_to_driver=False, include_dashboard=False)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+    length = job.batches * job.case.batch_size
+    if isinstance(job.dataset, TensorDataset):
+        columns = ray.put({str(column): tensor.numpy() for column, tensor in enumerate(job.dataset.tensors)})
+        rows = ray.data.range(length).map_batches(
+            lambda batch: {name: array[batch["id"]] for name, array in ray.get(columns).items()}, batch_size=None
+        )
+        data = rows.materialize()
+    elif isinstance(job.dataset, Stored):
+        # The pool's block is named as often as an epoch goes through it: one copy in the store.
+        pool = job.dataset.samples.numpy()
+        if length % len(pool):
+            raise Unavailable(f"an epoch of {length} samples is no multiple of the {len(pool)} that exist")
+        (block,) = ray.data.from_numpy(pool).to_arrow_refs()
+        data = ray.data.from_arrow_refs([block] * (length // len(pool)))
+    else:
+        # With map tasks: whole blocks would be done before the first batch, at which the clock starts.
+        raise Unavailable("only compared where the samples are arrays that exist")
+    return _RayDataBatches(data, job.case.batch_size)
+
+
+@dataclass(frozen=True)
+class _RayDataBatches:
+    data: Any
+    batch_size: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data.iter_torch_batches(batch_size=self.batch_size))
+
+
+class _IntoReusedMemory:
+    """torch's collate, with tensors stacked into the same memory each time."""
+
+    def __init__(self) -> None:
+        self.stacks: list[torch.Tensor] = []
+        self.map = {**default_collate_fn_map, torch.Tensor: self._stack}
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.position = 0
+        return collate(samples, collate_fn_map=self.map)
+
+    def _stack(self, tensors: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+        if self.position == len(self.stacks):
+            self.stacks.append(torch.stack(tensors))
+        self.position += 1
+        return torch.stack(tensors, out=self.stacks[self.position - 1])
+
+
+class _Floor:
+    """The least that a worker has to do. A case's own collate runs as it is, its heap kept for reuse (`FLOOR_ENV`)."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.collate_fn = job.case.collate_fn or _IntoReusedMemory()
+
+    def __iter__(self) -> Iterator[Any]:
+        fetcher = _fetcher(self.job, self.collate_fn)
+        for indices in self.job.index_lists():
+            yield fetcher.fetch(indices)
+
+
+FLOOR_ENV = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
+def _fetcher(job: Job, collate_fn: Callable[[list[Any]], Any]) -> Any:
+    """The way that torch has from a list of indices to a batch."""
+    kind = _DatasetKind.Iterable if job.is_stream else _DatasetKind.Map
+    return _DatasetKind.create_fetcher(kind, job.dataset, True, collate_fn, False)
+
+
+MAKERS: dict[str, Callable[[Job], Iterable[Any]]] = {
+    "torch": _torch,
+    "torch-spawn": _torch_spawn,
+    "torchdata": _torchdata,
+    "spdl": _spdl,
+    "spdl-threads": _spdl_threads,
+    "grain": _grain,
+    "ray-data": _ray_data,
+    "rayloader": _rayloader,
+    "floor": _Floor,
+}

@@ -1,0 +1,136 @@
+"""The processes of the implementations, as the driver of a benchmark sees them.
+
+Promise: every implementation runs in a process of its own, which is idle while another measures. A process that dies,
+or does not answer in time, is an error that names it; none outlives the benchmark, also after Ctrl-C or a SIGTERM.
+`serve.py` is the other end. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ANSWER_LIMIT_S = 600.0  # the longest request, an epoch or a fill of 8 workers' memory, takes well under a minute
+END_LIMIT_S = 20.0  # Ray takes a few seconds to shut down
+
+
+class PeerError(RuntimeError):
+    """The process of an implementation failed."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An implementation cannot do what was asked."""
+
+    reason: str
+
+
+class Peer:
+    """One implementation, in a process of its own; a context manager that ends it.
+
+    Args:
+        name: of `peers.MAKERS`.
+        env: environment variables besides this process's own and OMP_NUM_THREADS=1. torch's workers compute on one
+            thread each anyway; SPDL's and Grain's are several times slower when each takes a thread for every core.
+    """
+
+    def __init__(self, name: str, env: dict[str, str] | None = None) -> None:
+        self.name = name
+        self._unread = b""
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
+        inherited = {
+            key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"
+        }  # no cluster: this machine
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("serve.py")), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**inherited, "OMP_NUM_THREADS": "1", **(env or {})},
+            start_new_session=True,  # Ctrl-C reaches the driver only, which ends the others
+        )
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """Calls `module:function` over there and waits for what it returns, or for `Missing`.
+
+        Raises:
+            PeerError: the call raised, the process died, or no answer came within `ANSWER_LIMIT_S`.
+        """
+        assert self._process.stdin is not None
+        request = json.dumps({"function": function, "arguments": arguments})
+        try:
+            self._process.stdin.write(request.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died(request) from None
+        answer = json.loads(self._read_line(request))
+        if "missing" in answer:
+            return Missing(answer["missing"])
+        if "error" in answer:
+            raise PeerError(f"{self.name} failed at {request}:\n{answer['error']}")
+        return answer["value"]
+
+    def _read_line(self, request: str) -> bytes:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + ANSWER_LIMIT_S
+        while b"\n" not in self._unread:
+            # In slices: workers may hold the pipe open after their parent's death.
+            readable, _, _ = select.select([self._process.stdout], [], [], 1.0)
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
+            self._unread += chunk
+            if not chunk and (readable or self._process.poll() is not None):
+                raise self._died(request)
+            if time.monotonic() > deadline:
+                raise PeerError(f"{self.name} has not answered {request} within {ANSWER_LIMIT_S:.0f} s")
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _died(self, request: str) -> PeerError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self._errors.seek(0)
+        said = self._errors.read()[-2000:]
+        return PeerError(f"the process of {self.name} died (status {self._process.returncode}) at {request}:\n{said}")
+
+    def close(self, *, interrupt: bool = False) -> None:
+        """Ends the process and what it started; callable more than once.
+
+        Args:
+            interrupt: it may be busy: interrupt it rather than wait.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            if interrupt and self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pass  # killed now
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # workers that it left
+            self._process.wait()
+            self._process.stdout.close()  # type: ignore[union-attr]
+            self._errors.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(interrupt=kind is not None)
+
+
+def ask(name: str, function: str, **arguments: Any) -> Any:
+    """One call in a new process."""
+    with Peer(name) as peer:
+        return peer.call(function, **arguments)

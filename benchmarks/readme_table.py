@@ -1,0 +1,96 @@
+"""The README's table, made of benchmarks/results/latest.json.
+
+    python benchmarks/readme_table.py            # print it
+    python benchmarks/readme_table.py --write    # put it into README.md
+
+tests/unit/test_readme_table.py holds the README to the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
+BEGIN, END = "<!-- table: python benchmarks/readme_table.py --write -->", "<!-- end of table -->"
+BLOCK = re.compile(re.escape(BEGIN) + r"\n.*?" + re.escape(END), re.DOTALL)
+HEADER = ("what", "unit", "torch", "rayloader", "ratio", "of the floor")
+
+Figure = dict[str, Any]
+
+
+def table(document: dict[str, Any]) -> str:
+    """The block between the markers, with them: what was measured on, and a row for each thing measured."""
+    machine, settings = document["machine"], document["settings"]
+    workers, cores = settings["workers"], machine["cores"]
+    caption = (
+        f"{workers} workers on {cores} cores ({machine['cpu']}), torch {machine['torch']}, Ray {machine['ray']}, "
+        f"medians of {settings['rounds']} rounds, {machine['date'][:10]}."
+    )
+    rows = [_row(HEADER), _row(["---"] * len(HEADER))]
+    figures = document["figures"]
+    for rate in _of_torch(figures, question="throughput", metric="batches/s"):
+        rows.append(_rate_row(figures, rate))
+    for first in _of_torch(figures, question="first batch", metric="second epoch"):
+        rows.append(_pair_row(figures, first, f"second epoch's first batch, {first['title']}", "ms", 1e3))
+    for cold in _of_torch(figures, question="first batch", metric="cold", case="tiny"):
+        rows.append(_pair_row(figures, cold, "first batch of a process", "s"))
+    for changed in _of_torch(figures, question="shipping", metric="difference"):
+        rows.append(
+            _pair_row(figures, changed, f"{changed['gigabytes']:g} GB of data changed since the last epoch", "s")
+        )
+    for held in _of_torch(figures, question="memory", workers=workers):
+        rows.append(_pair_row(figures, held, f"workers' memory, {held['title']}", "GB"))
+    return "\n".join([BEGIN, caption, "", *rows, END])
+
+
+def _of_torch(figures: list[Figure], **names: Any) -> list[Figure]:
+    return [f for f in figures if f["implementation"] == "torch" and names.items() <= f.items()]
+
+
+def _ours(figures: list[Figure], theirs: Figure, **names: Any) -> Figure:
+    """The figure of rayloader beside one of torch's."""
+    keys = ("question", "case", "metric", "workers")
+    wanted = {**{key: theirs[key] for key in keys if key in theirs}, "implementation": "rayloader", **names}
+    return next((f for f in figures if wanted.items() <= f.items()), {"missing": "not measured"})
+
+
+def _rate_row(figures: list[Figure], theirs: Figure) -> str:
+    ratios = [_ours(figures, theirs, metric=metric) for metric in ("ratio to torch", "of the floor")]
+    rates = [_number(figure) for figure in (theirs, _ours(figures, theirs))]
+    floor = "-" if "missing" in ratios[1] else f"{ratios[1]['median']:.0%}"
+    return _row([theirs["title"], "batches/s", *rates, _number(ratios[0]), floor])
+
+
+def _pair_row(figures: list[Figure], theirs: Figure, title: str, unit: str, factor: float = 1.0) -> str:
+    return _row([title, unit, *(_number(f, factor) for f in (theirs, _ours(figures, theirs))), "", ""])
+
+
+def _number(figure: Figure, factor: float = 1.0) -> str:
+    if "missing" in figure:
+        return "-"
+    value = figure["median"] * factor
+    if figure["unit"] == "GB":
+        return f"{max(0.0, value):.2f}"  # what is below a hundredth is noise, of either sign
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
+
+
+def _row(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    if not RESULTS.is_file():
+        sys.exit(f"there is no {RESULTS.relative_to(ROOT)}; run: make bench")
+    block = table(json.loads(RESULTS.read_text()))
+    if sys.argv[1:] == ["--write"]:
+        README.write_text(BLOCK.sub(lambda _: block, README.read_text(), count=1))
+    elif not sys.argv[1:]:
+        print(block)
+    else:
+        sys.exit(f"unknown arguments {sys.argv[1:]}; the only one is --write")
