@@ -30,10 +30,11 @@ def stored_samples(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> to
 
 
 class Stored(Dataset[torch.Tensor]):
-    """Samples that are there already."""
+    """Samples that are there already, each a tensor: to fetch one costs next to nothing."""
 
     def __init__(self, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.samples = stored_samples(min(length, POOL), shape, dtype)
+        self.pool = stored_samples(min(length, POOL), shape, dtype)
+        self.samples = self.pool.unbind()
         self.length = length
 
     def __len__(self) -> int:
@@ -98,7 +99,8 @@ class Stream(IterableDataset[torch.Tensor]):
     """Stored samples as an iterable dataset; each worker yields its share."""
 
     def __init__(self, length: int) -> None:
-        self.samples = stored_samples(POOL, (3, 32, 32), torch.uint8)
+        self.pool = stored_samples(POOL, (3, 32, 32), torch.uint8)
+        self.samples = self.pool.unbind()
         self.length = length
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -112,7 +114,8 @@ class Stragglers(Dataset[torch.Tensor]):
     """Samples that come from a storage: it answers after 0.2 ms, and after 100 ms for 2% of them."""
 
     def __init__(self, length: int) -> None:
-        self.samples = stored_samples(POOL, (3, 32, 32), torch.uint8)
+        self.pool = stored_samples(POOL, (3, 32, 32), torch.uint8)
+        self.samples = self.pool.unbind()
         self.slow = frozenset(random.Random(0).sample(range(length), k=round(0.02 * length)))
         self.length = length
 

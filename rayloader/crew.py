@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from rayloader.errors import RaySessionError
 from rayloader.transport.codec import Encoded
 from rayloader.transport.control_page import ControlPage, make_page
-from rayloader.transport.lanes import ArenaLane, Room, to_wire
+from rayloader.transport.lanes import ArenaLane, Room, pack, to_wire, unpack
 from rayloader.worker import Reply, Setup, WorkerAddress
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Actor:
     def run(self, task_ids: Sequence[int], indices: Sequence[Encoded], room: Room | None) -> Ref:
         """`Worker.run`."""
         self.calls += 1
-        return self.handle.run.remote(self.calls, tuple(task_ids), [to_wire(encoded) for encoded in indices], room)
+        wires = [to_wire(encoded) for encoded in indices]
+        return self.handle.run.remote(pack((self.calls, tuple(task_ids), wires, room), wires))
 
     def let_go(self) -> None:
         """The process is gone, or will be: gives up what it shares with this one."""
@@ -147,8 +148,8 @@ class Crew:
         """
         self.check_session()
         try:
-            reply: Any = ray.get(ref, timeout=timeout)
-            return reply  # type: ignore[no-any-return]
+            reply: Reply = unpack(ray.get(ref, timeout=timeout))
+            return reply
         except GetTimeoutError:
             return None
         except RayError as error:

@@ -40,7 +40,7 @@ from rayloader.random_state import Rewind, seed_all
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaError, SlotWriter
 from rayloader.transport.control_page import PAGE_BYTES, PageAddress, WorkerPage
-from rayloader.transport.lanes import Room, Wire, WorkerLane, fits_in_band, from_wire, slot_bytes, to_wire
+from rayloader.transport.lanes import Wire, WorkerLane, fits_in_band, from_wire, pack, slot_bytes, to_wire, unpack
 
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.
 CARRY = (ray.ObjectRef,)
@@ -146,15 +146,18 @@ class Worker:
         assert self._hosted is not None
         self._hosted.resume(epoch, shared_seed, undo_from)
 
-    def run(self, call: int, task_ids: tuple[int, ...], indices: list[Wire], room: Room | None) -> Reply:
-        """Builds the tasks' batches, in order.
+    def run(self, message: Any) -> Any:
+        """Builds tasks' batches, in order.
 
         Args:
-            call: counts the calls of this actor.
-            task_ids: may be none, to go on with those that an earlier call left over.
-            indices: what the sampler gave for each.
-            room: a slot of this actor's arena that the batches may lie in.
+            message: packed (call, task_ids, indices, room): `call` counts the calls of this actor; of the tasks, which
+                may be none, to go on with those that an earlier call left over, `indices` holds what the sampler gave
+                for each; `room` is a slot of this actor's arena that the batches may lie in.
+
+        Returns:
+            A packed `Reply`.
         """
+        call, task_ids, indices, room = unpack(message)
         assert self._hosted is not None
         writer = self._lane.writer(room)
         began = time.perf_counter()
@@ -162,7 +165,9 @@ class Worker:
         seconds = time.perf_counter() - began
         reuse = writer is None or writer.close()
         self._kept |= not reuse
-        return Reply([tuple(result) for result in results], seconds, self._page is not None, reuse, self._lane.error)
+        fields = [tuple(result) for result in results]
+        reply = Reply(fields, seconds, self._page is not None, reuse, self._lane.error)
+        return pack(reply, [result.wire for result in results if result.wire is not None])
 
     def stop(self) -> bool:
         """Lets go of the dataset and puts the process back as it was.

@@ -11,6 +11,8 @@ import logging
 import math
 import mmap
 import os
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Any
@@ -87,6 +89,20 @@ def from_wire(wire: Wire) -> Any:
     skeleton, buffers, carried = wire
     own = [b if isinstance(b, memoryview) and not b.readonly else codec.writable_copies([b])[0] for b in buffers]
     return codec.decode(skeleton, own, carried)
+
+
+def pack(message: Any, wires: Sequence[Wire]) -> Any:
+    """A message that holds these wires, as bytes where Ray need not look into it: it takes long to pickle anything."""
+    return message if any(carried or _unplaced(buffers) for _, buffers, carried in wires) else pickle.dumps(message, 5)
+
+
+def unpack(message: Any) -> Any:
+    """What was packed."""
+    return pickle.loads(message) if isinstance(message, bytes) else message
+
+
+def _unplaced(buffers: list[Any]) -> bool:
+    return any(isinstance(buffer, PickleBuffer) for buffer in buffers)
 
 
 def slot_bytes(encoded: codec.Encoded) -> int:
