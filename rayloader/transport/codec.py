@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rayloader.transport import classes, plain
-from rayloader.transport.memory import DTYPES, NAMES, flat_bytes, memory, storage_over
+from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rayloader.transport.memory import DTYPES, NAMES, flat_bytes, memory, storage_over
+from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -28,13 +28,13 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from rayloader.collate import collate_into
 from rayloader.transport import arena as module
-from rayloader.transport import codec, memory
+from rayloader.transport import codec, raw
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
 
 ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 60.0
 PAGE = module._PAGE
-DTYPES = list(memory.NAMES)
+DTYPES = list(raw.NAMES)
 
 
 def mappings():

@@ -23,11 +23,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayloader.transport import memory, unpicklable
+from rayloader.transport import raw, unpicklable
 from rayloader.transport.codec import decode, encode, writable_copies
 
 ROOT = Path(__file__).parents[2]
-STRIDED = list(memory.NAMES)
+STRIDED = list(raw.NAMES)
 
 
 def through(obj, **kwargs):
@@ -85,7 +85,7 @@ def test_every_dtype_and_shape(dtype):
 
 def test_dtypes_are_all_of_torch():
     assert {torch.bfloat16, torch.float8_e4m3fn, torch.complex32, torch.uint16, torch.bool} < set(STRIDED)
-    assert not any(name.startswith("q") for name in memory.NAMES.values())
+    assert not any(name.startswith("q") for name in raw.NAMES.values())
 
 
 def test_arrives_writable_and_apart_from_its_source():

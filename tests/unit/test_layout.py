@@ -30,7 +30,7 @@ LAYOUT = {
     "rayloader/errors.py",
     "rayloader/collate.py",
     "rayloader/transport/codec.py",
-    "rayloader/transport/memory.py",
+    "rayloader/transport/raw.py",
     "rayloader/transport/plain.py",
     "rayloader/transport/control_page.py",
     "rayloader/pace.py",
