@@ -4,16 +4,22 @@ from rayloader.errors import (
     BatchTimeoutError,
     RayloaderError,
     RaySessionError,
+    ReplicaError,
+    ReplicaMemoryError,
     WorkerDiedError,
     WorkerStartError,
 )
 from rayloader.loader import DataLoader, shutdown
+from rayloader.shared_list import SharedList
 
 __all__ = [
     "BatchTimeoutError",
     "DataLoader",
     "RaySessionError",
     "RayloaderError",
+    "ReplicaError",
+    "ReplicaMemoryError",
+    "SharedList",
     "WorkerDiedError",
     "WorkerStartError",
     "shutdown",

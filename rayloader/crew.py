@@ -13,19 +13,26 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from rayloader import session
 from rayloader.errors import RaySessionError
+from rayloader.transport import memory_file
 from rayloader.transport.codec import Encoded
 from rayloader.transport.control_page import ControlPage, make_page
 from rayloader.transport.lanes import ArenaLane, Room, pack, to_wire, unpack
-from rayloader.worker import Reply, Setup, WorkerAddress
+from rayloader.transport.replica import Image
+from rayloader.worker import Reply, Setup, Source, WorkerAddress
 
 if TYPE_CHECKING:
     from rayloader.pool import Pool
+
+# How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
+LOCATE_TICK_S = 1.0
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
 
@@ -60,6 +67,7 @@ class Actor:
     lane: ArenaLane = field(default_factory=ArenaLane)
     page: ControlPage | None = field(default_factory=make_page)
     calls: int = 0  # made of `run`
+    hosted: tuple[str, Ref] | None = None  # the image that it holds for its node: name, answer to `host`
 
     def has_started(self) -> bool:
         """Whether it runs by now; notes where. Raises RayError if it never will."""
@@ -71,9 +79,23 @@ class Actor:
             self.address, self.started_at = address, time.monotonic()
         return True
 
-    def start(self, setup: Setup, replica: Ref) -> Ref:
+    def start(self, setup: Setup, source: Source) -> Ref:
         """`Worker.start`."""
-        return self.handle.start.remote(setup, replica)
+        if self.hosted is not None and self.hosted[0] != source.image.name:
+            self.hosted = None
+        return self.handle.start.remote(setup, source)
+
+    def host(self, image: Image, contents: Ref) -> Ref:
+        """`Worker.host`: what the others of its node open."""
+        self.hosted = image.address.name, self.handle.host.remote(image.address.name, image.address, contents)
+        return self.hosted[1]
+
+    def hosts(self, image: Image) -> bool:
+        """Whether it holds that image for its node by now."""
+        if self.hosted is not None and self.hosted[0] == image.address.name:
+            with contextlib.suppress(RayError):  # not yet, or it failed
+                return ray.get(self.hosted[1], timeout=0) is not None
+        return False
 
     def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> Ref:
         """`Worker.resume`."""
@@ -121,6 +143,7 @@ class Crew:
         self._options = options  # that those of the actors were made with which are new
         self._pid = os.getpid()
         self._released = False
+        self._image: Image | None = None  # kept for workers that have yet to open it
         self.actors = actors
 
     @property
@@ -166,10 +189,47 @@ class Crew:
         except SystemExit as error:  # as in fetch
             raise RaySessionError(SESSION_ENDED) from error
 
-    def put(self, replica: Encoded) -> Ref:
-        """Ships once what all workers will open."""
+    def ship(self, image: Image, carried: list[Any]) -> list[Source]:
+        """What each worker is to open its replica from, in the order of `actors`.
+
+        Those that can open the driver's files do. On any other node one makes an image for all workers there, from
+        one object of Ray's that is made when the first needs it.
+
+        Raises:
+            WorkerStartError: in a Ray that was not started here, a worker found no place.
+        """
         self.check_session()
-        return ray.put(to_wire(replica))
+        self._image = image
+        self._locate()
+        driver_node = session.node_id()
+        contents: Ref = None
+        hosts: dict[tuple[str, str], tuple[Ref, Ref]] = {}  # contents, answer to `host`; by place
+        for actor in self.actors:
+            if actor.address is not None and actor.hosts(image):
+                assert actor.hosted is not None
+                hosts[actor.address.place] = None, actor.hosted[1]
+        sources = []
+        for actor in self.actors:
+            where = actor.address
+            if where is None or (where.node_id == driver_node and where.reaches_driver):
+                sources.append(Source(image.address, carried))
+                continue
+            if where.place not in hosts:
+                if contents is None:
+                    contents = ray.put([PickleBuffer(content) for content in image.contents()])
+                hosts[where.place] = contents, actor.host(image, contents)
+            # In lists: Ray waits for what stands by itself, and would not call at all where it is lost.
+            sources.append(Source(image.address, carried, *([ref] for ref in hosts[where.place])))
+        return sources
+
+    def _locate(self) -> None:
+        """Waits until it is known where the workers are; in a Ray of our own all are on this machine and see us."""
+        if session.started_here() and memory_file.others_may_open():
+            return
+        with contextlib.suppress(ActorLost):  # the epoch will say so
+            while pending := [actor.hello for actor in self.actors if actor.address is None]:
+                self.ready(pending, count=len(pending), timeout=LOCATE_TICK_S)
+                self.check_started()
 
     def check_started(self) -> None:
         """Notes which actors run by now.
@@ -209,7 +269,7 @@ class Crew:
         """
         if self._released or os.getpid() != self._pid:
             return
-        self._released = True
+        self._released, self._image = True, None
         for actor in self.actors:
             actor.drop(from_task=0)
         gone = [actor for worker_id, actor in enumerate(self.actors) if worker_id in lost]

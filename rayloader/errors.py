@@ -35,6 +35,14 @@ class RaySessionError(RayloaderError):
     """The Ray session that an iterator's workers live in has ended, or cannot be used."""
 
 
+class ReplicaError(RayloaderError):
+    """A worker can't have the dataset: a file that it refers to is missing on a node, or memory can't be reached."""
+
+
+class ReplicaMemoryError(ReplicaError):
+    """There is not memory enough for one copy of the dataset on a node."""
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an exception, on Python 3.10 too (there nobody prints it, but `__notes__` holds it)."""
     if hasattr(error, "add_note"):

@@ -30,12 +30,14 @@ from rayloader.crew import Crew
 from rayloader.epoch import Epoch, describe
 from rayloader.errors import WorkerDiedError, add_note
 from rayloader.pace import MAX_PLACES, Pace
-from rayloader.pool import exit_begins, get_pool
+from rayloader.pool import Pool, exit_begins, get_pool
 from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
 from rayloader.process_state import ProcessState
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
-from rayloader.worker import CARRY, Replica, Setup
+from rayloader.transport.mapped import Mappings
+from rayloader.transport.memory import no_collection
+from rayloader.worker import CARRY, Replica, Setup, Source
 
 
 class EpochIterator(_BaseDataLoaderIter):
@@ -136,9 +138,10 @@ class EpochIterator(_BaseDataLoaderIter):
         return paces
 
     def _start_crew(self, loader: TorchDataLoader[Any], max_undone: int) -> Crew:
-        crew = get_pool().acquire(loader, self._num_workers, self._remote_args, fresh=self._fresh_processes)
+        pool = get_pool()
+        crew = pool.acquire(loader, self._num_workers, self._remote_args, fresh=self._fresh_processes)
         try:
-            replica = crew.put(self._encode_replica())
+            sources = self._ship_replica(loader, pool, crew)
             process = ProcessState.capture(session.node_id())
             for worker_id, actor in enumerate(crew.actors):
                 setup = Setup(
@@ -154,16 +157,23 @@ class EpochIterator(_BaseDataLoaderIter):
                     process=process,
                     page=actor.page.address if actor.page is not None else None,
                 )
-                actor.start(setup, replica)
+                actor.start(setup, sources[worker_id])
         except BaseException:  # the actors were borrowed: they go back whatever happened
             crew.release(busy=True)
             raise
         return crew
 
-    def _encode_replica(self) -> codec.Encoded:
+    def _ship_replica(self, loader: TorchDataLoader[Any], pool: Pool, crew: Crew) -> list[Source]:
+        with no_collection():
+            mappings = Mappings()
+            encoded = self._encode_replica(mappings)
+            image = pool.image(loader, encoded, mappings)
+        return crew.ship(image, encoded.carried)
+
+    def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
         replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, changed_collate_fn_map())
         try:
-            return codec.encode(replica, carry=CARRY)
+            return codec.encode(replica, carry=CARRY, mapped=mappings)
         except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
             for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
                 if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:

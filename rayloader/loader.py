@@ -45,8 +45,9 @@ class DataLoader(TorchDataLoader[_T_co]):
     between epochs and are shared by the loaders of the process.
 
     Args:
-        dataset: map-style or iterable-style dataset. Each worker gets a copy of its own, anew at each `iter()` unless
-            `persistent_workers`.
+        dataset: map-style or iterable-style dataset. Each worker has an object of its own, anew at each `iter()` unless
+            `persistent_workers`; the memory of tensors, arrays and Arrow tables is one copy a machine until a worker
+            writes to it, and what is mapped from files or shared stays so. For other objects see `SharedList`.
         batch_size: samples per batch; None switches automatic batching off.
         shuffle: draw the samples in random order, anew each epoch.
         sampler: order of the samples; excludes `shuffle`.
@@ -89,7 +90,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     While iterating, what the dataset, the sampler or `collate_fn` raises arrives with its own type, as torch's loader
     raises it; which batch, worker and indices it was stands in the exception's notes. `rayloader.RayloaderError` is
     the base of what the machinery raises: `WorkerDiedError`, `BatchTimeoutError`, `WorkerStartError`,
-    `RaySessionError`.
+    `RaySessionError`, `ReplicaError`, `ReplicaMemoryError`.
     """
 
     def __init__(

@@ -37,6 +37,10 @@ from ray.exceptions import RayError
 from rayloader import session
 from rayloader.crew import Actor, ActorState, Crew, Returned
 from rayloader.errors import RaySessionError, WorkerStartError
+from rayloader.transport.codec import Encoded
+from rayloader.transport.mapped import Mappings
+from rayloader.transport.memory_file import MemoryFile, MemoryFileError
+from rayloader.transport.replica import Image
 from rayloader.worker import Worker
 
 # How long an actor that was told to stop may work on: what it does is of no use any more.
@@ -61,6 +65,7 @@ class _LoaderEntry:
 
     ref: weakref.ref[object]  # its end posts a message
     key: bytes  # of the options that its actors are made with
+    image: Image | None = None  # of its replica, as last shipped: the next is compared with it
 
 
 class Pool:
@@ -75,6 +80,9 @@ class Pool:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._autoscaling = False
+        self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
+        with contextlib.suppress(MemoryFileError):
+            self._probe = MemoryFile("probe", 1)
 
     def session_alive(self) -> bool:
         """Whether Ray is still the one that these actors live in."""
@@ -104,6 +112,20 @@ class Pool:
                 raise
         return Crew(self, actors, options)
 
+    def image(self, loader: object, encoded: Encoded, mappings: Mappings) -> Image:
+        """The image of a loader's replica; what it has in common with the loader's last one is not written again.
+
+        It is kept until the loader's end, or `shutdown`.
+        """
+        with self._locked():
+            last = next((entry.image for entry in self._loaders if entry.ref() is loader), None)
+        image = Image.write(encoded, mappings) if last is None else last.updated(encoded, mappings)
+        with self._locked():
+            for entry in self._loaders:
+                if entry.ref() is loader:
+                    entry.image = image
+        return image
+
     def post(self, message: Any) -> None:
         """Takes a message and handles it if nobody else is at work here; safe in a finalizer."""
         self._inbox.put(message)
@@ -118,10 +140,14 @@ class Pool:
             return {actor.address.pid for actor in self._actors if actor.address is not None}
 
     def live_memory_files(self) -> set[str]:
-        """Names of the memory files that the actors use, whoever uses them (test support)."""
+        """Names of the probe, the actors' arenas and pages and the loaders' images (test support)."""
         with self._locked():
-            pages = {actor.page.file_name for actor in self._actors if actor.page is not None}
-            return pages | {actor.lane.arena_name for actor in self._actors} - {""}
+            names = {actor.lane.arena_name for actor in self._actors} - {""}
+            names |= {actor.page.file_name for actor in self._actors if actor.page is not None}
+            if self._probe is not None:
+                names.add(self._probe.address.name)
+            images = [entry.image for entry in self._loaders if entry.image is not None]
+            return names | {file.name for image in images for file in image.address.files}
 
     def check_start_limit(self, waited: float, pending: int, wanted: int, options: dict[str, Any]) -> None:
         """Makes room for actors that have not started for `waited` seconds, and gives up when that is too long.
@@ -152,8 +178,10 @@ class Pool:
             self.closed = True
             for actor in list(self._actors):
                 self._kill(actor)
-            self._loaders.clear()
+            self._loaders.clear()  # and their images
             self._set_timer()
+        if self._probe is not None:
+            self._probe.close()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -270,7 +298,8 @@ class Pool:
 
     def _create(self, options: dict[str, Any], key: bytes) -> Actor:
         handle = _remote_worker.options(**options).remote()
-        actor = Actor(handle, key, handle.hello.remote(), time.monotonic())
+        probe = self._probe.address if self._probe is not None else None
+        actor = Actor(handle, key, handle.hello.remote(probe), time.monotonic())
         self._actors.append(actor)
         return actor
 

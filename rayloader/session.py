@@ -82,10 +82,15 @@ def ensure() -> SessionName:
     return session
 
 
+def started_here() -> bool:
+    """Whether this process started the Ray that it is connected to."""
+    return _started is not None and current() == _started
+
+
 def end() -> None:
     """Shuts Ray down if it was started here."""
     global _started
-    if _started is not None and current() == _started:
+    if started_here():
         ray.shutdown()
     _started = None
 

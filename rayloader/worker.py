@@ -28,6 +28,7 @@ import numpy as np
 import ray
 import torch
 import torch.utils.data._utils.worker as torch_worker
+from ray.exceptions import RayError
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe, _DatasetKind
 from torch.utils.data._utils.collate import collate, default_collate, default_collate_fn_map
@@ -35,12 +36,17 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import session
 from rayloader.collate import collate_into, stack
+from rayloader.errors import ReplicaMemoryError
 from rayloader.process_state import Baseline, ProcessState
 from rayloader.random_state import Rewind, seed_all
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaError, SlotWriter
 from rayloader.transport.control_page import PAGE_BYTES, PageAddress, WorkerPage
+from rayloader.transport.image import ImageAddress, open_image
 from rayloader.transport.lanes import Wire, WorkerLane, fits_in_band, from_wire, pack, slot_bytes, to_wire, unpack
+from rayloader.transport.memory import no_collection
+from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
+from rayloader.transport.replica import Image, image_from_contents
 
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.
 CARRY = (ray.ObjectRef,)
@@ -74,12 +80,37 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """What a worker opens its replica from.
+
+    Attributes:
+        image: the driver's.
+        carried: parts of the replica that travel as they are.
+        contents: for who can't open the driver's files: in a list, Ray's object with their bytes. None in it if the
+            node has an image of an earlier epoch.
+        hosted: likewise, the address of the image that one worker of the node has made of them.
+    """
+
+    image: ImageAddress
+    carried: list[Any]
+    contents: list[Any] | None = None
+    hosted: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerAddress:
     """Where a worker runs."""
 
     pid: int
     node_id: str
     hostname: str
+    reaches_driver: bool  # can open the driver's memory files
+    machine: str  # workers of one node and one machine can open each other's
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Equal for workers that share an image."""
+        return self.node_id, self.machine
 
 
 class ResultKind(Enum):
@@ -126,20 +157,38 @@ class Worker:
         self._lane = WorkerLane()
         self._page: WorkerPage | None = None
         self._kept = False  # memory of some slot, since `start`
+        self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
         gc.freeze()  # what was imported stays: `stop` collects the user's objects only
 
-    def hello(self) -> WorkerAddress:
-        """Where this worker runs; also the proof that it does."""
-        return WorkerAddress(os.getpid(), session.node_id(), socket.gethostname())
+    def hello(self, probe: FileAddress | None = None) -> WorkerAddress:
+        """Where this worker runs; also the proof that it does. `probe` is a memory file of the driver's."""
+        machine, reaches = "", False
+        with contextlib.suppress(MemoryFileError):
+            machine = this_machine()
+            if probe is not None:
+                os.close(open_file(probe, writable=False))
+                reaches = True
+        return WorkerAddress(os.getpid(), session.node_id(), socket.gethostname(), reaches, machine)
 
-    def start(self, setup: Setup, replica: Wire) -> None:
+    def host(self, name: str, image: ImageAddress, contents: list[Any]) -> ImageAddress:
+        """Makes an image of what came through Ray, for all workers of this node.
+
+        It stays until this worker is started on another image than `name`, and longer where it is open.
+        """
+        self._image = None  # first: for two there may be no room
+        self._image = name, image_from_contents(image, contents)
+        return self._image[1].address
+
+    def start(self, setup: Setup, source: Source) -> None:
         """Makes this process worker `setup.worker_id`."""
         self._kept = False
+        if self._image is not None and self._image[0] != source.image.name:
+            self._image = None
         if setup.page is not None and (self._page is None or self._page.address != setup.page):
             with contextlib.suppress(ArenaError):  # another node or container: nothing is published
                 self._page = WorkerPage(setup.page)
         self._hosted = _Hosted(setup, self._page)
-        self._hosted.start(self._baseline, replica)
+        self._hosted.start(self._baseline, source)
 
     def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> None:
         """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""
@@ -207,11 +256,11 @@ class _Hosted:
         self._collate_to: SlotWriter | None = None
         self._collate_fn_map: dict[Any, Any] = {}
 
-    def start(self, baseline: Baseline, replica: Wire) -> None:
+    def start(self, baseline: Baseline, source: Source) -> None:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process)
-            loaded: Replica = from_wire(replica)
+            loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             default_collate_fn_map[torch.Tensor] = stack
             default_collate_fn_map.update(loaded.collate_fn_map)
@@ -332,6 +381,23 @@ class _Hosted:
         self._fetcher = _DatasetKind.create_fetcher(
             setup.dataset_kind, self._dataset, setup.auto_collation, self._collate_fn, setup.drop_last
         )
+
+
+def _open_replica(source: Source, *, here: bool) -> Any:
+    """The replica: from the driver's image, or this node's own, or a copy if neither can be opened."""
+    if source.contents is None or source.hosted is None:
+        opened = open_image(source.image, here=here)
+    else:
+        try:
+            opened = open_image(ray.get(source.hosted[0]), here=here)
+        except ReplicaMemoryError:
+            raise  # no room for one: none for a copy in each worker
+        except (RayError, MemoryFileError):  # the host died, or may not be looked into
+            if source.contents[0] is None:
+                raise
+            opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
+    with no_collection():
+        return codec.decode(*opened, source.carried)
 
 
 def _error(task_id: int, where: str) -> Result:

@@ -98,15 +98,15 @@ def check_threads(before):
 
 
 def our_files():
-    """Names of our memory files that this process has open or mapped, but for the arenas of the pool's actors."""
+    """Names of our memory files that this process has open or mapped, but for those that the pool and loaders keep."""
     names = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     pool = sys.modules.get("rayloader.pool")
-    arenas = pool.live_memory_files() if pool is not None else set()  # which actors may live is check_actors' matter
-    return {name for name in names if "rayloader-" in name and not any(arena in name for arena in arenas)}
+    kept = pool.live_memory_files() if pool is not None else set()  # which actors may live is check_actors' matter
+    return {name for name in names if "rayloader-" in name and not any(file in name for file in kept)}
 
 
 def pool_pids():

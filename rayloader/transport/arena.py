@@ -6,8 +6,7 @@ each call; the worker opens it by its `ArenaAddress` and fills the slots.
 - A slot is free again once its call was released *and* the last view of its bytes has died, whatever kind of view,
   in whatever thread, in whatever order. It is never free again if the process forked in between.
 - Nobody waits: without room `take`, `allocate`, `empty` and `place` say None and the caller takes another lane.
-- Nothing is visible in the file system; the kernel frees the file with its last user. It can't be resized, so
-  that no access to the mapping can fail.
+- Nothing is visible in the file system; the kernel frees the file with its last user (memory_file.py).
 
 Driver: `Arena`; `take` and `close` are for one thread at a time, all else for any. Worker: `ArenaWriter`, one thread.
 Ray is unknown here, and so is what a batch is.
@@ -31,16 +30,13 @@ have more entries than there are leases, plus one. An interrupt (Ctrl-C) inside 
 
 from __future__ import annotations
 
-import fcntl
 import math
 import mmap
 import os
-import secrets
 import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +44,7 @@ import torch
 from torch import Tensor
 
 from rayloader.errors import RayloaderError
+from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 SLOT_ALIGN = 64  # bytes; the codec's alignment of spans, torch's of memory
 _PAGE = mmap.PAGESIZE
@@ -60,22 +57,7 @@ class ArenaError(RayloaderError):
     """An arena can't be made or opened here; what it is for has to go through the object store."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaAddress:
-    """All that another process needs to open an arena and to be sure that it is the right one."""
-
-    pid: int  # of the driver, in its PID namespace
-    fd: int
-    inode: int
-    device: int
-    name: str  # of the file, as `/proc` shows it: "rayloader-", its kind and 128 random bits in hex
-    nbytes: int  # of the file: a page for the header, then room for slots
-    machine: str  # boot and PID namespace of the driver
-
-    @property
-    def header(self) -> bytes:
-        """What the file begins with."""
-        return f"{self.name} version 1".encode()
+ArenaAddress = FileAddress
 
 
 class Slot(NamedTuple):
@@ -102,21 +84,17 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, kind: str = "arena") -> None:
-        name = f"rayloader-{kind}-{secrets.token_hex(16)}"
         size = _PAGE + _whole_pages(nbytes)
-        self._fd = -1
+        self._file: MemoryFile | None = None
         try:
-            self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            status = os.fstat(self._fd)
-            place = self._fd, status.st_ino, status.st_dev
-            self.address = ArenaAddress(os.getpid(), *place, name, size, _this_machine())
-            os.ftruncate(self._fd, size)
-            os.pwrite(self._fd, self.address.header, 0)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._mapping: _Mapping | None = _Mapping(self._fd, size)
-        except (OSError, AttributeError) as error:  # AttributeError: not Linux
+            self._file = MemoryFile(kind, size)
+            self.address = self._file.address
+            os.pwrite(self._file.fd, self.address.header, 0)
+            self._file.seal(writes=False)
+            self._mapping: _Mapping | None = _Mapping(self._file.fd, size)
+        except (OSError, MemoryFileError) as error:
             self.close()
-            raise ArenaError(f"can't make a memory file of {size} bytes: {error}") from error
+            raise ArenaError(f"can't make an arena's memory file: {error}") from error
         self._free = [(_PAGE, size)]  # start, end of each free stretch, ascending; no two touch
         self._freed: _Freed = deque()  # posted by leases, for `take` to put back
         self._unanswered: dict[int, tuple[memoryview, _Lease]] = {}  # by ticket
@@ -183,9 +161,9 @@ class Arena:
 
     def close(self) -> None:
         """No more slots, no more openings; the mapping goes with the last lease. Callable more than once."""
-        fd, self._fd, self._mapping = self._fd, -1, None
-        if fd >= 0:
-            os.close(fd)
+        file, self._file, self._mapping = self._file, None, None
+        if file is not None:
+            file.close()
 
     def _put_back(self, start: int, end: int) -> None:
         first = last = bisect(self._free, (start, end))
@@ -212,23 +190,16 @@ class ArenaWriter:
             ArenaError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is
                 found in its place is something else.
         """
-        if (here := _this_machine()) != address.machine:
-            raise ArenaError(f"an arena must be opened where it was made, {address.machine}; this is {here}")
-        path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
-            if address.name not in (target := os.readlink(path)):
-                raise ArenaError(f"{path} must be {address.name}, but it is {target}")
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = open_file(address, writable=True)
             try:
-                status = os.fstat(fd)
-                found = status.st_ino, status.st_dev, status.st_size, os.pread(fd, len(address.header), 0)
-                if found != (address.inode, address.device, address.nbytes, address.header):
-                    raise ArenaError(f"{path} is named {address.name}, but is not that file")
+                if os.pread(fd, len(address.header), 0) != address.header:
+                    raise ArenaError(f"{address.name} does not begin with its name")
                 return cls(_Mapping(fd, address.nbytes))
             finally:
                 os.close(fd)
-        except OSError as error:
-            raise ArenaError(f"can't open {address.name} at {path}: {error}") from error
+        except (OSError, MemoryFileError) as error:
+            raise ArenaError(f"can't open {address.name}: {error}") from error
 
     def writer(self, slot: Slot) -> SlotWriter:
         """Begins to fill a slot, from its start."""
@@ -353,12 +324,3 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 def _whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // _PAGE)) * _PAGE
-
-
-def _this_machine() -> str:
-    """Where a process's number in `/proc` means the same process."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"boot {file.read().strip()}, {os.readlink('/proc/self/ns/pid')}"
-    except OSError as error:
-        raise ArenaError(f"an arena needs /proc: {error}") from error

@@ -25,7 +25,7 @@ import io
 import operator
 import pickle
 import types
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,9 @@ class Encoded:
         return len(self.skeleton) + sum(buffer.nbytes for buffer in self.buffers)
 
 
-def encode(obj: object, *, known_classes: bool = False, carry: tuple[type, ...] = ()) -> Encoded:
+def encode(
+    obj: object, *, known_classes: bool = False, carry: tuple[type, ...] = (), mapped: Container[int] = ()
+) -> Encoded:
     """Takes an object apart.
 
     Args:
@@ -79,6 +81,7 @@ def encode(obj: object, *, known_classes: bool = False, carry: tuple[type, ...] 
         known_classes: Name the classes that travel by value instead of defining them, for the way back to the
             process that they came from; see classes.py.
         carry: Types whose instances are left to whoever transports the rest, such as Ray's references.
+        mapped: Addresses whose memory must not be copied into the skeleton, however small an array is.
 
     Raises:
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -89,7 +92,7 @@ def encode(obj: object, *, known_classes: bool = False, carry: tuple[type, ...] 
     if (simple := plain.encode(obj)) is not None:
         return Encoded(*simple, [])
     file = io.BytesIO()
-    pickler = _Pickler(file, known_classes, carry)
+    pickler = _Pickler(file, known_classes, carry, mapped)
     pickler.dump(obj)
     buffers: list[memoryview] = []
     uses: list[int] = []
@@ -176,11 +179,12 @@ class _Span:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...]) -> None:
+    def __init__(self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...], mapped: Container[int]) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will ask for them
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=self.references.append)
         self.known_classes = known_classes
         self.carry = carry
+        self.mapped = mapped
         self.carried: dict[pickle.PickleBuffer, int] = {}  # place in `carried_objects` of what a token stands for
         self.carried_objects: list[Any] = []
         self.spans: dict[int, _Span] = {}
@@ -208,6 +212,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _memmap, ({k: v for k, v in vars(obj).items() if k != "_mmap"}, *reduced[1])
         if kind is types.FunctionType and obj.__module__ == __name__:
             return NotImplemented  # spares our own functions cloudpickle's search
+        if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
+            # Its pickle is the number of a descriptor, which is another one's elsewhere.
+            raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
         if self.known_classes and issubclass(kind, type):
             return classes.reduce_by_id(obj, super().reducer_override)
         return super().reducer_override(obj)
@@ -272,8 +279,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 strides = array.strides
             else:
                 array = array.copy("C")
-        content = memory(array.__array_interface__["data"][0], array.nbytes, array)
-        buffer = bytearray(content) if array.nbytes <= _IN_BAND else pickle.PickleBuffer(content)
+        address = array.__array_interface__["data"][0]
+        content = memory(address, array.nbytes, array)
+        in_band = array.nbytes <= _IN_BAND and address not in self.mapped
+        buffer = bytearray(content) if in_band else pickle.PickleBuffer(content)
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
         return _array, (buffer, array.shape, dtype.str if by_name else dtype, strides)
 

@@ -43,6 +43,8 @@ def _culprit(obj: object, path: str, depth: int, budget: Iterator[int], above: l
                 return found
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
     remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
+    if kind.startswith("multiprocessing."):
+        remedy = f"use a tensor after share_memory_() instead, which all workers on this machine share, or {remedy}"
     return f"{path}: {kind} can't be sent to a worker ({reason}); {remedy}"
 
 

@@ -363,6 +363,13 @@ add(
     lambda: {"dataset": data.Noisy(), "sampler": calls.RaisesOnce(17, 9), "batch_size": None},
 )
 
+add(
+    "shared_cache",
+    "0 1 2 2p",
+    lambda: {"dataset": data.SharedCache(), "batch_size": 3},
+    script=scripts.shared_cache,
+)
+
 # Prefetching, abandoned and interleaved iterators.
 
 

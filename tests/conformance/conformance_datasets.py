@@ -50,6 +50,20 @@ def records(length=LENGTH):
     return [{"id": i, "name": f"sample {i}", "weight": i / 3, "raw": bytes([i])} for i in range(length)]
 
 
+class SharedCache(Dataset):
+    """Each sample counts in its own cell of a tensor that driver and workers share."""
+
+    def __init__(self, length=LENGTH):
+        self.cells = torch.zeros(length, dtype=torch.int64).share_memory_()
+
+    def __len__(self):
+        return len(self.cells)
+
+    def __getitem__(self, index):
+        self.cells[index] += 1
+        return int(self.cells[index])
+
+
 class Sized(Dataset):
     def __init__(self, length=LENGTH):
         self.length = length

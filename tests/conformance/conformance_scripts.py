@@ -187,6 +187,15 @@ def change_dataset(rec, loader):
     rec.note("the driver's own copy", vars(loader.dataset))
 
 
+def shared_cache(rec, loader):
+    """What workers write to a shared tensor, the driver and the workers of the next epoch see."""
+    for _ in range(2):
+        rec.epoch(loader)
+        rec.note("the driver's cells", loader.dataset.cells.clone())
+    loader.dataset.cells.fill_(10)
+    rec.epoch(loader)
+
+
 def change_collate(rec, loader):
     rec.epoch(loader)
     loader.collate_fn = to_tuple

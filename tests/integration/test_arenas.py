@@ -6,6 +6,7 @@ lie in arenas (`FIRST`). Tests that change what an actor knows for good have act
 
 import collections
 import copy
+import dataclasses
 import io
 import logging
 import os
@@ -27,6 +28,7 @@ from probes import Calls, Stream, load
 from rayloader import DataLoader, WorkerDiedError
 from rayloader.pool import live_memory_files
 from rayloader.transport import arena, lanes
+from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -501,13 +503,19 @@ def test_small_batches_need_no_arena():
     assert mappings() == before
 
 
+class Elsewhere(MemoryFile):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.address = dataclasses.replace(self.address, machine="elsewhere")
+
+
 def no_memory_file(*_):
-    raise OSError("as planned")
+    raise MemoryFileError("as planned")
 
 
 OBSTACLES = {
-    "the driver is elsewhere": (arena, "_this_machine", lambda: "elsewhere"),
-    "no memory files": (arena.os, "memfd_create", no_memory_file),
+    "the driver is elsewhere": (arena, "MemoryFile", Elsewhere),
+    "no memory files": (arena, "MemoryFile", no_memory_file),
 }
 
 

@@ -1,6 +1,7 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -9,6 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
 from multinode_waiting import wait_until
 from rayloader import DataLoader, WorkerStartError
+from rayloader.pool import get_pool
 
 pytestmark = pytest.mark.multinode
 
@@ -184,11 +186,14 @@ def test_one_worker_without_a_place_ends_the_wait_of_all(short_limit):
 
 def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
     """And not what another asked for meanwhile."""
-    waiting = iter(load(1, ray_remote_args={"resources": {"nowhere": 1}}))
-    list(load(1, ray_remote_args={"resources": {"away": 1}}))
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "0.1")
-    with pytest.raises(WorkerStartError, match=r"Each asks for .*nowhere 1"):
-        next(waiting)
+    known = set(get_pool()._actors)
+    with ThreadPoolExecutor(1) as thread:  # in a cluster `iter()` waits for the workers
+        waiting = thread.submit(list, load(1, ray_remote_args={"resources": {"nowhere": 1}}))
+        wait_until(lambda: set(get_pool()._actors) - known, "the first loader has asked for its worker")
+        list(load(1, ray_remote_args={"resources": {"away": 1}}))
+        monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "0.1")
+        with pytest.raises(WorkerStartError, match=r"Each asks for .*nowhere 1"):
+            waiting.result()
 
 
 # ---- options

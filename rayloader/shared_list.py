@@ -1,0 +1,127 @@
+"""A list of Python objects in two buffers, for datasets of strings, paths, labels, records.
+
+Promise: `SharedList` is immutable, and nothing in it is a Python object until it is asked for. So workers share its
+memory, whatever loader they belong to: reading an item of a plain list writes to its reference count, which makes a
+forked worker copy the page; and in a worker that was not forked each item is an object of its own. Ray is unknown here.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+import cloudpickle
+import numpy as np
+
+_T = TypeVar("_T")
+
+_Array = np.ndarray[Any, Any]
+
+
+def _text(raw: memoryview) -> str:
+    return str(raw, "utf-8", "surrogatepass")
+
+
+_LOADERS: dict[str, Callable[[memoryview], Any]] = {"str": _text, "bytes": bytes, "pickle": pickle.loads}
+
+
+class SharedList(Sequence[_T]):
+    """An immutable sequence whose items are stored in shared buffers and made anew at each access.
+
+    Strings and `bytes` take their own length and 8 bytes each, if all items are of the one type. Other items are
+    pickled one by one: an item comes back equal, but not the same object, and what two items had in common they no
+    longer share.
+
+    Args:
+        items: What to hold; anything that cloudpickle can pickle. Not kept.
+
+    `list[i]` takes negative indices. A slice is a `SharedList` too: of step 1 a view of the same memory, otherwise a
+    new one. Equal to a list or another `SharedList` of equal items; not hashable, as lists are not.
+    """
+
+    __slots__ = ("_bounds", "_data", "_kind", "_load", "_raw")
+
+    def __init__(self, items: Iterable[_T] = ()) -> None:
+        items = items if isinstance(items, (list, tuple)) else list(items)
+        kinds = {type(item) for item in items}
+        texts: Any = items
+        parts: Sequence[bytes]
+        if kinds == {str}:
+            kind, parts = "str", [text.encode("utf-8", "surrogatepass") for text in texts]
+        elif kinds == {bytes}:
+            kind, parts = "bytes", texts
+        else:
+            kind, parts = "pickle", _pickled(items)
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=offsets[1:])
+        self._set(kind, np.frombuffer(b"".join(parts), np.uint8), offsets)
+
+    def _set(self, kind: str, data: _Array, offsets: _Array) -> None:
+        self._kind, self._data = kind, data
+        self._load = _LOADERS[kind]
+        self._raw: memoryview = memoryview(data)  # type: ignore[arg-type]
+        self._bounds: memoryview = memoryview(offsets)  # type: ignore[arg-type] # int64: an item from each to the next
+
+    @classmethod
+    def _of(cls, kind: str, data: _Array, offsets: _Array) -> SharedList[Any]:
+        made = cls.__new__(cls)
+        made._set(kind, data, offsets)
+        return made
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> SharedList[_T]: ...
+    def __getitem__(self, index: int | slice) -> _T | SharedList[_T]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                return type(self)([self[i] for i in range(start, stop, step)])
+            return self._of(self._kind, self._data, np.asarray(self._bounds)[start : max(start, stop) + 1])
+        number = operator.index(index)
+        if number < 0:
+            number += len(self)
+        if not 0 <= number < len(self):
+            raise IndexError(f"SharedList index {index} is out of range for {len(self)} items")
+        item: _T = self._load(self._raw[self._bounds[number] : self._bounds[number + 1]])
+        return item
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (SharedList, list)):
+            return NotImplemented
+        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{item!r:.40}" for item in self[:3])
+        return f"SharedList([{shown}{', ...' if len(self) > 3 else ''}], {len(self)} items)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the items take."""
+        return self._bounds[-1] - self._bounds[0] + self._bounds.nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        low, high = self._bounds[0], self._bounds[-1]
+        offsets = np.asarray(self._bounds)
+        return self._of, (self._kind, self._data[low:high], offsets - low if low else offsets)
+
+
+def _pickled(items: Sequence[Any]) -> list[bytes]:
+    parts = []
+    file = io.BytesIO()
+    pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    for item in items:
+        pickler.dump(item)
+        pickler.clear_memo()  # each item by itself
+        parts.append(file.getvalue())
+        file.seek(0)
+        file.truncate()
+    return parts

@@ -1,0 +1,137 @@
+"""What an image is to those who open it: its address, and the mapping.
+
+Promise: `open_image` maps memory files private and writable, so that pages are shared until a worker writes, and the
+write stays its own; that is what a fork gives torch's workers. Regions of the user's files it maps in their own mode.
+What was opened stays valid for as long as something refers to it, whatever becomes of the image. No descriptor is kept.
+
+Images are made by replica.py. No state; any thread may call. Ray is unknown here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayloader.errors import ReplicaError
+from rayloader.transport.mapped import Region, open_region
+from rayloader.transport.memory import check_room
+from rayloader.transport.memory_file import FileAddress, open_file
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_PAGE = mmap.PAGESIZE
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux's, the same on all its common machines
+
+libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.mmap.restype = ctypes.c_void_p
+libc.memcpy.argtypes = libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+libc.memcpy.restype = ctypes.c_void_p
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Some bytes of one of an image's files."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Pages of a private mapping that the driver had written: they go over the region's, at `start`."""
+
+    region: int
+    start: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAddress:
+    """All that a worker needs to open an image."""
+
+    files: tuple[FileAddress, ...]
+    regions: tuple[Region, ...]
+    skeleton: Place
+    table: Place  # rows of int64: file, or number of files plus region; offset; bytes
+    patches: tuple[Patch, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the image: another one for each change."""
+        return self.files[-1].name
+
+
+def open_image(
+    address: ImageAddress, *, here: bool = True, contents: Sequence[Buffer] | None = None
+) -> tuple[memoryview, list[memoryview]]:
+    """Opens an image: skeleton and buffers, for `codec.decode`.
+
+    Args:
+        address: of the image.
+        here: whether this is the node of the driver, and its files.
+        contents: of the files, where they can't be opened: they are copied.
+
+    Raises:
+        MemoryFileError: a memory file can't be opened here.
+        ReplicaError: a file that the dataset refers to is not here, or there is too little memory for a copy.
+    """
+    if contents is not None:
+        check_room(sum(file.nbytes for file in address.files), "for this worker's own copy of the dataset")
+    sizes = [*(file.nbytes for file in address.files), *(region.nbytes for region in address.regions)]
+    starts = [0, *np.cumsum([-(-size // _PAGE) * _PAGE for size in sizes]).tolist()]
+    # One range of addresses for all, that goes when nothing refers to it any more. Mappings that replace parts of it
+    # need no descriptor.
+    memory = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    whole = memoryview(memory)
+    base = address_of_buffer(whole)
+    parts = []
+    for number, (start, size) in enumerate(zip(starts, sizes, strict=False)):
+        part = whole[start : start + size]
+        if number >= len(address.files):
+            region = address.regions[number - len(address.files)]
+            fd = open_region(region, here=here)
+            _map(fd, base + start, region.nbytes, region.offset, region.shared, region.writable or not region.shared)
+        elif contents is None:
+            _map(open_file(address.files[number], writable=False), base + start, size, 0, False, True)
+        else:
+            part[:] = memoryview(contents[number]).cast("B")
+        parts.append(part)
+    for patch in address.patches:
+        target = parts[len(address.files) + patch.region]
+        target[patch.start : patch.start + patch.place.nbytes] = _cut(parts, patch.place)
+    for number, region in enumerate(address.regions, start=len(address.files)):
+        if not region.writable:
+            parts[number] = parts[number].toreadonly()
+    table = np.frombuffer(_cut(parts, address.table), np.int64).reshape(-1, 3).tolist()
+    buffers = [parts[part][offset : offset + nbytes] for part, offset, nbytes in table]
+    return _cut(parts, address.skeleton), buffers
+
+
+def _cut(parts: Sequence[memoryview], place: Place) -> memoryview:
+    return parts[place.file][place.offset : place.offset + place.nbytes]
+
+
+def _map(fd: int, address: int, nbytes: int, offset: int, shared: bool, writable: bool) -> None:
+    """Maps a file over what is at an address, and closes it."""
+    try:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED | _MAP_NORESERVE
+        if libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
+            raise ReplicaError(f"can't map {nbytes} bytes of the dataset: {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(fd)
+
+
+def address_of_buffer(buffer: Any) -> int:
+    """Where a buffer's memory is; 0 for an empty one."""
+    view = np.frombuffer(buffer, np.uint8)
+    return int(view.__array_interface__["data"][0]) if view.size else 0

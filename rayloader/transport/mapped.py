@@ -1,0 +1,269 @@
+"""What memory is backed by: finds the file behind an address, for it to be mapped again in another process.
+
+Promise: memory that comes from a file (`np.memmap`, `torch.from_file`, Arrow's memory maps, torch's shared memory)
+travels as a `Region`, a reference, and is never read whole. Mapped again it means what it meant: shared and writable,
+private, or read-only. What can't be named, or is not the user's, is nobody's region and is copied by whoever asks:
+anonymous memory, Ray's object store, our own files. So are the pages of a private mapping that were written.
+
+Driver: `Mappings`, a picture of `/proc/self/maps` at one moment. Worker: `open_region`. Ray is unknown here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import socket
+import stat
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rayloader.errors import ReplicaError
+from rayloader.transport.memory_file import FileAddress, MemoryFileError, address_of, open_file
+
+_PAGE = mmap.PAGESIZE
+_SCAN = 1 << 17  # entries of pagemap read at a time: 1 MiB
+
+# start, end, writable, shared, offset, device, inode, path. Libraries are not data.
+_LINE = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) r([w-]).([sp]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) +(/.*)$", re.MULTILINE
+)
+_LIBRARY = re.compile(rb"\.so[.\d]*$")
+# Never referred to: Ray's object store gives its memory to others, and our files have an owner of their own. Huge pages
+# of hugetlbfs and System V segments can't be mapped like files.
+_NO_DATA = re.compile(rb"^/(?:.*/)?plasma[^/]*$|rayloader-|^/anon_hugepage|^/SYSV")
+_DELETED = " (deleted)"
+# Files here are as short-lived as memory: held open, for their names may go at any time.
+_SHARED_MEMORY = "/dev/shm/"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of a file as it was mapped; `offset` and `nbytes` in whole pages."""
+
+    path: str  # as the kernel shows it; with " (deleted)" it leads nowhere
+    offset: int
+    nbytes: int
+    shared: bool
+    writable: bool
+    device: int
+    inode: int
+    size: int  # of the file, in bytes
+    held: FileAddress | None = None  # the driver's descriptor of it, where the path does not do
+
+    @property
+    def named(self) -> Region:
+        """The same without a descriptor: equal if it is the same memory."""
+        return replace(self, held=None)
+
+
+class Held:
+    """A descriptor that keeps a file reachable; closes with its last user."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """One mapping of this process, or several that continue each other."""
+
+    start: int
+    end: int
+    offset: int
+    shared: bool
+    writable: bool
+    device: int
+    inode: int
+    path: str
+
+
+class Mappings:
+    """The file-backed memory of this process, as it is now. Takes about a millisecond."""
+
+    def __init__(self) -> None:
+        self._mapped: list[_Mapped] = []
+        try:
+            with open("/proc/self/maps", "rb") as file:
+                self._read(file.read())
+        except OSError:  # no /proc: everything is copied
+            pass
+        self._starts = np.array([mapped.start for mapped in self._mapped], np.int64)
+        self._ends = np.array([mapped.end for mapped in self._mapped], np.int64)
+
+    def _read(self, maps: bytes) -> None:
+        for start, end, write, share, offset, major, minor, inode, path in _LINE.findall(maps):
+            if _LIBRARY.search(path) or _NO_DATA.search(path):
+                continue
+            new = _Mapped(
+                start=int(start, 16),
+                end=int(end, 16),
+                offset=int(offset, 16),
+                shared=share == b"s",
+                writable=write == b"w",
+                device=os.makedev(int(major, 16), int(minor, 16)),
+                inode=int(inode),
+                path=os.fsdecode(path.replace(rb"\012", b"\n")),
+            )
+            if self._mapped:
+                # The kernel splits a mapping where advice was given for a part of it.
+                last = self._mapped[-1]
+                if new == replace(last, start=last.end, end=new.end, offset=last.offset + last.end - last.start):
+                    new = replace(last, end=new.end)
+                    self._mapped.pop()
+            self._mapped.append(new)
+
+    def __contains__(self, address: object) -> bool:
+        """Whether a file's bytes are at the address, for `codec.encode`."""
+        assert isinstance(address, int)
+        found = bisect(self._mapped, address, key=lambda mapped: mapped.start) - 1
+        return found >= 0 and address < self._mapped[found].end
+
+    def find(self, addresses: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Which mapping each stretch of memory is in, for `region`; -1 for none, and for what is empty."""
+        if not self._mapped:
+            return np.full(len(addresses), -1, np.int64)
+        found = np.searchsorted(self._starts, addresses, "right") - 1
+        inside = (found >= 0) & (sizes > 0) & (addresses + sizes <= self._ends[found])
+        return np.where(inside, found, -1)
+
+    def region(self, index: int, low: int, high: int) -> tuple[Region, Held | None, int] | None:
+        """The part of a mapping that holds the addresses from `low` to `high`.
+
+        Returns:
+            The region, the descriptor it depends on, and the address of its first byte; None if its file can't be
+            reached.
+        """
+        mapped = self._mapped[index]
+        start = low & -_PAGE
+        nbytes = min(mapped.end, (high + _PAGE - 1) & -_PAGE) - start
+        reached = _reach(mapped)
+        if reached is None:
+            return None
+        fd, by_name = reached
+        status = os.fstat(fd)
+        region = Region(
+            path=mapped.path,
+            offset=mapped.offset + start - mapped.start,
+            nbytes=nbytes,
+            shared=mapped.shared,
+            writable=mapped.writable,
+            device=status.st_dev,
+            inode=status.st_ino,
+            size=status.st_size,
+        )
+        held = Held(fd)
+        if by_name and not mapped.path.startswith(_SHARED_MEMORY):
+            return region, None, start
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            return replace(region, held=address_of(fd, name)), held, start
+        except (OSError, MemoryFileError):
+            return None
+
+
+def written_pages(start: int, nbytes: int) -> list[tuple[int, int]]:
+    """Where a private mapping of this process differs from its file: offsets from `start` and sizes of runs of pages.
+
+    All of it if the kernel does not say.
+    """
+    dirty = []
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            for first in range(start // _PAGE, (start + nbytes) // _PAGE, _SCAN):
+                count = min(_SCAN, (start + nbytes) // _PAGE - first)
+                entries = np.frombuffer(os.pread(file.fileno(), 8 * count, 8 * first), np.uint64)
+                if len(entries) != count:
+                    return [(0, nbytes)]
+                # Bits 63 and 62: there is a page, in memory or swapped out. Bit 61: it is the file's.
+                own = (entries >> np.uint64(61) & np.uint64(1)) == 0
+                dirty.append(np.flatnonzero((entries >> np.uint64(62) != 0) & own) + (first - start // _PAGE))
+    except OSError:
+        return [(0, nbytes)]
+    pages = np.concatenate(dirty) if dirty else np.zeros(0, np.int64)
+    if not len(pages):
+        return []
+    runs = np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1)
+    return [(int(run[0]) * _PAGE, len(run) * _PAGE) for run in runs]
+
+
+def open_region(region: Region, *, here: bool) -> int:
+    """Opens the file of a region that another process described.
+
+    Args:
+        region: what to open.
+        here: whether this is that process's node.
+
+    Returns:
+        A descriptor of the caller's.
+
+    Raises:
+        ReplicaError: the file is not here, or is another one.
+    """
+    writable = region.shared and region.writable
+    what = "shared memory" if region.path.startswith((_SHARED_MEMORY, "/memfd:", "/dev/zero")) else "a file"
+    where = f"The dataset refers to {what}, {region.path} ({'writable' if writable else 'read only'}), which"
+    if region.held is not None and here:
+        try:
+            return open_file(region.held, writable=writable)
+        except MemoryFileError as error:
+            raise ReplicaError(f"{where} this worker on {socket.gethostname()} can't open: {error}") from error
+    remedy = (
+        "put it on every node under the same path, or keep the workers where it is "
+        "(ray_remote_args, for instance a scheduling_strategy or label_selector)"
+    )
+    if region.path.endswith(_DELETED) or region.held is not None:
+        remedy = "give the dataset a copy (clone(), np.array()), or keep the workers on the driver's node"
+        if writable:  # what has that name here is no part of it
+            raise ReplicaError(f"{where} does not reach node {socket.gethostname()}; {remedy}")
+    try:
+        fd = os.open(region.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    except OSError as error:
+        raise ReplicaError(
+            f"{where} node {socket.gethostname()} has not got, or may not open: {error.strerror}; {remedy}"
+        ) from error
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) != (region.device, region.inode) if here else status.st_size != region.size:
+        os.close(fd)
+        raise ReplicaError(
+            f"{where} on node {socket.gethostname()} is another file, of {status.st_size} bytes; the driver's had "
+            f"{region.size}; {remedy}"
+        )
+    return fd
+
+
+def _reach(mapped: _Mapped) -> tuple[int, bool] | None:
+    """A descriptor of the file behind a mapping, and whether its path leads to it; None if there is no way."""
+    flags = (os.O_RDWR if mapped.shared and mapped.writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
+    for path in _ways(mapped):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                continue  # a device: opening it can have effects
+            fd = os.open(path, flags)
+            if path.startswith("/proc/self/map_files/") or os.fstat(fd).st_ino == mapped.inode:
+                return fd, path == mapped.path
+            os.close(fd)
+    return None
+
+
+def _ways(mapped: _Mapped) -> Iterator[str]:
+    yield mapped.path
+    if not mapped.path.endswith(_DELETED):
+        # There, but with another number: some file systems show one in `stat` and another in `maps`.
+        yield f"/proc/self/map_files/{mapped.start:x}-{mapped.end:x}"
+        return
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if (status.st_ino, status.st_dev) == (mapped.inode, mapped.device):
+                yield path
+    yield f"/proc/self/map_files/{mapped.start:x}-{mapped.end:x}"  # needs a privilege

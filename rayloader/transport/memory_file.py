@@ -1,0 +1,134 @@
+"""Anonymous memory files: memory that one process makes and others on the machine open by an address.
+
+Promise: nothing is visible in the file system, and the kernel frees a file with its last user, whatever dies. A file
+can't be resized, so that no access to a mapping of it can fail. `open_file` opens that very file or nothing: the
+number in an address may be another process's file by the time it is used, or in another PID namespace.
+
+Arenas and images are made of them. No state; any thread may call. Ray is unknown here.
+
+NOTE [Proof of identity]. A descriptor is reached as `/proc/<pid>/fd/<n>`. Boot and PID namespace must be the maker's,
+or the numbers mean something else. The link must show our name, with its 128 random bits, *before* anything is opened:
+opening a stranger's device or pipe can have effects. Inode, device and size must match after, for the number may have
+been given away in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import secrets
+from dataclasses import dataclass
+
+from rayloader.errors import RayloaderError
+
+_PR_GET_DUMPABLE = 3
+
+
+class MemoryFileError(RayloaderError):
+    """A memory file can't be made or opened here."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileAddress:
+    """All that another process needs to open a file by its descriptor, and to be sure that it is the right one."""
+
+    pid: int  # of the process that holds it open, in its PID namespace
+    fd: int
+    inode: int
+    device: int
+    name: str  # as `/proc` shows it, in part: "rayloader-<kind>-" and 128 random bits in hex
+    nbytes: int
+    machine: str  # boot and PID namespace
+
+    @property
+    def header(self) -> bytes:
+        """What a file that is to be told from a copy of it begins with."""
+        return f"{self.name} version 1".encode()
+
+
+class MemoryFile:
+    """A memory file and its descriptor, which close together.
+
+    Args:
+        kind: of use; a part of its name.
+        nbytes: its size, for good.
+
+    Attributes:
+        fd: readable and writable.
+        address: what others open it by while this is open.
+
+    Raises:
+        MemoryFileError: this system has no memory files, or no room for one.
+    """
+
+    def __init__(self, kind: str, nbytes: int) -> None:
+        name = f"rayloader-{kind}-{secrets.token_hex(16)}"
+        self.fd = -1
+        try:
+            self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.address = address_of(self.fd, name)
+        except (OSError, AttributeError) as error:  # AttributeError: not Linux
+            self.close()
+            raise MemoryFileError(f"can't make a memory file of {nbytes} bytes: {error}") from error
+
+    def __del__(self) -> None:
+        self.close()
+
+    def seal(self, *, writes: bool) -> None:
+        """Forbids further seals, and writing if `writes`, which fails while somebody has it mapped for that."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, (fcntl.F_SEAL_WRITE if writes else 0) | fcntl.F_SEAL_SEAL)
+
+    def close(self) -> None:
+        """Nobody can open it any more; who has it open or mapped keeps it. Callable more than once."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def address_of(fd: int, name: str) -> FileAddress:
+    """The address of an open file of this process."""
+    status = os.fstat(fd)
+    return FileAddress(os.getpid(), fd, status.st_ino, status.st_dev, name, status.st_size, this_machine())
+
+
+def open_file(address: FileAddress, *, writable: bool) -> int:
+    """Opens the file of another process; see NOTE [Proof of identity].
+
+    Returns:
+        A descriptor of the caller's.
+
+    Raises:
+        MemoryFileError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is
+            found in its place is something else.
+    """
+    if (here := this_machine()) != address.machine:
+        raise MemoryFileError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    try:
+        if address.name not in (target := os.readlink(path)):
+            raise MemoryFileError(f"{path} must be {address.name}, but it is {target}")
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        status = os.fstat(fd)
+    except OSError as error:
+        raise MemoryFileError(f"can't open {address.name} at {path}: {error}") from error
+    if (status.st_ino, status.st_dev, status.st_size) != (address.inode, address.device, address.nbytes):
+        os.close(fd)
+        raise MemoryFileError(f"{path} is named {address.name}, but is not that file")
+    return fd
+
+
+def others_may_open() -> bool:
+    """Whether the kernel lets other processes of the same user at this one's descriptors."""
+    return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
+
+
+def this_machine() -> str:
+    """Where a process's number in `/proc` means the same process."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"boot {file.read().strip()}, {os.readlink('/proc/self/ns/pid')}"
+    except OSError as error:
+        raise MemoryFileError(f"a memory file needs /proc: {error}") from error

@@ -1,0 +1,294 @@
+"""Images: what the workers of a node open their replica from, in one copy.
+
+Promise: an `Image` is immutable. It consists of memory files, which hold the skeleton and all buffers that had to be
+copied, and of regions of the user's own files (mapped.py). Workers open it by its address (image.py).
+
+Driver: `Image.write`, `Image.updated`; the image holds the descriptors that its address names. A node elsewhere:
+`image_from_contents`, the same files filled from what came through Ray. Any thread may call; two threads,
+`rayloader-image`, live while a big image is compared. Ray is unknown here.
+
+NOTE [Sealed]. A private mapping sees later writes to pages of the file that it has not touched itself. So the writer
+unmaps the file and seals it against writing before anybody gets its address.
+
+NOTE [Items]. An item is what an image stores in one piece: item 0 is the skeleton, then come the buffers that are no
+file's, then the written pages of private mappings. The table, in the newest file, says for each buffer where it is:
+file or region, offset, bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayloader.transport.codec import Encoded
+from rayloader.transport.image import ImageAddress, Patch, Place, address_of_buffer, libc
+from rayloader.transport.mapped import Held, Mappings, Region, written_pages
+from rayloader.transport.memory import check_room
+from rayloader.transport.memory_file import MemoryFile, MemoryFileError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_ALIGN = 64  # bytes; as the codec's spans
+_CHUNK = 1 << 20  # bytes copied or compared at a time
+_THREADED = 1 << 23  # bytes from which on two threads are worth their start
+_LARGE = 1 << 16  # bytes a chunk: below it threads only hinder each other
+_OLDER_FILES = 8  # an updated image keeps: each is a descriptor here and a mapping in every worker
+
+_Numbers = np.ndarray[Any, Any]  # int64
+
+
+class Image:
+    """The files of an image, open; and what it takes to see later what has changed."""
+
+    def __init__(self, files: tuple[MemoryFile, ...], address: ImageAddress, record: _Record | None = None) -> None:
+        self._files = files
+        self._record = record
+        self.address = address
+
+    @classmethod
+    def write(cls, encoded: Encoded, mappings: Mappings | None = None) -> Image:
+        """Makes an image of an encoded object.
+
+        Args:
+            encoded: its buffers must be as they were encoded until this returns.
+            mappings: of this process, from just before the object was encoded.
+
+        Raises:
+            ReplicaMemoryError: there is not memory enough; the error says what to do.
+            MemoryFileError: this system has no memory files.
+        """
+        return cls._made(_Contents(encoded, mappings or Mappings(), {}), None)
+
+    def updated(self, encoded: Encoded, mappings: Mappings | None = None) -> Image:
+        """The image of an object that may have changed: this one if it has not, else one that shares what is equal.
+
+        Args and raises as `write`.
+        """
+        assert self._record is not None, "an image from contents can't be updated"
+        contents = _Contents(encoded, mappings or Mappings(), self._record.regions)
+        return self._made(contents, self)
+
+    @classmethod
+    def _made(cls, new: _Contents, old: Image | None) -> Image:
+        files: list[MemoryFile] = []
+        places = np.full((new.count, 2), -1, np.int64)  # file, offset of each item
+        if old is not None:
+            kept = old._unchanged(new)
+            if old._is(new, kept):
+                return old
+            places, files = old._worth_keeping(new, kept)
+        missing = np.flatnonzero(places[:, 0] < 0)
+        rounded = -(-new.sizes[missing] // _ALIGN) * _ALIGN
+        ends = np.cumsum(rounded)
+        table_nbytes = new.home.nbytes + new.region_offsets.nbytes + new.buffer_sizes.nbytes
+        table_offset = int(ends[-1]) if len(ends) else 0
+        check_room(table_offset + table_nbytes, "for one copy of the dataset on this node")
+        places[missing, 0] = len(files)
+        places[missing, 1] = ends - rounded
+        stored = new.home >= 0
+        table = np.empty((len(stored), 3), np.int64)
+        table[stored, :2] = places[new.home[stored]]
+        table[~stored, 0] = len(files) + 1 + (-1 - new.home[~stored])
+        table[~stored, 1] = new.region_offsets[~stored]
+        table[:, 2] = new.buffer_sizes
+        file = MemoryFile("image", table_offset + max(table_nbytes, _ALIGN))
+        sources = [*zip(new.addresses[missing].tolist(), new.sizes[missing].tolist(), strict=True)]
+        offsets = [*places[missing, 1].tolist(), table_offset]
+        _fill(file, [*sources, (table.__array_interface__["data"][0], table.nbytes)], offsets)
+        files.append(file)
+
+        def place(item: int) -> Place:
+            return Place(int(places[item, 0]), int(places[item, 1]), int(new.sizes[item]))
+
+        address = ImageAddress(
+            files=tuple(file.address for file in files),
+            regions=tuple(new.regions),
+            skeleton=place(0),
+            table=Place(len(files) - 1, table_offset, table.nbytes),
+            patches=tuple(Patch(region, start, place(item)) for region, start, item in new.patches),
+        )
+        return cls(tuple(files), address, _Record(new, places))
+
+    def _unchanged(self, new: _Contents) -> _Numbers:
+        """For each new item the item of this image that it equals, or -1."""
+        record = self._record
+        assert record is not None
+        by_source = {key: item for item, key in enumerate(record.keys)}
+        keys = list(zip(new.addresses.tolist(), new.sizes.tolist(), strict=True))
+        # From the same memory if that was stored, else the one in the same place if it has the same size.
+        candidates = [by_source.get(key, -1) for key in keys]
+        candidates[0] = 0  # the skeleton
+        for item, candidate in enumerate(candidates):
+            if candidate <= 0 and item < len(record.keys) and record.keys[item][1] == keys[item][1]:
+                candidates[item] = item
+        pairs = [(n, old) for n, old in enumerate(candidates) if old >= 0 and keys[n][1] == record.keys[old][1]]
+        differs = np.zeros(new.count, bool)
+        views = self.contents()
+        starts = [address_of_buffer(view) for view in views]
+        places = record.places.tolist()
+        chunks = []
+        for item, old in pairs:
+            (source, nbytes), (file, offset) = keys[item], places[old]
+            for done in range(0, nbytes, _CHUNK):
+                chunks.append((item, source + done, starts[file] + offset + done, min(_CHUNK, nbytes - done)))
+
+        def compare(some: Sequence[tuple[int, int, int, int]]) -> None:
+            for item, one, other, nbytes in some:
+                if not differs[item] and libc.memcmp(one, other, nbytes):
+                    differs[item] = True
+
+        if sum(chunk[-1] for chunk in chunks) < _THREADED + len(chunks) * _LARGE:
+            compare(chunks)
+        else:
+            bundle = max(1, len(chunks) // 64)
+            with ThreadPoolExecutor(2, thread_name_prefix="rayloader-image") as threads:
+                list(threads.map(compare, [chunks[first : first + bundle] for first in range(0, len(chunks), bundle)]))
+        kept = np.full(new.count, -1, np.int64)
+        for item, old in pairs:
+            if not differs[item]:
+                kept[item] = old
+        return kept
+
+    def _is(self, new: _Contents, kept: _Numbers) -> bool:
+        record = self._record
+        assert record is not None
+        return (
+            len(record.keys) == new.count
+            and np.array_equal(kept, np.arange(new.count))
+            and np.array_equal(record.home, new.home)
+            and np.array_equal(record.region_offsets, new.region_offsets)
+            and self.address.regions == tuple(new.regions)
+            and record.patches == new.patches
+        )
+
+    def _worth_keeping(self, new: _Contents, kept: _Numbers) -> tuple[_Numbers, list[MemoryFile]]:
+        """Places of what need not be written anew, -1 for the rest, and the files that hold it.
+
+        A file stays while half of it is used; of those the ones that hold most.
+        """
+        record = self._record
+        assert record is not None
+        places = np.where((kept >= 0)[:, None], record.places[kept], -1)
+        used: Counter[int] = Counter()
+        for number in range(len(self._files)):
+            used[number] = int(new.sizes[places[:, 0] == number].sum())
+        worth = [n for n, nbytes in used.most_common() if nbytes and 2 * nbytes >= self._files[n].address.nbytes]
+        worth = sorted(worth[:_OLDER_FILES])
+        numbers = np.full(len(self._files) + 1, -1, np.int64)  # the last for -1
+        numbers[worth] = np.arange(len(worth))
+        places[:, 0] = numbers[places[:, 0]]
+        return places, [self._files[number] for number in worth]
+
+    def contents(self) -> list[memoryview]:
+        """The bytes of each file, for `image_from_contents` elsewhere."""
+        # Private: older kernels refuse to map a sealed file shared, though only for reading.
+        return [
+            memoryview(mmap.mmap(file.fd, file.address.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
+            for file in self._files
+        ]
+
+
+class _Contents:
+    """What an image of an encoded object consists of; see NOTE [Items]."""
+
+    def __init__(self, encoded: Encoded, mappings: Mappings, known: dict[Region, tuple[Region, Held | None]]) -> None:
+        self._encoded = encoded  # keeps what the addresses point to
+        buffers = encoded.buffers
+        addresses = np.array([address_of_buffer(buffer) for buffer in buffers], np.int64)
+        self.buffer_sizes = np.array([buffer.nbytes for buffer in buffers], np.int64)
+        self.home = np.zeros(len(buffers), np.int64)  # item of each buffer, or -1 - region
+        self.region_offsets = np.zeros(len(buffers), np.int64)
+        self.regions: list[Region] = []
+        self.held: list[Held | None] = []
+        patches = self._refer(mappings, addresses, known)
+        stored = np.flatnonzero(self.home >= 0)
+        self.home[stored] = 1 + np.arange(len(stored))
+        skeleton = [address_of_buffer(encoded.skeleton)], [len(encoded.skeleton)]
+        pages = [address for _, _, address, _ in patches], [nbytes for *_, nbytes in patches]
+        self.addresses = np.concatenate([skeleton[0], addresses[stored], pages[0]]).astype(np.int64)
+        self.sizes = np.concatenate([skeleton[1], self.buffer_sizes[stored], pages[1]]).astype(np.int64)
+        self.count = len(self.sizes)
+        first = 1 + len(stored)
+        self.patches = [(region, start, first + n) for n, (region, start, *_) in enumerate(patches)]
+
+    def _refer(
+        self, mappings: Mappings, addresses: _Numbers, known: dict[Region, tuple[Region, Held | None]]
+    ) -> list[tuple[int, int, int, int]]:
+        """Fills in the regions; gives the written pages: region, start in it, address, bytes."""
+        patches = []
+        found = mappings.find(addresses, self.buffer_sizes)
+        for index in np.unique(found[found >= 0]).tolist():
+            inside = np.flatnonzero(found == index)
+            low, high = int(addresses[inside].min()), int((addresses[inside] + self.buffer_sizes[inside]).max())
+            reached = mappings.region(index, low, high)
+            if reached is None:
+                continue
+            region, held, start = reached
+            region, held = known.get(region.named, (region, held))
+            pages = [] if region.shared else written_pages(start, region.nbytes)
+            if 4 * sum(nbytes for _, nbytes in pages) > int(self.buffer_sizes[inside].sum()):
+                continue  # more the program's own than the file's
+            self.home[inside] = -1 - len(self.regions)
+            self.region_offsets[inside] = addresses[inside] - start
+            patches += [(len(self.regions), offset, start + offset, nbytes) for offset, nbytes in pages]
+            self.regions.append(region)
+            self.held.append(held)
+        return patches
+
+
+class _Record:
+    """What an image remembers of its contents, without keeping them: only their numbers."""
+
+    def __init__(self, contents: _Contents, places: _Numbers) -> None:
+        self.keys = list(zip(contents.addresses.tolist(), contents.sizes.tolist(), strict=True))
+        self.places = places
+        self.home, self.region_offsets, self.patches = contents.home, contents.region_offsets, contents.patches
+        held = zip(contents.regions, contents.held, strict=True)
+        self.regions = {region.named: (region, keeper) for region, keeper in held}
+
+
+def image_from_contents(address: ImageAddress, contents: Sequence[Buffer]) -> Image:
+    """Makes the image anew on another node, for the workers there.
+
+    Raises:
+        ReplicaMemoryError: there is not memory enough.
+        MemoryFileError: this system has no memory files.
+    """
+    views = [memoryview(content) for content in contents]
+    check_room(sum(view.nbytes for view in views), "for one copy of the dataset on this node")
+    files = []
+    for view in views:
+        file = MemoryFile("image", view.nbytes)
+        _fill(file, [(address_of_buffer(view), view.nbytes)], [0])
+        files.append(file)
+    return Image(tuple(files), replace(address, files=tuple(file.address for file in files)))
+
+
+def _fill(file: MemoryFile, sources: Sequence[tuple[int, int]], offsets: Sequence[int]) -> None:
+    """Copies what is at some addresses into a file, for good; see NOTE [Sealed]."""
+    small = []
+    for (source, nbytes), offset in zip(sources, offsets, strict=True):
+        if nbytes < _CHUNK:
+            small.append((source, offset, nbytes))
+            continue
+        # Written, not copied into a mapping: no page is filled with zeros first, and none costs a fault.
+        for done in range(0, nbytes, _CHUNK):
+            piece = (ctypes.c_char * min(_CHUNK, nbytes - done)).from_address(source + done)
+            if os.pwrite(file.fd, piece, offset + done) != len(piece):
+                raise MemoryFileError(f"could not write {file.address.nbytes} bytes to a memory file")
+    memory = mmap.mmap(file.fd, file.address.nbytes)
+    memory.madvise(mmap.MADV_DONTFORK)  # a child's mapping would forbid the seal
+    base = address_of_buffer(memory)
+    for source, offset, nbytes in small:
+        libc.memcpy(base + offset, source, nbytes)
+    memory.close()
+    file.seal(writes=True)

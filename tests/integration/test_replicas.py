@@ -1,0 +1,306 @@
+"""The dataset in real workers: what they share with each other, what with the driver, and what is their own."""
+
+import gc
+import os
+import re
+from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+import rayloader
+from probes import as_is
+from rayloader import DataLoader, ReplicaError, SharedList
+from rayloader.crew import Actor, Crew
+from rayloader.pool import get_pool, live_memory_files
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+MIB = 1 << 20
+
+
+class Holds:
+    """Each worker is asked once: sample i is what `function(data)` returns in worker i."""
+
+    def __init__(self, data, function, length=2):
+        self.data, self.function, self.length = data, function, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.function(self.data)
+
+
+def holding(data, function, num_workers=2, **options):
+    return DataLoader(Holds(data, function, num_workers), None, num_workers=num_workers, collate_fn=as_is, **options)
+
+
+def add_one(data):
+    data += 1
+    return data.tolist()[:2]
+
+
+def image_memory(_):
+    """KiB of this process's mappings of images, of them its own; and the names of the files."""
+    resident, own, names = 0, 0, set()
+    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        if found := re.search(r"rayloader-image-\w+", block.splitlines()[0]):
+            names.add(found[0])
+            resident += int(re.search(r"^Rss: +(\d+)", block, re.MULTILINE)[1])
+            own += int(re.search(r"^Anonymous: +(\d+)", block, re.MULTILINE)[1])
+    return resident, own, names
+
+
+# ---- private memory: one copy for all, writes the worker's own
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_workers_share_one_copy_and_writes_are_their_own(kind):
+    data = np.zeros(8 * MIB, np.uint8) if kind == "array" else torch.zeros(8 * MIB, dtype=torch.uint8)
+
+    def ask(data):
+        assert not data.any()  # touches every page
+        before = image_memory(None)
+        data[:MIB] += 1
+        return before, image_memory(None), int(data.sum())
+
+    one, other = holding(data, ask)
+    assert not data.any()
+    assert one[0][2] == other[0][2]
+    assert len(one[0][2]) == 1
+    for before, after, total in (one, other):
+        assert before[0] >= 8 * 1024
+        assert before[1] <= 16  # the skeleton's page at most
+        assert 1024 <= after[1] <= 1024 + 16
+        assert total == MIB
+
+
+def test_what_is_kept_of_an_old_dataset_stays_and_the_rest_goes():
+    kept = "rayloader_kept_array"  # in a module that all loaders of a warm process see
+
+    def keep(data):
+        setattr(os, kept, data)
+        return os.getpid(), image_memory(None)[2]
+
+    def look(data):
+        return os.getpid(), getattr(os, kept).tolist()[:3], image_memory(None)[2]
+
+    def forget(data):
+        delattr(os, kept)
+        return os.getpid(), image_memory(None)[2]
+
+    loader = holding(np.arange(10_000), keep, 1)
+    ((pid, (name,)),) = loader
+    del loader
+    gc.collect()
+    ((same, content, names),) = holding(np.zeros(10_000), look, 1)
+    assert same == pid
+    assert content == [0, 1, 2]
+    assert name in names
+    ((same, _),) = holding(np.ones(10_000), forget, 1)
+    assert same == pid
+    ((_, names),) = holding(np.ones(10_000), lambda _: (os.getpid(), image_memory(None)[2]), 1)
+    assert name not in names
+
+
+# ---- what was shared stays so
+
+
+@pytest.mark.parametrize("mode", ["r+", "c", "r"])
+def test_memory_maps_keep_their_mode(tmp_path, mode):
+    np.zeros(MIB, np.uint8).tofile(tmp_path / "data")
+    data = np.memmap(tmp_path / "data", mode=mode)
+
+    def ask(data):
+        if mode == "r":
+            return type(data) is np.memmap, data.flags.writeable, image_memory(None)[0] < 64
+        data[os.getpid() % 1000] = 1
+        return type(data) is np.memmap, data.flags.writeable, image_memory(None)[0] < 64
+
+    assert list(holding(data, ask)) == [(True, mode != "r", True)] * 2
+    assert data.any() == (mode == "r+")
+    assert np.fromfile(tmp_path / "data", np.uint8).any() == (mode == "r+")
+
+
+def test_shared_tensors_and_torch_files_are_written_for_all(tmp_path):
+    data = torch.zeros(1000, dtype=torch.int64).share_memory_()
+    assert list(holding(data, add_one, 1)) == [[1, 1]]
+    assert list(holding(data, add_one, 1)) == [[2, 2]]
+    assert data.tolist() == [2] * 1000
+    data = torch.from_file(str(tmp_path / "cells"), shared=True, size=100, dtype=torch.int32)
+    assert list(holding(data, add_one, 1)) == [[1, 1]]
+    assert data.sum() == 100
+
+
+def test_the_driver_signals_through_a_shared_tensor():
+    """A worker waits, inside a sample, for what the driver writes."""
+    flag = torch.zeros(1).share_memory_()
+
+    def wait(flag):
+        while not flag[0]:
+            os.sched_yield()
+        return "seen"
+
+    iterator = iter(holding(flag, wait, 1))
+    flag[0] = 1
+    assert next(iterator) == "seen"
+
+
+def test_arrow_tables(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"number": np.arange(200_000)})
+    path = str(tmp_path / "table.arrow")
+    with arrow.OSFile(path, "wb") as sink, arrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write(table)
+    mapped = arrow.ipc.open_file(arrow.memory_map(path)).read_all()
+
+    def ask(table):
+        return table["number"][7].as_py(), arrow.compute.sum(table["number"]).as_py(), image_memory(None)[0] > 1000
+
+    import pyarrow.compute  # noqa: F401
+
+    total = 199_999 * 100_000
+    assert list(holding(table, ask)) == [(7, total, True)] * 2
+    assert list(holding(mapped, ask)) == [(7, total, False)] * 2
+
+
+def test_a_shared_list():
+    names = SharedList([f"sample {number}" for number in range(10_000)])
+    assert (
+        list(holding(names, lambda names: (names[7], len(names), names[-1])))
+        == [("sample 7", 10_000, "sample 9999")] * 2
+    )
+
+
+# ---- from epoch to epoch
+
+
+class Growing:
+    def __init__(self):
+        self.data = np.zeros(100_000)
+        self.name = "first"
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return float(self.data.sum()), self.name
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_changed_dataset_is_seen_by_the_next_epoch(persistent):
+    dataset = Growing()
+    loader = DataLoader(dataset, None, num_workers=2, collate_fn=as_is, persistent_workers=persistent)
+    seen = []
+    for number in range(3):
+        seen.append(list(loader))
+        dataset.data[number] = 1
+        dataset.name = f"after {number}"
+    fresh = [[(0.0, "first")] * 2, [(1.0, "after 0")] * 2, [(2.0, "after 1")] * 2]
+    assert seen == (fresh[:1] * 3 if persistent else fresh)
+
+
+def test_images_go_with_their_loaders():
+    def images():
+        gc.collect()
+        return {name for name in live_memory_files() if "image" in name}
+
+    before = images()
+    loader = holding(np.zeros(1000), as_is, 1)
+    assert len(list(loader)) == 1
+    (name,) = images() - before
+    list(loader)
+    assert images() - before == {name}, "an unchanged dataset was written again"
+    iterator = iter(loader)
+    del loader
+    assert len(list(iterator)) == 1
+    del iterator
+    assert images() == before
+
+
+def test_a_loader_may_go_before_its_workers_have_started():
+    iterator = iter(holding(np.arange(1000), lambda data: int(data[7]), 2, fresh_processes=True))
+    gc.collect()
+    assert list(iterator) == [7, 7]
+
+
+def test_no_descriptor_is_left():
+    shared = torch.zeros(10).share_memory_()
+    for _ in range(2):
+        list(holding([shared, np.zeros(1000)], lambda data: 0, 1))
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        list(holding([shared, np.zeros(1000)], lambda data: 0, 1))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # Ray opens some of its own
+
+
+# ---- errors
+
+
+def test_a_file_that_vanishes_before_a_worker_opens_it(tmp_path, monkeypatch):
+    np.zeros(1000).tofile(tmp_path / "data")
+    ship = Crew.ship
+
+    def ship_and_rename(*args):
+        sources = ship(*args)
+        os.rename(tmp_path / "data", tmp_path / "moved")
+        return sources
+
+    monkeypatch.setattr(Crew, "ship", ship_and_rename)
+    with pytest.raises(ReplicaError, match=rf"{tmp_path}/data.*has not got") as caught:
+        list(holding(np.memmap(tmp_path / "data"), as_is, 1))
+    assert "Caught ReplicaError in DataLoader worker process 0" in str(caught.value)
+
+
+def test_a_pipe_in_the_dataset_is_refused():
+    ours, theirs = Pipe()
+    with ours, theirs, pytest.raises(TypeError, match="Connection") as caught:
+        iter(holding([theirs], as_is, 1))
+    assert "share_memory_()" in caught.value.__notes__[0]
+
+
+def test_too_little_memory_is_an_error_of_iter(monkeypatch):
+    monkeypatch.setattr("rayloader.transport.memory.available", lambda: 1000)
+    with pytest.raises(rayloader.ReplicaMemoryError, match="are available"):
+        iter(holding(np.zeros(20_000_000, np.uint8), as_is, 1))
+
+
+# ---- where the driver's files can't be opened
+
+
+def test_workers_that_cannot_open_the_drivers_files_get_an_image_through_ray(monkeypatch):
+    """All actors say that they do not reach the driver; one of them makes the image for both."""
+    loader = holding(np.arange(300_000), lambda data: (int(data.sum()), image_memory(None)[2]), 2)
+    list(loader)
+    for actor in get_pool()._actors:
+        assert actor.has_started()
+        assert actor.address.reaches_driver
+        monkeypatch.setattr(actor, "address", replace(actor.address, reaches_driver=False))
+    first, second = list(loader), list(loader)
+    total = 299_999 * 150_000
+    assert [number for number, _ in first] == [total] * 2
+    assert first[0][1] == first[1][1], "they have not the same image"
+    assert first[0][1].isdisjoint(live_memory_files())
+    assert second == first, "an image that had not changed was shipped again"
+
+
+def test_a_host_that_dies_is_done_without(monkeypatch):
+    """The answer of the host is lost: each worker copies from Ray's object."""
+    loader = holding(np.arange(300_000), lambda data: (int(data.sum()), image_memory(None)[2]), 2)
+    list(loader)
+    for actor in get_pool()._actors:
+        monkeypatch.setattr(actor, "address", replace(actor.address, reaches_driver=False))
+    lost = ray.remote(lost_host).options(num_cpus=0, max_retries=0).remote()
+    monkeypatch.setattr(Actor, "host", lambda self, image, contents: lost)
+    assert list(loader) == [(299_999 * 150_000, set())] * 2
+
+
+def lost_host():
+    os._exit(1)

@@ -1,0 +1,461 @@
+"""Images: what is copied, what is referred to, what is shared and what stays private. Without Ray.
+
+An image is mostly opened in the process that made it, which is no different from any other; what only another process
+can show is asked of one.
+"""
+
+import dataclasses
+import gc
+import os
+import pickle
+import re
+import subprocess
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rayloader.errors import ReplicaError, ReplicaMemoryError
+from rayloader.transport import codec, memory, replica, unpicklable
+from rayloader.transport.image import open_image
+from rayloader.transport.mapped import Mappings, written_pages
+from rayloader.transport.memory_file import MemoryFileError, others_may_open
+from rayloader.transport.replica import Image, image_from_contents
+
+PAGE = os.sysconf("SC_PAGESIZE")
+MIB = 1 << 20
+
+
+def take(obj):
+    """An object as `EpochIterator` encodes it, and the mappings at that moment."""
+    mappings = Mappings()
+    return codec.encode(obj, mapped=mappings), mappings
+
+
+def write(obj):
+    return Image.write(*take(obj))
+
+
+def read(image, **how):
+    return codec.decode(*open_image(pickle.loads(pickle.dumps(image.address)), **how))
+
+
+def descriptors():
+    return sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}"))
+
+
+@pytest.fixture
+def data_file(tmp_path):
+    path = tmp_path / "data file.bin"
+    path.write_bytes(bytes(range(256)) * 256)
+    return path
+
+
+# What is copied
+
+
+def dataset():
+    base = torch.arange(1000.0)
+    return {
+        "big": np.arange(300_000),
+        "tensors": [base[10:20], base.view(10, 100)[:, 3]],
+        "small": np.arange(3),
+        "empty": (np.zeros(0), torch.zeros(0)),
+        "text": "text",
+    }
+
+
+def test_what_was_written_is_read():
+    obj = read(write(dataset()))
+    assert obj["big"].tolist() == list(range(300_000))
+    assert obj["tensors"][1].tolist() == list(range(3, 1000, 100))
+    assert obj["small"].tolist() == [0, 1, 2]
+    assert [part.shape for part in obj["empty"]] == [(0,), (0,)]
+    obj["tensors"][0][0] = 7  # still one storage: element 10 of it is the first row's
+    assert obj["tensors"][0].untyped_storage().data_ptr() == obj["tensors"][1].untyped_storage().data_ptr()
+
+
+def test_many_small_arrays():
+    image = write([np.full(100, number) for number in range(3000)])
+    assert all((array == number).all() for number, array in enumerate(read(image)))
+    assert len(image.address.files) == 1
+
+
+def test_a_write_stays_its_own():
+    source = np.zeros(5 * PAGE, np.uint8)
+    image = write(source)
+    one, other = read(image), read(image)
+    one[:] = 1
+    assert not other.any()
+    assert not source.any()
+    source[:] = 2
+    assert not other.any()
+    assert not read(image).any()
+    assert one.all()
+
+
+def test_it_cannot_be_written_to_by_anybody():
+    image = write(np.zeros(PAGE))
+    (file,) = image._files
+    for change in (lambda: os.pwrite(file.fd, b"x", 0), lambda: os.ftruncate(file.fd, 1)):
+        with pytest.raises(PermissionError):
+            change()
+
+
+def test_what_was_opened_outlives_the_image():
+    before = descriptors()
+    image = write({"kept": np.arange(1000), "dropped": np.arange(1000)})
+    assert len(descriptors()) == len(before) + 1
+    address, kept = image.address, read(image)["kept"]
+    del image
+    assert descriptors() == before
+    gc.collect()
+    assert kept.tolist() == list(range(1000))
+    with pytest.raises(MemoryFileError):
+        open_image(address)
+
+
+def test_elsewhere_it_is_not_opened():
+    image = write(np.arange(1000))
+    files = tuple(dataclasses.replace(file, machine="another") for file in image.address.files)
+    with pytest.raises(MemoryFileError, match="must be opened where it was made"):
+        open_image(dataclasses.replace(image.address, files=files))
+
+
+def test_a_copy_elsewhere_is_equal(data_file):
+    image = write({"copied": np.arange(300_000), "mapped": np.memmap(data_file)})
+    image = image.updated(*take({"copied": np.arange(300_000), "mapped": np.memmap(data_file), "new": np.ones(500)}))
+    contents = [bytes(content) for content in image.contents()]
+    there = image_from_contents(image.address, contents)
+    assert {file.name for file in there.address.files}.isdisjoint(file.name for file in image.address.files)
+    for obj in (read(there, here=False), codec.decode(*open_image(image.address, here=False, contents=contents))):
+        assert obj["copied"].tolist() == list(range(300_000))
+        assert obj["mapped"][255] == 255
+        obj["copied"][0] = 1  # writable
+    del there, contents
+
+
+PSS = """
+import sys, pickle
+from rayloader.transport import codec
+from rayloader.transport.image import open_image
+array = codec.decode(*open_image(pickle.loads(bytes.fromhex(sys.stdin.readline()))))
+print(int(array.sum()), flush=True)
+if sys.stdin.readline() == "write\\n":
+    array[:1 << 20] = 1
+    print("written", flush=True)
+sys.stdin.readline()
+"""
+
+
+def mapped_memory(pid, name):
+    """Fields of /proc/pid/smaps in KiB, over the mappings of a name."""
+    total = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
+    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text()):
+        if name in block.splitlines()[0]:
+            for field in total:
+                total[field] += int(re.search(rf"^{field}: +(\d+) kB", block, re.MULTILINE)[1])
+    return total
+
+
+def test_processes_share_the_pages_until_they_write():
+    image = write(np.zeros(8 * MIB, np.uint8))
+    address = pickle.dumps(image.address).hex()
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PSS], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    try:
+        for process in processes:
+            process.stdin.write(address + "\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "0\n"
+        memory = [mapped_memory(process.pid, image.address.name) for process in processes]
+        for one in memory:
+            assert one["Rss"] >= 8 * 1024
+            assert one["Anonymous"] == 0  # nothing of it is the process's own
+            assert one["Pss"] < 4.5 * 1024
+        processes[0].stdin.write("write\n")
+        processes[0].stdin.flush()
+        assert processes[0].stdout.readline() == "written\n"
+        writer, reader = (mapped_memory(process.pid, image.address.name) for process in processes)
+        assert 1024 <= writer["Anonymous"] <= 1024 + 8
+        assert reader["Anonymous"] == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+# What has changed
+
+
+def test_what_has_not_changed_is_not_written_again():
+    obj = dataset()
+    image = write(obj)
+    assert image.updated(*take(obj)) is image
+    assert image.updated(*take(dataset())) is image  # equal, from other memory
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_only_what_differs_is_written_anew(threads, monkeypatch):
+    if threads:
+        monkeypatch.setattr(replica, "_THREADED", 0)
+    obj = {"a": np.zeros(4 * MIB, np.uint8), "b": np.zeros(3 * MIB, np.uint8)}
+    image = write(obj)
+    old = read(image)
+    obj["b"][-1] = 1
+    new = image.updated(*take(obj))
+    assert new is not image
+    assert new.address.files[:-1] == image.address.files
+    assert 3 * MIB < new.address.files[-1].nbytes < 3.1 * MIB
+    assert (read(new)["b"][-1], old["b"][-1], read(image)["b"][-1]) == (1, 0, 0)
+    assert not read(new)["a"].any()
+    assert new.updated(*take(obj)) is new
+
+
+def test_what_comes_goes_and_moves():
+    arrays = [np.full(2000 + number, number) for number in range(5)]
+    image = write(arrays)
+    for changed in ([arrays[4], arrays[0]], [*arrays, arrays[1] + 1], [], arrays[::-1], "nothing", {"a": arrays[2]}):
+        image = image.updated(*take(changed))
+        found = read(image)
+        assert str(found) == str(changed)
+        assert image.updated(*take(changed)) is image
+
+
+def test_files_that_are_hardly_used_go_and_their_number_is_bounded():
+    before = descriptors()
+    arrays = [np.zeros(MIB, np.uint8) for _ in range(24)]
+    image = write(arrays)
+    first = image.address.files[0]
+    for number, array in enumerate(arrays):
+        array[5] = number + 1
+        image = image.updated(*take(arrays))
+        assert len(image.address.files) <= 9
+        assert [array[5] for array in read(image)] == [array[5] for array in arrays]
+    assert first not in image.address.files
+    del image
+    assert descriptors() == before
+
+
+def test_an_image_keeps_nothing_of_the_object(data_file):
+    array = np.zeros(MIB)
+    obj = {"array": array, "mapped": np.memmap(data_file)}
+    image = write(obj)
+    before = sys.getrefcount(array)
+    again = image.updated(*take(obj))
+    gc.collect()
+    assert sys.getrefcount(array) == before
+    assert again is image
+
+
+# What is backed by a file
+
+
+@pytest.mark.parametrize("shape", ["memmap", "asarray", "slice", "tensor", "element", "pickled in band"])
+@pytest.mark.parametrize("mode", ["r+", "c", "r"])
+def test_memory_maps_are_mapped_again(data_file, mode, shape):
+    mapped = np.memmap(data_file, mode=mode)
+    if shape == "tensor" and mode == "r":
+        pytest.skip("torch warns of it")
+    view = {
+        "memmap": lambda: mapped,
+        "asarray": lambda: np.asarray(mapped),
+        "slice": lambda: mapped[3 * PAGE + 5 : 4 * PAGE],
+        "tensor": lambda: torch.from_numpy(mapped)[7:],
+        "element": lambda: mapped[9:10],
+        "pickled in band": lambda: mapped[:100],
+    }[shape]()
+    expected = view.tolist()
+    image = write(view)
+    assert sum(file.nbytes for file in image.address.files) < 4096
+    found = read(image)
+    assert type(found) is type(view)
+    assert found.tolist() == expected
+    if mode == "r":
+        assert not found.flags.writeable
+        return
+    found[0] = 201
+    assert (view[0] == 201) == (mode == "r+")
+    view[0] = 55
+    assert found[0] == (55 if mode == "r+" else 201)
+
+
+def test_torch_files_keep_their_mode(data_file):
+    for shared in (True, False):
+        tensor = torch.from_file(str(data_file), shared=shared, size=1000, dtype=torch.uint8)
+        found = read(write(tensor))
+        assert torch.equal(found, tensor)
+        found[3] = 77 + shared
+        assert (tensor[3] == found[3]) == shared
+
+
+def test_pages_that_the_driver_wrote_travel(data_file):
+    mapped = np.memmap(data_file, mode="c")
+    mapped[PAGE + 1] = 99
+    mapped[5 * PAGE] = 98
+    image = write(mapped)
+    assert sum(file.nbytes for file in image.address.files) < 3 * PAGE
+    found = read(image)
+    assert found.tolist() == mapped.tolist()
+    mapped[5 * PAGE] = 97
+    image = image.updated(*take(mapped))
+    assert read(image)[5 * PAGE] == 97
+    assert found[5 * PAGE] == 98
+    mapped[:] = 3  # all the program's own: a copy
+    image = image.updated(*take(mapped))
+    assert image.address.regions == ()
+    assert (read(image) == 3).all()
+
+
+def test_which_pages_were_written(data_file):
+    mapped = np.memmap(data_file, mode="c")
+    start = mapped.ctypes.data
+    assert mapped.sum() > 0
+    assert written_pages(start, mapped.nbytes) == []
+    mapped[[0, 3 * PAGE, 4 * PAGE]] = 1
+    assert written_pages(start, mapped.nbytes) == [(0, PAGE), (3 * PAGE, 2 * PAGE)]
+
+
+def test_a_replaced_content_of_the_file_is_seen(data_file):
+    mapped = np.memmap(data_file, mode="r")
+    image = write(mapped)
+    with data_file.open("r+b") as file:
+        file.write(b"\x09")
+    assert read(image)[0] == 9
+    assert image.updated(*take(mapped)) is image
+
+
+def test_a_missing_file_is_named(data_file):
+    mapped = np.memmap(data_file, mode="r")
+    image = write(mapped)
+    data_file.rename(data_file.with_name("elsewhere"))
+    for here in (True, False):
+        with pytest.raises(ReplicaError, match=rf"{re.escape(str(data_file))}.*has not got.*No such file.*same path"):
+            read(image, here=here)
+
+
+def test_another_file_under_the_name_is_refused(data_file):
+    mapped = np.memmap(data_file, mode="r")
+    image = write(mapped)
+    data_file.unlink()
+    data_file.write_bytes(b"short")
+    for here in (True, False):
+        with pytest.raises(ReplicaError, match=r"another file, of 5 bytes; the driver's had 65536"):
+            read(image, here=here)
+
+
+def test_a_deleted_file_is_reached_through_the_driver_only(data_file):
+    mapped = np.memmap(data_file, mode="r+")
+    data_file.unlink()
+    before = descriptors()
+    image = write(mapped)
+    found = read(image)
+    found[0] = 200
+    assert mapped[0] == 200
+    with pytest.raises(ReplicaError, match=rf"{re.escape(str(data_file))} \(deleted\).*clone"):
+        read(image, here=False)
+    again = image.updated(*take(mapped))
+    assert again is image
+    del image, again
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_torchs_shared_memory_stays_shared(strategy):
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        tensor = torch.zeros(1000).share_memory_()
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    image = write({"flags": tensor, "part": tensor[10:12]})
+    found = read(image)
+    found["flags"] += 1
+    assert tensor.sum() == 1000
+    tensor[10] = 5
+    assert found["part"].tolist() == [5, 1]
+    with pytest.raises(ReplicaError, match=r"shared memory, /dev/shm/torch_.*keep the workers on the driver's"):
+        read(image, here=False)
+
+
+@pytest.mark.parametrize("name", ["plasma1x", "rayloader-arena-1"])
+def test_memory_of_rays_and_our_own_is_copied(tmp_path, name):
+    mapped = np.memmap(tmp_path / name, mode="w+", shape=1000)
+    image = write(mapped)
+    found = read(image)
+    found[0] = 1
+    assert mapped[0] == 0
+    assert image.address.regions == ()
+
+
+def test_shared_memory_that_cannot_be_reached_is_copied(monkeypatch, data_file):
+    mapped = np.memmap(data_file, mode="r+")
+    monkeypatch.setattr("rayloader.transport.mapped._ways", lambda mapped: iter(()))
+    image = write(mapped)
+    assert image.address.regions == ()
+    assert read(image)[255] == 255
+
+
+def test_arrow_tables_are_shared_and_mapped_ones_referred_to(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"number": np.arange(10_000), "text": [str(number) for number in range(10_000)]})
+    image = write(table)
+    assert image.address.files[0].nbytes > 100_000
+    assert read(image).equals(table)
+    path = str(tmp_path / "table.arrow")
+    with arrow.OSFile(path, "wb") as sink, arrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write(table)
+    mapped = arrow.ipc.open_file(arrow.memory_map(path)).read_all()
+    image = write(mapped)
+    assert [region.path for region in image.address.regions] == [path]
+    assert image.address.files[0].nbytes < 10_000
+    assert read(image).equals(table)
+
+
+# Memory
+
+
+def test_too_little_memory_is_said_before_anything_is_written(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 20_000_000)
+    obj = np.zeros(30_000_000, np.uint8)
+    before = descriptors()
+    with pytest.raises(
+        ReplicaMemoryError, match=r"0\.03 GB are needed.*0\.02 GB are available.*np\.memmap.*SharedList"
+    ):
+        write(obj)
+    assert descriptors() == before
+    write(np.zeros(1000))
+
+
+def test_the_control_groups_count(tmp_path):
+    (tmp_path / "job" / "task").mkdir(parents=True)
+    for folder, limit, current in (("job", "max", 5), ("job/task", "1000", 900)):
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.current").write_text(f"{current}\n")
+        (tmp_path / folder / "memory.stat").write_text("anon 3\ninactive_file 50\n")
+    names = "memory.max", "memory.current", "inactive_file"
+    assert list(memory._groups(tmp_path, "/job/task", *names)) == [150]
+    assert list(memory._groups(tmp_path, "/nowhere", *names)) == []
+    assert memory.available() > 0
+
+
+# What can't travel
+
+
+def test_a_pipe_is_refused_and_the_remedy_named():
+    ours, theirs = Pipe()
+    with ours, theirs:
+        with pytest.raises(TypeError, match="Connection"):
+            codec.encode({"pipe": ours})
+        text = unpicklable.explain({"pipe": ours}, "dataset")
+    assert text.startswith("dataset['pipe']: multiprocessing.connection.Connection")
+    assert "share_memory_()" in text
+
+
+def test_this_process_may_be_looked_into():
+    assert others_may_open()
