@@ -81,7 +81,7 @@ class _Call:
 
     ref: Ref
     number: int  # counts the actor's calls
-    num_tasks: int
+    num_tasks: int  # that it brought
     lent: Lent | None  # room for its batches
 
 
@@ -123,6 +123,7 @@ class Epoch:
         self._changed = threading.Condition()  # guards what follows; notified with every event
         self._schedule = schedule
         self._calls: list[deque[_Call]] = [deque() for _ in crew.actors]  # unanswered, by worker, oldest first
+        self._left_over = [0] * len(crew.actors)  # tasks that a worker's answered calls have not done
         self._unanswered: set[int] = set()  # tasks
         self._results: dict[int, Result] = {}  # not delivered, by task
         self._deliverable: deque[tuple[Task, Result]] = deque()  # in delivery order
@@ -243,12 +244,11 @@ class Epoch:
     def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
         self._crew.check_session()
         actor = self._crew.actors[worker_id]
-        num_tasks = max(1, len(tasks))
         window = self._schedule.window // len(self._crew.actors)
-        lent = actor.lane.lend(num_tasks, window) if self._arenas else None
+        lent = actor.lane.lend(max(1, len(tasks)), window) if self._arenas else None
         encoded = [task.indices.encoded for task in tasks]
         ref = actor.run([task.task_id for task in tasks], encoded, lent.room if lent is not None else None)
-        self._calls[worker_id].append(_Call(ref, actor.calls, num_tasks, lent))
+        self._calls[worker_id].append(_Call(ref, actor.calls, len(tasks), lent))
         self._unanswered.update(task.task_id for task in tasks)
 
     # ---- receiving: the user's thread, or the pin thread
@@ -299,18 +299,20 @@ class Epoch:
         """
         with self._changed:
             head = self._schedule.head
-            oldest = {worker_id: calls[0] for worker_id, calls in enumerate(self._calls) if calls}
-        if head is None or not oldest:
+        if head is None:
             return
+        first = self._oldest_call(head.worker_id) if head.worker_id != ANY_WORKER else None
         count = 1
-        if self._schedule.in_order and not self._timeout and head.worker_id in oldest:
-            if self._await_call(head.worker_id, oldest[head.worker_id], wait):
+        if first is not None and self._schedule.in_order and not self._timeout:
+            if self._await_call(head.worker_id, first, wait):
                 return
-            count, wait = len(oldest), 0.0
-        if any(call.num_tasks > 1 for call in oldest.values()):
+            count, wait = len(self._calls), 0.0
+        with self._changed:
+            oldest = {worker_id: calls[0] for worker_id, calls in enumerate(self._calls) if calls}
+        if any(self._may_publish(worker_id, call) for worker_id, call in oldest.items()):
             wait = min(wait, PAGE_TICK_S)
         by_ref = {call.ref: worker_id for worker_id, call in oldest.items()}
-        answered = self._crew.ready(list(by_ref), count=count, timeout=wait)
+        answered = self._crew.ready(list(by_ref), count=count, timeout=wait) if by_ref else []
         for ref in answered:
             self._take_answer(by_ref[ref], 0.0)
         if not answered and not sum(self._take_published(worker_id) for worker_id in oldest):
@@ -319,8 +321,8 @@ class Epoch:
     def _await_call(self, worker_id: int, call: _Call, wait: float) -> bool:
         """Waits for a worker's oldest call, or for results of it that come before; False if nothing came."""
         give_up = time.monotonic() + wait
+        patience = min(wait, PAGE_TICK_S) if self._may_publish(worker_id, call) else wait
         while True:
-            patience = min(wait, PAGE_TICK_S) if call.num_tasks > 1 else wait
             if self._take_answer(worker_id, patience) or self._take_published(worker_id):
                 return True
             if time.monotonic() >= give_up:
@@ -328,9 +330,9 @@ class Epoch:
 
     def _take_answer(self, worker_id: int, timeout: float) -> bool:
         """Takes in the answer to a worker's oldest call; False if there is none yet."""
-        call = self._calls[worker_id][0]
-        reply = self._crew.fetch(worker_id, call.ref, timeout)
-        if reply is None:
+        call = self._oldest_call(worker_id)
+        reply = self._crew.fetch(worker_id, call.ref, timeout) if call is not None else None
+        if call is None or reply is None:
             return False
         self._last_arrival = time.monotonic()
         lane, pace = self._crew.actors[worker_id].lane, self._paces[worker_id]
@@ -338,6 +340,7 @@ class Epoch:
             if not self._calls[worker_id]:
                 return True  # closed meanwhile
             self._calls[worker_id].popleft()
+            self._left_over[worker_id] += call.num_tasks - len(reply.results)
             results = [Result(*fields) for fields in reply.results]
             nbytes = sum(result.nbytes for result in results)
             for result in results:
@@ -357,10 +360,19 @@ class Epoch:
                     self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
         return True
 
+    def _may_publish(self, worker_id: int, call: _Call) -> bool:
+        """Whether the worker may have done a task of this call, its oldest, and not yet returned."""
+        return self._left_over[worker_id] + call.num_tasks > 1
+
+    def _oldest_call(self, worker_id: int) -> _Call | None:
+        """None too when the epoch was closed meanwhile, by the user's thread."""
+        with self._changed:
+            return self._calls[worker_id][0] if self._calls[worker_id] else None
+
     def _take_published(self, worker_id: int) -> bool:
         """Takes in what a worker has published of the call that it is at; False if that is nothing new."""
-        call, page = self._calls[worker_id][0], self._crew.actors[worker_id].page
-        if call.num_tasks < 2 or page is None:
+        call, page = self._oldest_call(worker_id), self._crew.actors[worker_id].page
+        if call is None or page is None or not self._may_publish(worker_id, call):
             return False
         with self._changed:
             entries = page.read(call.number)
@@ -382,15 +394,17 @@ class Epoch:
                     self._results[result.task_id] = result
                     done.append(result.task_id)
                 case ResultKind.EXHAUSTED:
-                    self._handle(TasksDone(tuple(done)))
+                    self._tasks_done(done)
                     self._handle(WorkerExhausted(result.task_id))
-                    done.clear()
                 case ResultKind.EXITED:
-                    self._handle(TasksDone(tuple(done)))
+                    self._tasks_done(done)
                     self._handle(WorkerLost(worker_id, result.text))
-        if done:
-            self._handle(TasksDone(tuple(done)))
-            self._unanswered.difference_update(done)
+        self._tasks_done(done)
+
+    def _tasks_done(self, task_ids: list[int]) -> None:
+        self._handle(TasksDone(tuple(task_ids)))
+        self._unanswered.difference_update(task_ids)
+        task_ids.clear()
 
     def _worker_died(self, fail: Fail) -> WorkerDiedError:
         address = self._crew.address(fail.worker_id)

@@ -212,3 +212,20 @@ def test_persistent_workers_go_on_from_where_torchs_would_be(calls_of, tasks_per
     sizes = calls_of(tasks_per_call)
     assert epochs() == expected
     assert max(sizes) <= tasks_per_call
+
+
+def test_what_an_early_end_left_over_is_not_withheld_either(tmp_path, calls_of):
+    """Task 8 ends its call early; what is left over comes with the next one, whose last task waits."""
+    calls_of(4)
+    gate = Gate(tmp_path / "gate")
+
+    def get(index):
+        if index == 12:
+            gate.wait()
+        return bytes(2 * PAGE_BYTES if index == 8 else 1)
+
+    iterator = iter(load(get, 13, num_workers=1, arenas=False, timeout=HANG_LIMIT))
+    for _ in range(12):
+        next(iterator)
+    gate.open()
+    assert len(list(iterator)) == 1
