@@ -32,15 +32,18 @@ SCHEDULE_BUDGET_S = 0.5  # of one simulated epoch; a slow schedule gets fewer ba
 
 def schedule_cpu(name: str, workers: int, prefetch_factor: int) -> float:
     """Microseconds in the schedule for a batch."""
-    from rayloader import schedule as rules
+    from rayloader import messages as rules
+    from rayloader.schedule import Schedule
 
-    schedule = rules.Schedule(workers, prefetch_factor)
+    schedule = Schedule(workers, prefetch_factor)
     pending: deque[Any] = deque([rules.Opened()])
     calls: deque[Any] = deque()  # in the order in which they were submitted
     spent, taken = 0.0, 0
     while pending or calls:
         if not pending:
-            pending.append(rules.TasksDone(tuple(task.task_id for task in calls.popleft())))
+            worker_id, tasks = calls.popleft()
+            pending.append(rules.TasksDone(tuple(task.task_id for task in tasks)))
+            pending.append(rules.CallAnswered(worker_id))
         event = pending.popleft()
         begin = time.perf_counter()
         commands = schedule.handle(event)
@@ -49,8 +52,8 @@ def schedule_cpu(name: str, workers: int, prefetch_factor: int) -> float:
             match command:
                 case rules.DrawIndices(count):
                     pending.extend([rules.IndicesDrawn(None)] * count)
-                case rules.Submit(_, tasks):
-                    calls.append(tasks)
+                case rules.Submit(worker_id, tasks):
+                    calls.append((worker_id, tasks))
                 case rules.Deliver(task):
                     taken += 1
                     pending.append(rules.BatchTaken(task.task_id))

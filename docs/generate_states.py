@@ -1,4 +1,4 @@
-"""Draws the states of a task from `TRANSITIONS` in rayloader/schedule.py, as a Mermaid diagram.
+"""Draws the states of a task from `TRANSITIONS` in rayloader/messages.py, as a Mermaid diagram.
 
     python docs/generate_states.py            # print the diagram
     python docs/generate_states.py --write    # put it into docs/architecture.md
@@ -10,7 +10,10 @@ import re
 import sys
 from pathlib import Path
 
-from rayloader.schedule import TRANSITIONS, TaskState
+from rayloader.messages import (
+    TRANSITIONS,
+    TaskState,
+)
 
 PAGE = Path(__file__).with_name("architecture.md")
 BLOCK = re.compile(r"```mermaid\nstateDiagram-v2\n.*?```", re.DOTALL)

@@ -26,9 +26,7 @@ from rayloader.crew import ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
 from rayloader.errors import BatchTimeoutError, RayloaderError, WorkerDiedError, add_note
-from rayloader.pace import Pace
-from rayloader.prefetch import DrawAhead
-from rayloader.schedule import (
+from rayloader.messages import (
     ANY_WORKER,
     BatchTaken,
     CallAnswered,
@@ -44,13 +42,15 @@ from rayloader.schedule import (
     Paced,
     SamplerExhausted,
     SamplerFailed,
-    Schedule,
     Submit,
     Task,
     TasksDone,
     WorkerExhausted,
     WorkerLost,
 )
+from rayloader.pace import Pace
+from rayloader.prefetch import DrawAhead
+from rayloader.schedule import Schedule
 from rayloader.transport import codec
 from rayloader.transport.lanes import Lent, from_wire, unplaced
 from rayloader.worker import CARRY, Result, ResultKind

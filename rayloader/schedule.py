@@ -5,7 +5,7 @@ rules govern it:
 
 1. Everything that happened comes in through `Schedule.handle` as an event; everything to be done goes out as the
    list of commands that it returns. Nothing else changes the state.
-2. A task's state changes only along `TRANSITIONS`.
+2. A task's state changes only along `TRANSITIONS` (messages.py).
 
 It runs under whatever lock its caller holds. The assignment of tasks to workers is torch's (see NOTE [round-robin]),
 for the workers' random streams, and with them random augmentation, depend on it.
@@ -15,195 +15,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-
-class TaskState(Enum):
-    """Where a task is on its way; `GONE` is the one state that the task table does not hold."""
-
-    QUEUED = "queued"  # assigned to its worker, to go with its next call
-    OUTSTANDING = "outstanding"  # submitted to its worker, unanswered
-    READY = "ready"  # built, waiting for its turn
-    DELIVERED = "delivered"  # its turn has come: on its way to the user, its place in the window still taken
-    LOST = "lost"  # its worker died before it answered
-    GONE = "gone"  # taken by the user, dropped with its exhausted worker, or closed
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The epoch begins: every worker is there and may be given work."""
-
-
-@dataclass(frozen=True, slots=True)
-class IndicesDrawn:
-    """The sampler gave the next batch's indices (whatever the sampler yields)."""
-
-    indices: Any
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerExhausted:
-    """The sampler has no more indices."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerFailed:
-    """The sampler raised: this draw brings nothing, another may."""
-
-
-@dataclass(frozen=True, slots=True)
-class TasksDone:
-    """A worker answered these tasks, each with a batch or with the user's exception."""
-
-    task_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CallAnswered:
-    """A worker returned a call; each task that it had done by then was told of before."""
-
-    worker_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Paced:
-    """So many tasks make a call of the right length for this worker; so many of each worker should be under way."""
-
-    worker_id: int
-    tasks_per_call: int
-    places: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerExhausted:
-    """A worker's iterable dataset ended at this task: it leaves the rotation; from here on its tasks yield nothing."""
-
-    task_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
-    """A worker's process is gone; `cause` says why, in words."""
-
-    worker_id: int
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTaken:
-    """The user has taken a delivered batch: its place in the window is free."""
-
-    task_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The epoch is over for its user, finished or not.
-
-    With `resuming` the workers go on with another epoch; first they build what torch's would have been given by now.
-    """
-
-    resuming: bool = False
-
-
-Event = (
-    Opened
-    | IndicesDrawn
-    | SamplerExhausted
-    | SamplerFailed
-    | TasksDone
-    | CallAnswered
-    | Paced
-    | WorkerExhausted
-    | WorkerLost
-    | BatchTaken
-    | Closed
+from rayloader.messages import (
+    ANY_WORKER,
+    TRANSITIONS,
+    BatchTaken,
+    CallAnswered,
+    Closed,
+    Command,
+    Deliver,
+    DrawIndices,
+    Drop,
+    Event,
+    Fail,
+    Forget,
+    IndicesDrawn,
+    Opened,
+    Paced,
+    SamplerExhausted,
+    SamplerFailed,
+    Submit,
+    Task,
+    TasksDone,
+    TaskState,
+    WorkerExhausted,
+    WorkerLost,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class DrawIndices:
-    """Draw from the sampler `count` times and report each; they are owed until then (`Schedule.owed_draws`)."""
-
-    count: int
-
-
-ANY_WORKER = -1
-
-
-@dataclass(slots=True)
-class Task:
-    """One request to build one batch; `task_id` counts from 0 in delivery order."""
-
-    task_id: int
-    worker_id: int  # ANY_WORKER while it is nobody's yet
-    indices: Any
-    state: TaskState = TaskState.QUEUED
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Send these tasks to their worker in one call. Without any it asks for those that an earlier call left over."""
-
-    worker_id: int
-    tasks: tuple[Task, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """This task's batch is the next that the user gets."""
-
-    task: Task
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Drop whatever is held for these tasks: nobody will ask for them."""
-
-    task_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """The worker need not build its tasks from this one on, and what it did of them must not show."""
-
-    worker_id: int
-    first_task_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The epoch cannot go on: a worker is lost. `task` is the first that is lost with it, if it had any."""
-
-    worker_id: int
-    cause: str
-    task: Task | None
-
-
-Command = DrawIndices | Submit | Deliver | Forget | Drop | Fail
-
-# state before -> event -> state after; `Submit` and `Deliver` are the schedule's own steps. The picture in
-# docs/architecture.md is generated from this table.
-TRANSITIONS: dict[TaskState, dict[str, TaskState]] = {
-    TaskState.QUEUED: {
-        "Submit": TaskState.OUTSTANDING,
-        "WorkerExhausted": TaskState.GONE,
-        "WorkerLost": TaskState.LOST,
-        "Closed": TaskState.GONE,
-    },
-    TaskState.OUTSTANDING: {
-        "TasksDone": TaskState.READY,
-        "WorkerExhausted": TaskState.GONE,
-        "WorkerLost": TaskState.LOST,
-        "Closed": TaskState.GONE,
-    },
-    TaskState.READY: {"Deliver": TaskState.DELIVERED, "Closed": TaskState.GONE},
-    TaskState.DELIVERED: {"BatchTaken": TaskState.GONE, "Closed": TaskState.GONE},
-    TaskState.LOST: {"Closed": TaskState.GONE},
-    TaskState.GONE: {},
-}
 _SUBMITTED = TRANSITIONS[TaskState.QUEUED]["Submit"]
 _DONE = TRANSITIONS[TaskState.OUTSTANDING]["TasksDone"]
 _DELIVERED = TRANSITIONS[TaskState.READY]["Deliver"]
@@ -535,7 +374,7 @@ class Schedule:
         try:
             state = TRANSITIONS[before][type(event).__name__]
         except KeyError:
-            raise RuntimeError(f"{event} cannot happen to {task}; see TRANSITIONS in schedule.py") from None
+            raise RuntimeError(f"{event} cannot happen to {task}; see TRANSITIONS in messages.py") from None
         if before is TaskState.OUTSTANDING:
             self._unanswered_tasks[task.worker_id] -= 1
         elif before is TaskState.QUEUED:

@@ -22,6 +22,7 @@ LAYOUT = {
     "rayloader/iterator.py",
     "rayloader/epoch.py",
     "rayloader/schedule.py",
+    "rayloader/messages.py",
     "rayloader/session.py",
     "rayloader/crew.py",
     "rayloader/pool.py",
@@ -63,6 +64,13 @@ def imported(source: str) -> set[str]:
     return {name.split(".")[0] for name in found}
 
 
+def imported_from_rayloader(source: str) -> set[str]:
+    """The modules of the package that a source names."""
+    nodes = ast.walk(ast.parse(source))
+    found = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name for name in found if name.startswith("rayloader")}
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -100,9 +108,11 @@ def test_ray_is_used_where_it_may_be() -> None:
 
 
 def test_the_schedule_imports_the_standard_library_only() -> None:
-    modules = imported((PACKAGE / "schedule.py").read_text())
-    assert modules
-    assert modules <= sys.stdlib_module_names
+    for name in ("schedule.py", "messages.py", "pace.py"):
+        modules = imported((PACKAGE / name).read_text())
+        assert modules
+        assert modules <= sys.stdlib_module_names | {"rayloader"}
+    assert imported_from_rayloader((PACKAGE / "schedule.py").read_text()) == {"rayloader.messages"}
 
 
 def test_importing_rayloader_and_loading_in_process_leaves_ray_alone() -> None:

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rayloader.pace import CALLS_UNDER_WAY
-from rayloader.schedule import (
+from rayloader.messages import (
     ANY_WORKER,
     TRANSITIONS,
     BatchTaken,
@@ -28,13 +27,14 @@ from rayloader.schedule import (
     Paced,
     SamplerExhausted,
     SamplerFailed,
-    Schedule,
     Submit,
     TasksDone,
     TaskState,
     WorkerExhausted,
     WorkerLost,
 )
+from rayloader.pace import CALLS_UNDER_WAY
+from rayloader.schedule import Schedule
 
 
 def in_words(commands: list[Command]) -> list[tuple[object, ...]]:
