@@ -10,10 +10,10 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-# A call costs 0.3 to 0.5 ms of CPU over driver, actor and raylet: a tenth of a call of this length.
-CALL_SECONDS = 0.005
+# A call costs about 1 ms of CPU over driver, actor and raylet: a tenth of a call of this length.
+CALL_SECONDS = 0.01
 # More gains nothing: by then a call costs less per task than the rest of a task's way.
-MAX_TASKS_PER_CALL = 64
+MAX_TASKS_PER_CALL = 128
 # How many of the latest calls count: their median, for on a busy machine single times say little.
 RECENT_CALLS = 9
 # The call that the worker is at, the next one, and one on its way to the user: with less the worker would wait for the
