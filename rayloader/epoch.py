@@ -45,6 +45,7 @@ from rayloader.messages import (
     Submit,
     Task,
     TasksDone,
+    TaskState,
     WorkerExhausted,
     WorkerLost,
 )
@@ -157,8 +158,6 @@ class Epoch:
             RayloaderError: a worker died, could not start, or did not answer in time.
             Exception: the sampler's own.
         """
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
         if self._cut_short:
             self._crew.check_session()
         began = 0.0 if self._deliverable else time.monotonic()
@@ -176,6 +175,8 @@ class Epoch:
             self._draw_owed()
             if time.monotonic() >= self._deadline(began):
                 raise self._timed_out()
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
         return None
 
     def close(self, *, resuming: bool = False) -> None:
@@ -213,7 +214,7 @@ class Epoch:
                         self.dropped[worker_id] = first_task_id
                     case Fail():
                         self._failure = self._worker_died(command)
-                        raise self._failure
+                        self._calls[command.worker_id].clear()
             if self._pin_thread is not None:
                 self._changed.notify_all()
 
@@ -236,16 +237,15 @@ class Epoch:
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""
         with self._changed:
-            calls = any(self._calls)
-            under_way = calls or self._results or self._deliverable or self._schedule.owed_draws
-            if self._pin_thread is None and not under_way and not self._schedule.finished:
+            under_way = any(self._calls) or self._deliverable or self._schedule.owed_draws
+            if self._pin_thread is None and not under_way and not self._schedule.finished and self._failure is None:
                 raise RayloaderError("this iterator was interrupted and has lost its place; call iter() again")
 
     def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
         self._crew.check_session()
         actor = self._crew.actors[worker_id]
         window = self._schedule.window // len(self._crew.actors)
-        lent = actor.lane.lend(max(1, len(tasks)), window) if self._arenas else None
+        lent = actor.lane.lend(max(1, len(tasks) + self._left_over[worker_id]), window) if self._arenas else None
         encoded = [task.indices.encoded for task in tasks]
         ref = actor.run([task.task_id for task in tasks], encoded, lent.room if lent is not None else None)
         self._calls[worker_id].append(_Call(ref, actor.calls, len(tasks), lent))
@@ -255,12 +255,21 @@ class Epoch:
 
     def _receive(self, wait: float) -> Delivery | None:
         """The next batch, opened; None if it has not come within about `wait` seconds."""
-        if not self._deliverable:
+        if not self._deliverable and not self._is_lost():
             try:
                 self._collect(wait)
             except ActorLost as lost:
+                self._take_published(lost.worker_id)  # what it showed before it died is the driver's
                 self._handle(WorkerLost(lost.worker_id, str(lost)))
+        if not self._deliverable and self._failure is not None and self._is_lost():
+            raise self._failure.with_traceback(None)
         return self._open_first()
+
+    def _is_lost(self) -> bool:
+        """Whether a worker was lost and with it what is next in order; the others' batches before that still come."""
+        with self._changed:
+            head = self._schedule.head
+            return self._failure is not None and (head is None or head.state is TaskState.LOST)
 
     def _open_first(self) -> Delivery | None:
         """The next batch if it is there."""
@@ -276,8 +285,10 @@ class Epoch:
         assert self._pin is not None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._schedule.finished or any(self._calls) or self._deliverable)
-                if self._schedule.finished:
+                self._changed.wait_for(
+                    lambda: self._schedule.finished or any(self._calls) or self._deliverable or self._failure
+                )
+                if self._schedule.finished and self._failure is None:
                     return None
             delivery = self._receive(self._tick)
             if delivery is None:
@@ -339,14 +350,14 @@ class Epoch:
         with self._changed:
             if not self._calls[worker_id]:
                 return True  # closed meanwhile
-            self._calls[worker_id].popleft()
-            self._left_over[worker_id] += call.num_tasks - len(reply.results)
             results = [Result(*fields) for fields in reply.results]
             nbytes = sum(result.nbytes for result in results)
             for result in results:
                 lane.saw(result.nbytes)
             exhausted = bool(results) and results[-1].kind is ResultKind.EXHAUSTED
             self._take_in(worker_id, results, call.lent)
+            self._calls[worker_id].popleft()  # only now: after a Ctrl-C before this it is fetched again
+            self._left_over[worker_id] += call.num_tasks - len(results)
             lane.release(call.lent, reuse=reply.reuse)
             if reply.no_arena:
                 lane.refused(reply.no_arena)

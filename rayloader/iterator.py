@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
@@ -80,10 +80,12 @@ class EpochIterator(_BaseDataLoaderIter):
         by_worker = self._seeding == "worker"  # then what a worker has built shows in what it builds next
         if self._epoch is not None:
             self._epoch.close(resuming=resuming and by_worker)
-        # Without order, what a worker gets depends on when it is given it: no deeper than torch.
+        # Without order, what a worker gets depends on when it is given it; and how far a stream was read ahead shows
+        # where persistent workers go on. In both cases no deeper than torch.
         elastic = (
             isinstance(self._prefetch_factor, AutomaticPrefetch)
             and (self._in_order or self._dynamic)
+            and not (self._persistent_workers and self._dataset_kind == _DatasetKind.Iterable)
             and may_draw_ahead(self._index_sampler)
         )
         try:
@@ -95,7 +97,8 @@ class EpochIterator(_BaseDataLoaderIter):
                     if not by_worker:
                         actor.drop(from_task=0)
                     actor.lane.abandon_unanswered()
-                    actor.resume(self._epochs, self._shared_seed, self._epoch.dropped.get(worker_id))
+                    undo_from = self._epoch.dropped.get(worker_id) if by_worker else 0
+                    actor.resume(self._epochs, self._shared_seed, undo_from)
             else:
                 self._crew = self._start_crew(loader, max_undone=MAX_PLACES if elastic and by_worker else 0)
                 super()._reset(loader, first_iter)
@@ -130,9 +133,9 @@ class EpochIterator(_BaseDataLoaderIter):
             max_tasks = max(1, self._prefetch_factor // 2) if self._in_order or self._dynamic else 1
             return [Pace(math.inf, max_tasks) for _ in range(self._num_workers)]
         new = [Pace(self._prefetch_bytes / self._num_workers, dynamic=self._dynamic) for _ in range(self._num_workers)]
-        paces = _paces.setdefault(loader, new)
+        paces: list[Pace] = get_pool().remembered(loader).setdefault("paces", new)
         if [(p.worker_bytes, p.dynamic) for p in paces] != [(p.worker_bytes, p.dynamic) for p in new]:
-            paces = _paces[loader] = new
+            return new
         for pace in paces:
             pace.begin()
         return paces
@@ -233,7 +236,6 @@ class EpochIterator(_BaseDataLoaderIter):
 
 
 _live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
-_paces: weakref.WeakKeyDictionary[TorchDataLoader[Any], list[Pace]] = weakref.WeakKeyDictionary()
 
 
 def close_all() -> None:

@@ -75,7 +75,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             256 MiB by default. At least two batches per worker are, whatever their size.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
             NumPy anew before each batch, by base seed, epoch and the batch's number, so that random augmentation does
-            not depend on the number of workers.
+            not depend on the number of workers, as long as there are any: `num_workers=0` is torch's own path.
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
             whoever is idle, so that a slow sample does not idle the others. Batches still come in order. Dynamic needs
             `seeding="batch"` and a map-style dataset.
@@ -121,13 +121,16 @@ class DataLoader(TorchDataLoader[_T_co]):
         arenas: bool = True,
     ) -> None:
         _check_remote_args(ray_remote_args)
-        if not isinstance(prefetch_bytes, int) or prefetch_bytes < 1:
+        if not isinstance(prefetch_bytes, int) or isinstance(prefetch_bytes, bool) or prefetch_bytes < 1:
             raise ValueError(
                 f"prefetch_bytes must be a whole number of bytes >= 1, got {prefetch_bytes!r}; "
                 "to fix the depth use prefetch_factor"
             )
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
+        for name, value in (("fresh_processes", fresh_processes), ("arenas", arenas)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
         _check_scheduling(seeding, scheduling, dataset)
         self.prefetch_bytes = prefetch_bytes
         self.seeding = seeding

@@ -27,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -66,6 +66,7 @@ class _LoaderEntry:
     ref: weakref.ref[object]  # its end posts a message
     key: bytes  # of the options that its actors are made with
     image: Image | None = None  # of its replica, as last shipped: the next is compared with it
+    remembered: dict[str, Any] = field(default_factory=dict)
 
 
 class Pool:
@@ -125,6 +126,11 @@ class Pool:
                 if entry.ref() is loader:
                     entry.image = image
         return image
+
+    def remembered(self, loader: object) -> dict[str, Any]:
+        """What a loader's iterators leave to the next one; gone with the loader."""
+        with self._locked():
+            return next((entry.remembered for entry in self._loaders if entry.ref() is loader), {})
 
     def post(self, message: Any) -> None:
         """Takes a message and handles it if nobody else is at work here; safe in a finalizer."""

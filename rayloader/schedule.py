@@ -342,6 +342,7 @@ class Schedule:
         if not lost and not self._active[event.worker_id]:
             return []  # its work was done
         self._active[event.worker_id] = False
+        self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
         for task in lost:
             self._move(task, event)
         return [Fail(event.worker_id, event.cause, lost[0] if lost else None)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import operator
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import cloudpickle
@@ -70,6 +70,10 @@ class SharedList(Sequence[_T]):
         made = cls.__new__(cls)
         made._set(kind, data, offsets)
         return made
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self)):  # Sequence's own would take an item's IndexError for the end
+            yield self[index]
 
     def __len__(self) -> int:
         return len(self._bounds) - 1

@@ -251,7 +251,7 @@ class _Hosted:
         self._exhausted = False
         self._epoch = 0
         self._left: deque[_Task] = deque()  # not begun, oldest first
-        self._rewind = Rewind(setup.max_undone) if setup.max_undone else None
+        self._rewind: Rewind | None = None
         self._collate: Any = None  # stacks into the slot of `_collate_to`, by the map as it was then
         self._collate_to: SlotWriter | None = None
         self._collate_fn_map: dict[Any, Any] = {}
@@ -267,6 +267,8 @@ class _Hosted:
             self._seed()
             if loaded.worker_init_fn is not None:
                 loaded.worker_init_fn(self._setup.worker_id)
+            if self._setup.max_undone:
+                self._rewind = Rewind(self._setup.max_undone, self._dataset)
             self._create_fetcher()
 
     def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> None:
@@ -306,8 +308,6 @@ class _Hosted:
             results.append(result)
             if result.kind is ResultKind.EXITED or (self._left and not self._exhausted and not self._publish(result)):
                 break
-        if self._rewind is not None:
-            self._rewind.call_ends()
         self._collate = self._collate_to = None
         return results
 

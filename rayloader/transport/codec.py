@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import numpy as np
 import torch
+from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 from torch.multiprocessing import reductions
 
@@ -72,7 +73,7 @@ class Encoded:
 
 
 def encode(
-    obj: object, *, known_classes: bool = False, carry: tuple[type, ...] = (), mapped: Container[int] = ()
+    obj: object, *, known_classes: bool = False, carry: tuple[type, ...] = (), mapped: Container[int] | None = None
 ) -> Encoded:
     """Takes an object apart.
 
@@ -81,7 +82,8 @@ def encode(
         known_classes: Name the classes that travel by value instead of defining them, for the way back to the
             process that they came from; see classes.py.
         carry: Types whose instances are left to whoever transports the rest, such as Ray's references.
-        mapped: Addresses whose memory must not be copied into the skeleton, however small an array is.
+        mapped: For replicas: addresses whose memory must not be copied, however small an array is, or in whatever
+            steps it goes through it. Arrays that go through the same memory more than once keep doing so.
 
     Raises:
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -179,7 +181,9 @@ class _Span:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...], mapped: Container[int]) -> None:
+    def __init__(
+        self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...], mapped: Container[int] | None
+    ) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will ask for them
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=self.references.append)
         self.known_classes = known_classes
@@ -272,6 +276,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dtype, strides = array.dtype, None
         if dtype.hasobject or dtype.itemsize == 0:
             return NotImplemented
+        if self.mapped is not None and array.nbytes and not array.flags.c_contiguous:
+            low, high = byte_bounds(array)
+            if low in self.mapped or high - low <= array.nbytes:
+                content = memory(low, high - low, array)
+                offset = array.__array_interface__["data"][0] - low
+                return _array, (pickle.PickleBuffer(content), array.shape, dtype, array.strides, offset)
         if not array.flags.c_contiguous:
             # As in NumPy's pickling: memory that is dense in some order of the axes keeps it, else C order.
             axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
@@ -281,7 +291,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 array = array.copy("C")
         address = array.__array_interface__["data"][0]
         content = memory(address, array.nbytes, array)
-        in_band = array.nbytes <= _IN_BAND and address not in self.mapped
+        in_band = array.nbytes <= _IN_BAND and (self.mapped is None or address not in self.mapped)
         buffer = bytearray(content) if in_band else pickle.PickleBuffer(content)
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
         return _array, (buffer, array.shape, dtype.str if by_name else dtype, strides)
@@ -319,8 +329,8 @@ def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:
     return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
 
 
-def _array(buffer: Any, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None) -> Any:
-    return np.ndarray(shape, dtype, buffer, 0, strides)
+def _array(buffer: Any, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None, offset: int = 0) -> Any:
+    return np.ndarray(shape, dtype, buffer, offset, strides)
 
 
 def _memmap(attributes: dict[str, object], *place: Any) -> Any:

@@ -6,7 +6,8 @@ waits for anybody: the driver looks while it waits for the call, the worker betw
 
 The page is the one slot of an arena of its own, so that it lives and is found as arenas are. Layout: number of the call
 that is at work, number of its entries; 64 bytes on, what is dropped; 128 bytes on, the entries. What is longer than a
-word has a checksum, for machines that reorder writes: what does not match is not there yet.
+word has a checksum, begun with the call's number, for machines that reorder writes: what does not match is not there
+yet.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ControlPage:
             length, checksum = _ENTRY.unpack_from(memory, self._place)
             begin = self._place + _ENTRY.size
             entry = bytes(memory[begin : begin + length])
-            if zlib.crc32(entry) != checksum or _WORD.unpack_from(memory, _CALL)[0] != call:
+            if zlib.crc32(entry, call) != checksum:
                 break
             entries.append(entry)
             self._count, self._place = self._count + 1, begin + length
@@ -90,12 +91,11 @@ class WorkerPage:
         assert memory is not None
         self.address = address
         self._memory = memory
-        self._place = _ENTRIES
-        self._count = 0
+        self._call, self._count, self._place = 0, 0, _ENTRIES
 
     def begin(self, call: int) -> None:
         """Starts a call: what was published before is gone."""
-        self._place, self._count = _ENTRIES, 0
+        self._call, self._count, self._place = call, 0, _ENTRIES
         _WORD.pack_into(self._memory, _COUNT, 0)
         _WORD.pack_into(self._memory, _CALL, call)
 
@@ -106,7 +106,7 @@ class WorkerPage:
         if end > PAGE_BYTES:
             return False
         self._memory[begin:end] = entry
-        _ENTRY.pack_into(self._memory, self._place, len(entry), zlib.crc32(entry))
+        _ENTRY.pack_into(self._memory, self._place, len(entry), zlib.crc32(entry, self._call))
         self._place, self._count = end, self._count + 1
         _WORD.pack_into(self._memory, _COUNT, self._count)
         return True

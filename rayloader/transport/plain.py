@@ -54,7 +54,7 @@ def encode(obj: Any) -> tuple[bytes, list[memoryview]] | None:
         if not tensor.is_contiguous() or tensor.requires_grad or tensor.__dict__ or tensor.is_neg() or tensor.is_conj():
             return None
         storage, nbytes = tensor.untyped_storage(), tensor.nbytes
-        if not nbytes or storage.nbytes() != nbytes:
+        if not nbytes or storage.nbytes() != nbytes or tensor.storage_offset():
             return None
         specs.append((NAMES[dtype], tuple(tensor.shape), tensor.stride(), nbytes))
         buffers.append(memoryview(memory(storage.data_ptr(), nbytes, storage)))

@@ -8,16 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.random_state import RandomState, Rewind
+from rayloader.random_state import RandomState, Rewind, find_generators
 
 DRAWS = {"python": random.random, "torch": lambda: torch.rand(1).item(), "numpy": np.random.rand}
 
 
 @pytest.fixture(autouse=True)
 def same_after():
-    before = RandomState.capture()
+    before = RandomState.capture([])
     yield
-    before.restore()
+    before.restore([])
+
+
+def picture():
+    """The states of all three, to be compared."""
+    state = RandomState.capture([])
+    raw, numpy = state.numpy
+    return state.python, state.torch, raw, numpy["has_gauss"], numpy["gauss"]
 
 
 def draw_all():
@@ -26,57 +33,93 @@ def draw_all():
 
 def test_what_was_captured_comes_again():
     draw_all()
-    state = RandomState.capture()
+    state = RandomState.capture([])
     first = draw_all()
-    state.restore()
+    state.restore([])
     assert draw_all() == first
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_draw_makes_another_state(draw):
-    before = RandomState.capture()
-    assert before == RandomState.capture()
+    before = picture()
+    assert before == picture()
     draw()
-    assert before != RandomState.capture()
+    assert before != picture()
 
 
-def run(rewind, calls, noise):
-    """What the tasks drew, by task; calls are lists of tasks."""
+def run(rewind, tasks, noise):
+    """What the tasks drew, by task."""
     drawn = {}
-    for tasks in calls:
-        for task in tasks:
-            rewind.task_begins(task)
-            if noise:
-                drawn[task] = draw_all()
-        rewind.call_ends()
+    for task in tasks:
+        rewind.task_begins(task)
+        drawn[task] = draw_all() if noise(task) else None
     return drawn
 
 
 @pytest.mark.parametrize("undo_from", [0, 2, 4, 5, 6, 8, 10, 12])
-def test_tasks_are_undone(undo_from):
-    rewind = Rewind(100)
-    drawn = run(rewind, [[0], [2, 4], [6, 8, 10]], noise=True)
-    here = RandomState.capture()
+@pytest.mark.parametrize("every", [1, 3])
+def test_tasks_are_undone(undo_from, every):
+    rewind = Rewind(100, None)
+    drawn = run(rewind, [0, 2, 4, 6, 8, 10], lambda task: task % every == 0)
+    here = picture()
     rewind.undo_from(undo_from)
-    undone = [task for task in drawn if task >= undo_from]
+    undone = [numbers for task, numbers in drawn.items() if task >= undo_from and numbers is not None]
     if undone:
-        assert draw_all() == drawn[undone[0]]
+        assert draw_all() == undone[0]
     else:
-        assert here == RandomState.capture()
+        assert here == picture()
 
 
-def test_without_noise_there_is_nothing_to_undo():
-    rewind = Rewind(100)
-    here = RandomState.capture()
-    run(rewind, [[0], [1, 2, 3], [4, 5]], noise=False)
-    rewind.undo_from(2)
-    assert here == RandomState.capture()
+def test_a_normal_number_in_store_is_undone_too():
+    rewind = Rewind(100, None)
+    np.random.seed(0)
+    drawn = []
+    for task in range(6):
+        rewind.task_begins(task)
+        drawn.append(np.random.randn())  # every second one was made with the one before it
+    rewind.undo_from(3)
+    assert np.random.randn() == drawn[3]
 
 
 def test_it_begins_anew():
-    rewind = Rewind(100)
-    run(rewind, [[0], [1]], noise=True)
+    rewind = Rewind(100, None)
+    run(rewind, [0, 1], lambda task: True)
     rewind.undo_from(None)
-    here = RandomState.capture()
+    here = picture()
     rewind.undo_from(0)
-    assert here == RandomState.capture()
+    assert here == picture()
+
+
+class Holder:
+    """Generators in attributes and containers, one of them twice, and in a circle."""
+
+    def __init__(self):
+        self.a = random.Random(1)
+        self.b = [{"x": np.random.default_rng(2)}, self.a]
+        self.c = (np.random.RandomState(3), torch.Generator().manual_seed(4))
+        self.me = self
+
+
+def numbers_of(holder):
+    return [
+        holder.a.random(),
+        holder.b[0]["x"].random(),
+        holder.c[0].rand(),
+        torch.rand(1, generator=holder.c[1]).item(),
+    ]
+
+
+def test_generators_of_a_dataset_are_found_and_undone_too():
+    holder = Holder()
+    assert len(find_generators(holder)) == 4
+    rewind, drawn = Rewind(10, holder), []
+    for task in range(5):
+        rewind.task_begins(task)
+        drawn.append(numbers_of(holder))
+    rewind.undo_from(2)
+    assert numbers_of(holder) == drawn[2]
+
+
+def test_looking_for_generators_ends():
+    assert find_generators([list(range(10)) for _ in range(10_000)]) == []
+    assert find_generators(np.zeros(3)) == find_generators(None) == find_generators(torch) == []
