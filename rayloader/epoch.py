@@ -45,7 +45,6 @@ from rayloader.messages import (
     Submit,
     Task,
     TasksDone,
-    TaskState,
     WorkerExhausted,
     WorkerLost,
 )
@@ -158,7 +157,7 @@ class Epoch:
             RayloaderError: a worker died, could not start, or did not answer in time.
             Exception: the sampler's own.
         """
-        if self._cut_short:
+        if self._cut_short and self._failure is None:
             self._crew.check_session()
         began = 0.0 if self._deliverable else time.monotonic()
         while not self.finished:
@@ -255,21 +254,15 @@ class Epoch:
 
     def _receive(self, wait: float) -> Delivery | None:
         """The next batch, opened; None if it has not come within about `wait` seconds."""
-        if not self._deliverable and not self._is_lost():
+        if not self._deliverable and self._failure is None:
             try:
                 self._collect(wait)
             except ActorLost as lost:
                 self._take_published(lost.worker_id)  # what it showed before it died is the driver's
                 self._handle(WorkerLost(lost.worker_id, str(lost)))
-        if not self._deliverable and self._failure is not None and self._is_lost():
+        if not self._deliverable and self._failure is not None:
             raise self._failure.with_traceback(None)
         return self._open_first()
-
-    def _is_lost(self) -> bool:
-        """Whether a worker was lost and with it what is next in order; the others' batches before that still come."""
-        with self._changed:
-            head = self._schedule.head
-            return self._failure is not None and (head is None or head.state is TaskState.LOST)
 
     def _open_first(self) -> Delivery | None:
         """The next batch if it is there."""
@@ -356,6 +349,8 @@ class Epoch:
                 lane.saw(result.nbytes)
             exhausted = bool(results) and results[-1].kind is ResultKind.EXHAUSTED
             self._take_in(worker_id, results, call.lent)
+            if not self._calls[worker_id]:
+                return True  # it exited
             self._calls[worker_id].popleft()  # only now: after a Ctrl-C before this it is fetched again
             self._left_over[worker_id] += call.num_tasks - len(results)
             lane.release(call.lent, reuse=reply.reuse)
