@@ -28,6 +28,10 @@ class PeerError(RuntimeError):
     """The process of an implementation failed."""
 
 
+class PeerDied(PeerError):
+    """It is gone; `Peer.restart` makes another."""
+
+
 @dataclass(frozen=True)
 class Missing:
     """An implementation cannot do what was asked."""
@@ -46,17 +50,21 @@ class Peer:
 
     def __init__(self, name: str, env: dict[str, str] | None = None) -> None:
         self.name = name
+        self._env = env
+        self._start()
+
+    def _start(self) -> None:
         self._unread = b""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
         inherited = {
             key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"
         }  # no cluster: this machine
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("serve.py")), name],
+            [sys.executable, str(Path(__file__).with_name("serve.py")), self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**inherited, "OMP_NUM_THREADS": "1", **(env or {})},
+            env={**inherited, "OMP_NUM_THREADS": "1", **(self._env or {})},
             start_new_session=True,  # Ctrl-C reaches the driver only, which ends the others
         )
 
@@ -64,7 +72,8 @@ class Peer:
         """Calls `module:function` over there and waits for what it returns, or for `Missing`.
 
         Raises:
-            PeerError: the call raised, the process died, or no answer came within `ANSWER_LIMIT_S`.
+            PeerDied: the process died.
+            PeerError: the call raised, or no answer came within `ANSWER_LIMIT_S`.
         """
         assert self._process.stdin is not None
         request = json.dumps({"function": function, "arguments": arguments})
@@ -95,12 +104,17 @@ class Peer:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
-    def _died(self, request: str) -> PeerError:
+    def restart(self) -> None:
+        """A new process in the old one's place."""
+        self.close()
+        self._start()
+
+    def _died(self, request: str) -> PeerDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         self._errors.seek(0)
         said = self._errors.read()[-2000:]
-        return PeerError(f"the process of {self.name} died (status {self._process.returncode}) at {request}:\n{said}")
+        return PeerDied(f"the process of {self.name} died (status {self._process.returncode}) at {request}:\n{said}")
 
     def close(self, *, interrupt: bool = False) -> None:
         """Ends the process and what it started; callable more than once.

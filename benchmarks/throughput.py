@@ -72,7 +72,14 @@ def _measure_case(case: str, sides: dict[str, processes.Peer], options: Options)
     missing: dict[str, Missing] = {}
     for name, side in sides.items():
         harness.say(f"{QUESTION}: {case}, {name}, warming up")
-        first = side.call(f"{QUESTION}:epoch", case=case, **size)
+        try:
+            first = side.call(f"{QUESTION}:epoch", case=case, **size)
+        except processes.PeerDied as died:
+            if name in peers.REQUIRED:
+                raise
+            harness.say(str(died))
+            side.restart()
+            first = Missing("its process died, as when a machine runs out of memory")
         if isinstance(first, Missing):
             missing[name] = first
         else:
