@@ -261,7 +261,8 @@ class EpochIterator(_BaseDataLoaderIter):
             except BaseException as error:  # the user's exception, whatever it is
                 assert self._crew is not None
                 add_note(error, describe(delivery.task, self._crew))
-                raise
+                # Without the frame of torch that has the error in a local: a cycle with the iterator, in a frame below.
+                raise error.with_traceback(None) from None
         return delivery.data
 
     def _release(self) -> None:

@@ -151,7 +151,7 @@ class Pool:
     def live_memory_files(self) -> set[str]:
         """Names of the probe, the actors' arenas and pages and the loaders' images (test support)."""
         with self._locked():
-            names = {actor.lane.arena_name for actor in self._actors} - {""}
+            names = {name for actor in self._actors for name in actor.lane.arena_names}
             names |= {actor.page.file_name for actor in self._actors if actor.page is not None}
             if self._probe is not None:
                 names.add(self._probe.address.name)

@@ -325,6 +325,8 @@ class _Hosted:
             self._create_fetcher()
             if self._iterator is not self._dataset:
                 load_state(self._iterator, state.iterator)
+            if self._is_iterable:
+                self._fetcher.ended = state.ended
             self._recorder.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
@@ -352,6 +354,7 @@ class _Hosted:
             tasks=self._tasks,
             last_task=self._last_task,
             exhausted=self._exhausted,
+            ended=getattr(self._fetcher, "ended", False),
             digest=self._digest,
         )
 
