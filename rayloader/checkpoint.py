@@ -137,6 +137,7 @@ class Position:
         self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
         self._sampler_states: dict[int, tuple[Any, int]] = {}  # and checksum; by next task
         self._stateful = False
+        self._total: int | None = None  # tasks of the epoch, once the sampler has ended
 
     def sampler_begins(self, iterator: Any) -> None:
         """The sampler's iterator is about to be asked."""
@@ -150,6 +151,10 @@ class Position:
             self._ahead[task_id] = checksum
         if self._stateful:
             self._sampler_states[task_id + 1] = self.samplers.state(iterator), checksum
+
+    def sampler_ended(self, total: int) -> None:
+        """It has given the indices of so many tasks, and has no more."""
+        self._total = total
 
     def has(self, task_id: int) -> bool:
         """Whether the user has this task's batch already."""
@@ -191,6 +196,7 @@ class Position:
             "checksum": self.checksum,
             "skipped": self.skipped,
             "finished": self.finished,
+            "at_end": self._total == self.next_task,
             "begin": self.begin.pack(),
             "sampler_epoch": self.samplers.epoch,
             "sampler_begin": {"task": begin, "checksum": checksum, "state": sampler} if self._stateful else None,
@@ -249,7 +255,8 @@ class Position:
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
             replay = [Told(task_id, told[task_id]) for task_id in worker["replay"] if task_id in told]
             journal.starts_at(_unpack_worker(worker["state"]), replay)
-        return iterator
+        # A sampler that tells its state may do so for the next epoch as soon as it has ended.
+        return iter(()) if self._stateful and packed["at_end"] else iterator
 
 
 def _attributes(obj: Any) -> dict[str, Any]:

@@ -295,6 +295,7 @@ class Epoch:
             try:
                 drawn = self._draw()
             except StopIteration:
+                self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
             except BaseException:  # the sampler's own, or that its indices cannot be pickled
                 self._handle(SamplerFailed())
