@@ -180,9 +180,12 @@ class Position:
         """The user has this task's batch now."""
         self.journals[worker_id].taken(task_id)
         self.next_worker = (worker_id + 1) % self.num_workers
-        self._ahead[task_id] = checksum
-        if self.iterable:  # what an exhausted worker was to build is in nobody's way
-            self.next_task = task_id
+        if (
+            task_id == self.next_task or self.iterable
+        ):  # there, what an exhausted worker was to build is in nobody's way
+            self.next_task, self.checksum = task_id + 1, checksum
+        else:
+            self._ahead[task_id] = checksum
         while self.next_task in self._ahead:
             self.checksum = self._ahead.pop(self.next_task)
             self.next_task += 1

@@ -68,6 +68,8 @@ logger = logging.getLogger("rayloader")
 TICK_S = 1.0
 # How often a wait for a call of several tasks looks at the control page, in seconds: a call is meant to take less.
 PAGE_TICK_S = 0.01
+# After how many seconds without the next batch it is said that workers of one process cannot wait for each other.
+SHARED_PATIENCE_S = 30.0
 
 
 class Delivery(NamedTuple):
@@ -155,6 +157,7 @@ class Epoch:
         self._last_arrival = 0.0  # time.monotonic()
         self._failure: WorkerDiedError | None = None
         self._cut_short = False  # closed before its last batch
+        self._warned = False  # of workers that share a process
 
     NOTHING = object()
 
@@ -206,6 +209,8 @@ class Epoch:
                 began = 0.0
                 continue
             self._draw_owed()
+            if not self._warned and time.monotonic() - began > SHARED_PATIENCE_S:
+                self._warn_of_sharing()
             if time.monotonic() >= self._deadline(began):
                 if self._on_timeout != "restart" or not self._restart_hung():
                     raise self._timed_out()
@@ -631,6 +636,22 @@ class Epoch:
                 return math.inf
             started = actor.started_at or began
         return max(began, self._last_arrival, started) + self._timeout
+
+    def _warn_of_sharing(self) -> None:
+        with self._changed:
+            head = self._schedule.head
+            if head is None or head.worker_id == ANY_WORKER:
+                return
+            hosted = self._crew.hosted_by(self._crew.actor(head.worker_id))
+            waiting = [worker_id for worker_id in hosted if self._calls[worker_id]]
+        if len(waiting) > 1:
+            self._warned = True
+            logger.warning(
+                "rayloader: no batch for %.0f s while workers %s wait for the same process; workers that wait for each "
+                "other cannot share one: raise num_workers, or resize(), to the number that the state was saved with",
+                SHARED_PATIENCE_S,
+                waiting,
+            )
 
     def _timed_out(self) -> BatchTimeoutError:
         with self._changed:

@@ -7,24 +7,21 @@ be; one that starts from `base` and builds the tasks in `replay` again is where 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from rayloader.snapshot import WorkerState
 from rayloader.transport.codec import Encoded
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """A task that the worker was given."""
 
     task_id: int
     indices: Encoded
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(NamedTuple):
     """A new epoch that the worker was told to begin."""
 
     epoch: int
@@ -57,6 +54,9 @@ class Journal:
     def begins(self, resumed: Resumed) -> None:
         """A new epoch begins."""
         self.begun = False
+        if resumed.undo_from and self.state is not None and self.state.last_task >= resumed.undo_from:
+            # What is to be undone can't be told to another process any more.
+            self.state = self.state._replace(error="it died between an epoch that was broken off and the next")
         self.entries.append(resumed)
         self._since.clear()
         self._taken.clear()
@@ -65,13 +65,15 @@ class Journal:
     def reached_begin(self, state: WorkerState) -> None:
         """The snapshot of the epoch's begin has come, a whole one."""
         self.begun, self.resumed = True, None
-        self._drop_entries(lambda entry: isinstance(entry, Resumed))
+        while not isinstance(self.entries.popleft(), Resumed) or any(isinstance(e, Resumed) for e in self.entries):
+            pass
         self.state = self.base = state
 
     def reached(self, state: WorkerState) -> None:
         """A snapshot has come with the answer to a call: what it has done need not be told again."""
         self.state = state.over(self.state)
-        self._drop_entries(lambda entry: isinstance(entry, Told) and entry.task_id == state.last_task)
+        while self.entries and isinstance(first := self.entries[0], Told) and first.task_id <= state.last_task:
+            self.entries.popleft()
         self._since.append(self.state)
         self._advance()
 
@@ -87,12 +89,6 @@ class Journal:
         self.entries = deque(replay)
         self._taken = deque(entry.task_id for entry in self.entries if isinstance(entry, Told))
         self._last_taken = self._taken[-1] if self._taken else -1
-
-    def _drop_entries(self, is_last: Callable[[Told | Resumed], bool]) -> None:
-        """Drops the entries up to the last such one, if there is any."""
-        last = max((number for number, entry in enumerate(self.entries, 1) if is_last(entry)), default=0)
-        for _ in range(last):
-            self.entries.popleft()
 
     def _advance(self) -> None:
         while self._since and self._since[0].last_task <= self._last_taken:
