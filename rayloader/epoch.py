@@ -348,6 +348,10 @@ class Epoch:
 
     def _lose(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
         """Goes on without an actor; its workers' tasks are told to its successor."""
+        self._give_up(actor, cause, suspect)
+        self._revive()
+
+    def _give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
         with self._changed:
             worker_ids = self._crew.hosted_by(actor)
             for worker_id in worker_ids:  # what they showed before is the driver's
@@ -361,8 +365,6 @@ class Epoch:
                 self._drop_calls(worker_id)
                 blameless = at_work not in (None, worker_id)
                 self._handle(WorkerLost(worker_id, cause, None if blameless else suspect, blameless))
-        if self._failure is None:
-            self._revive()
 
     def _alone(self, worker_id: int) -> int | None:
         """The task that a worker must be at: the only one of its oldest call."""
@@ -378,8 +380,15 @@ class Epoch:
     def _revive(self) -> None:
         """Sends lost tasks again where there is a process for them."""
         with self._changed:
-            for worker_id in self._crew.revive():
-                self._tell_again(worker_id)
+            while self._failure is None:
+                try:
+                    ready = self._crew.revive()
+                except ActorLost as lost:  # another one
+                    self._give_up(lost.actor, str(lost))
+                    continue
+                for worker_id in ready:
+                    self._tell_again(worker_id)
+                break
 
     def _tell_again(self, worker_id: int) -> None:
         """Brings a worker that was started from its last snapshot to where it is to be, see NOTE [blame]."""

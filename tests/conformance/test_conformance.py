@@ -118,7 +118,12 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
 def test_the_calls_carry_what_is_said(calls, loader_class, request, monkeypatch):
     sizes = []
     run = Actor.run
-    monkeypatch.setattr(Actor, "run", lambda self, tasks, *rest: sizes.append(len(tasks)) or run(self, tasks, *rest))
+
+    def counted(self, worker_id, tasks, *rest, **named):
+        sizes.append(len(tasks))
+        return run(self, worker_id, tasks, *rest, **named)
+
+    monkeypatch.setattr(Actor, "run", counted)
     batches = list(loader_class(torch.arange(400), 2, num_workers=2))
     assert len(batches) == 200
     if request.config.getoption("--against") == "rayloader":
