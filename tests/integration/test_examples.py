@@ -2,11 +2,15 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
+BATCHES_PER_EPOCH = 57  # of resume.py
 HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the example and raises
 
 
@@ -53,3 +57,42 @@ def test_text_stream_learns() -> None:
     assert "A sample:\n\ndef " in result.stdout
     last_line = result.stdout.splitlines()[-1]
     assert re.fullmatch(r"loss \d\.\d\d bits per character, unigram entropy \d\.\d\d", last_line)
+
+
+@pytest.fixture(scope="module")
+def whole_log(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The log of two epochs of training that nobody killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    result = run_example("resume.py", str(folder), "--epochs", "2")
+
+    assert result.returncode == 0, result.stderr
+    log = (folder / "batches.log").read_text().splitlines()
+    assert len({line.split()[1] for line in log}) == len(log) == 2 * BATCHES_PER_EPOCH
+    return log
+
+
+@pytest.mark.parametrize(
+    ("kill_at", "every", "workers"),
+    [
+        pytest.param(75, 20, "3", id="in-the-second-epoch"),
+        pytest.param(39, 20, "1", id="in-the-first-epoch", marks=pytest.mark.full),
+        pytest.param(7, 8, "2", id="before-any-checkpoint", marks=pytest.mark.full),
+        pytest.param(59, 57, "1", id="at-the-last-batch", marks=pytest.mark.full),
+    ],
+)
+def test_resume_goes_on_after_sigkill(
+    tmp_path: Path, whole_log: list[str], kill_at: int, every: int, workers: str
+) -> None:
+    """The first half up to its checkpoint and the second half are the whole."""
+    options = str(tmp_path), "--epochs", "2", "--every", str(every)
+    first = run_example("resume.py", *options, "--kill-at", str(kill_at))
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    first_log = (tmp_path / "batches.log").read_text().splitlines()
+    assert first_log == whole_log[:kill_at]
+
+    second = run_example("resume.py", *options, "--workers", workers)
+    assert second.returncode == 0, second.stderr
+    checkpoint = kill_at // every * every
+    assert second.stdout.startswith(f"going on after batch {checkpoint}, ")
+    log = (tmp_path / "batches.log").read_text().splitlines()
+    assert log == first_log[:checkpoint] + log[checkpoint:] == whole_log
