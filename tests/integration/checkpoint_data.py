@@ -339,11 +339,13 @@ def read(saved):
     return torch.load(io.BytesIO(saved), weights_only=True)
 
 
-def plain(batch):
-    """A batch in plain numbers; tensors as they are made of single samples too."""
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    return [plain(part) for part in batch] if isinstance(batch, list) else batch
+def plain(obj):
+    """A batch, or a state, in plain numbers: what can be compared."""
+    if isinstance(obj, dict):
+        return {key: plain(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [plain(part) for part in obj]
+    return obj.tolist() if isinstance(obj, (torch.Tensor, np.ndarray)) else obj
 
 
 def batches(iterator):

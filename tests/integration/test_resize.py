@@ -34,23 +34,28 @@ def in_turn(loader, resizes, count):
     return found
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("seeding", ["worker", pytest.param("batch", marks=pytest.mark.full)])
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("resizes", [{2: 1, 5: 3}, full({1: 2, 2: 1, 12: 2}), full({0: 1, 7: 5})], ids=str)
+@pytest.mark.parametrize("persistent", [False, full(True)])
+@pytest.mark.parametrize("seeding", ["worker", full("batch")])
 @pytest.mark.parametrize("case", CASES)
-def test_the_batches_stay_the_same(case, seeding, persistent):
+def test_the_batches_stay_the_same(case, seeding, persistent, resizes):
+    """Over more than two epochs."""
     options = {"seeding": seeding, "persistent_workers": persistent}
     expected = in_turn(make(CASES[case], **options), {}, 30)
-    for resizes in ({2: 1, 5: 3}, {1: 2, 2: 1, 12: 2}, {0: 1, 7: 5}):
-        assert in_turn(make(CASES[case], **options), resizes, 30) == expected
+    assert in_turn(make(CASES[case], **options), resizes, 30) == expected
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["map", *map(full, ["map with generators of its own", "stateful map"]), "stream"])
 def test_a_state_after_a_resize(case):
-    expected = in_turn(make(CASES[case]), {}, 24)
-    loader = make(CASES[case])
+    expected = in_turn(make(CASES[case], persistent_workers=True), {}, 24)
+    loader = make(CASES[case], persistent_workers=True)
     found = in_turn(loader, {2: 1, 4: 2}, 5)
     saved = save(loader)
-    loader = make(CASES[case], 2, seed=2)
+    loader = make(CASES[case], 2, seed=2, persistent_workers=True)
     loader.load_state_dict(read(saved))
     assert found + in_turn(loader, {0: 1, 3: 3}, 19) == expected
 
