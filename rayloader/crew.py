@@ -152,8 +152,9 @@ class Crew:
         journals: of the workers.
     """
 
-    def __init__(self, pool: Pool, actors: list[Actor], remote_args: dict[str, Any]) -> None:
+    def __init__(self, pool: Pool, actors: list[Actor], remote_args: dict[str, Any], *, fresh: bool) -> None:
         self._pool = pool
+        self._fresh = fresh  # no actor may have been another's before
         self._remote_args = remote_args
         self._pid = os.getpid()
         self._released = False
@@ -314,7 +315,7 @@ class Crew:
         """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
         old = self._hosts[worker_id]
         if old in self._dead:
-            (new,) = self._pool.more(self._remote_args, 1)
+            (new,) = self._pool.more(self._remote_args, 1, fresh=True)  # idle ones may be as dead
             new.lane.take_after(old.lane)
             self.actors[self.actors.index(old)] = new
             self._hosts = [new if host is old else host for host in self._hosts]
@@ -329,7 +330,7 @@ class Crew:
         """
         self.check_session()
         kept, spare = self.actors[:count], self.actors[count:]
-        self.actors = kept + self._pool.more(self._remote_args, max(0, count - len(kept)))
+        self.actors = kept + self._pool.more(self._remote_args, max(0, count - len(kept)), fresh=self._fresh)
         hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(self._hosts))]
         moved = [worker_id for worker_id, host in enumerate(hosts) if host is not self._hosts[worker_id]]
         for worker_id in moved:

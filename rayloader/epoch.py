@@ -228,7 +228,8 @@ class Epoch:
         if skipped and self._position.skipped > self._max_skipped:
             raise SkipLimitError(
                 f"{self._position.skipped} samples have raised in this epoch, max_skipped={self._max_skipped} are "
-                f"skipped at most; the last is sample {skipped[-1][0]}: {skipped[-1][1]}. Mend the data, or raise max_skipped"
+                f"skipped at most; the last is sample {skipped[-1][0]}: {skipped[-1][1]}. "
+                "Mend the data, or raise max_skipped"
             )
 
     def resize(self, count: int) -> None:
@@ -294,6 +295,7 @@ class Epoch:
             try:
                 drawn = self._draw()
             except StopIteration:
+                self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
             except BaseException:  # the sampler's own, or that its indices cannot be pickled
                 self._handle(SamplerFailed())
