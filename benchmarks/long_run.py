@@ -2,8 +2,8 @@
 
 Motive: what leaks a few bytes or a descriptor now and then shows only after days of training.
 Method: one loader over several epochs, in this process. At the end of each of twenty equal parts of the run: resident
-memory, open descriptors and threads, of this process and of the worker processes together, with Ray's own in them but for
-the threads of gRPC's pools, which come and go; and the size of the loader's state. The first quarter is the warm-up. After
+memory, open descriptors and threads, of this process and of the worker processes together, Ray's own included but for the
+threads of gRPC's pools, which come and go; and the size of the loader's state. The first quarter is the warm-up. After
 it no count may be above the highest of the warm-up, memory at most by `MEMORY_BOUND`, the state by `STATE_BOUND`.
 Command: python benchmarks/long_run.py [--batches N] [--epochs N] [--workers N] [--persistent]; exit status 1 on growth
 Last results: none yet.
