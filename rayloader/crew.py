@@ -163,6 +163,7 @@ class Crew:
         self._setups: list[Setup] = []
         self._hosts: list[Actor] = []  # by worker
         self._away: set[int] = set()  # workers whose host is not told yet that it is them
+        self._started: dict[int, Ref] = {}  # answers to `start`, by worker
         self._dead: list[Actor] = []
         self.actors = actors
         self.journals: list[Journal] = []
@@ -249,7 +250,8 @@ class Crew:
 
     def _start_worker(self, worker_id: int, contents: list[Ref]) -> None:
         actor = self._hosts[worker_id]
-        actor.start(self._setups[worker_id], self._source(actor, contents), self.journals[worker_id].state)
+        source, state = self._source(actor, contents), self.journals[worker_id].state
+        self._started[worker_id] = actor.start(self._setups[worker_id], source, state)
         self._away.discard(worker_id)
 
     def _source(self, actor: Actor, contents: list[Ref]) -> Source:
@@ -297,6 +299,14 @@ class Crew:
     def is_away(self, worker_id: int) -> bool:
         """Whether the worker has no process at the moment."""
         return worker_id in self._away
+
+    def has_begun(self, worker_id: int) -> bool:
+        """Whether the worker has got past its start, and into the epoch."""
+        try:
+            ray.get(self._started[worker_id], timeout=0)
+        except RayError:  # it has not, or it never will
+            return False
+        return self.journals[worker_id].begun
 
     def depends_on_the_past(self, worker_id: int) -> bool:
         """Whether what the worker has built shows in what it builds next."""

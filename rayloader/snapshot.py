@@ -96,6 +96,11 @@ class Recorder:
         """Whether the generators are what a snapshot says."""
         return self.capture().since(random.over(self._seeded)) == RandomState()
 
+    def forget(self) -> None:
+        """What was told may not have been heard: the next snapshot tells all."""
+        self._random = self._seeded
+        self._states.clear()
+
     def iterator_begins(self) -> None:
         """The iterator of an epoch is to be made."""
         self._begin = self.capture().since(self._seeded)

@@ -387,6 +387,7 @@ class _Hosted:
             with self._keeping_failure():
                 self._shuffle_datapipe(shared_seed)
                 self._create_fetcher()
+        self._recorder.forget()  # answers of an epoch that was broken off
         return self.snapshot()
 
     def run(
