@@ -11,6 +11,7 @@ import random
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
@@ -310,6 +311,13 @@ class UnseededSampler(Sampler):
 
 
 # ---- runs
+
+EVERY = pytest.param(slice(None), id="every", marks=pytest.mark.full)
+
+
+def some(first, step):
+    """Every point of a run in a full run of the tests, otherwise a sample."""
+    return pytest.mark.parametrize("which", [pytest.param(slice(first, None, step), id="some"), EVERY])
 
 
 def make(arguments, num_workers=WORKERS, seed=1, **options):

@@ -2,23 +2,20 @@
 
 import functools
 import itertools
+import os
+import signal
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import checkpoint_data as data
-from checkpoint_data import batches, check, endless, make, plain, read, resumed, run, save
+import rayloader.pool
+from checkpoint_data import batches, check, endless, make, plain, read, resumed, run, save, some
 from latches import Gate, Mail
-from probes import Calls, Stream, as_is, oversubscribed
-from rayloader import DataLoader, ReplayError, StateError
+from probes import Calls, Stream, oversubscribed
+from rayloader import ReplayError
 from rayloader.crew import Actor
 from rayloader.pace import Pace
 
@@ -39,18 +36,11 @@ CASES = {
     "buffered stream": lambda: {"dataset": data.Buffered()},
     "stateful stream": lambda: {"dataset": data.StatefulStream()},
     "stream of stateful iterators": lambda: {"dataset": data.StreamOfStatefulIterators()},
+    "datapipe": lambda: {"dataset": IterableWrapper(range(40)).shuffle().sharding_filter(), "shuffle": True},
     "skipping stream": lambda: {"dataset": data.StreamOfStatefulIterators(faulty=True), "on_error": "skip"},
 }
 SEEDINGS = ["worker", "batch"]
 NUM_WORKERS = [1, 2, 3, 5]
-
-
-EVERY = pytest.param(slice(None), id="every", marks=pytest.mark.full)
-
-
-def some(first, step):
-    """Every point in a full run, otherwise a sample."""
-    return pytest.mark.parametrize("which", [pytest.param(slice(first, None, step), id="some"), EVERY])
 
 
 def matrix():
@@ -267,71 +257,66 @@ def test_the_drivers_generator_is_where_it_was():
     assert found + list(itertools.islice(steps(loader), 17)) == expected
 
 
-# ---- samplers: `seed` differs between the run and who goes on
+def test_a_map_style_dataset_is_not_read_again(tmp_path):
+    """Calls carry one task here; longer ones are begun again at most."""
+    mail = Mail(tmp_path / "mail")
 
+    def get(index):
+        mail.send(index)
+        return index
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def one_generator_for_both(seed):
-    both = generator(seed)
-    return {"sampler": RandomSampler(INDICES, generator=both), "generator": both}
-
-
-INDICES = range(data.LENGTH)
-SAMPLERS = {
-    "global generator": lambda seed: {"shuffle": True},
-    "generator": lambda seed: {"shuffle": True, "generator": generator(seed)},
-    "generator of the sampler's": lambda seed: {"sampler": RandomSampler(INDICES, generator=generator(seed))},
-    "one generator for both": one_generator_for_both,
-    "with replacement": lambda seed: {"sampler": RandomSampler(INDICES, True, 50, generator=generator(seed))},
-    "weighted": lambda seed: {"sampler": WeightedRandomSampler([1.0] * data.LENGTH, 20)},
-    "subset, unbatched": lambda seed: {"sampler": SubsetRandomSampler(range(3, 15)), "batch_size": None},
-    "batches of a sampler": lambda seed: {"batch_sampler": BatchSampler(RandomSampler(INDICES), 4, True)},
-    "batches of the user's": lambda seed: {"batch_sampler": data.GrowingBatches()},
-    "batches in a list": lambda seed: {"batch_sampler": [[0, 1], [2], [], [3, 4, 5]], "collate_fn": as_is},
-    "stateful": lambda seed: {"sampler": data.StatefulSampler(seed)},
-    "stateful, unbatched": lambda seed: {"sampler": data.StatefulSampler(seed), "batch_size": None},
-    "stateful batches": lambda seed: {"batch_sampler": data.StatefulBatchSampler(seed)},
-    "stateful iterators": lambda seed: {"sampler": data.SamplerOfStatefulIterators()},
-}
-
-
-@some(2, 5)
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_go_on(name, which):
-    def arguments(seed):
-        return lambda: {"dataset": data.Augmented(), **SAMPLERS[name](seed)}
-
-    epochs, points = run(make(arguments(1), 2))
-    assert epochs[0]
-    for point in points[which]:
-        check(epochs, point, make(arguments(2), 1, seed=2))
-
-
-@pytest.mark.parametrize("epoch_is_set", [False, True])
-def test_a_distributed_sampler_gets_its_epoch_back(epoch_is_set):
     def arguments():
-        return {"dataset": data.Augmented(), "sampler": DistributedSampler(range(data.LENGTH), 2, 1, seed=7)}
+        return {"dataset": Calls(get, 40), "batch_size": None, "prefetch_factor": 2}
 
+    loader = make(arguments)
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(25)] == list(range(25))
+    saved = save(loader)
+    rest = list(iterator)
+    assert sorted(map(int, mail.receive(40))) == list(range(40))
     loader = make(arguments, 2)
-    epochs, saved = [], []
-    for epoch in range(3):
-        loader.sampler.set_epoch(epoch)
-        epochs.append([])
-        for batch in batches(loader):
-            epochs[-1].append(batch)
-            saved.append((epoch, len(epochs[-1]), save(loader)))
-    for epoch, taken, state in saved[1:-4:3]:
-        loader = make(arguments, 1, seed=2)
-        loader.load_state_dict(read(state))
-        if epoch_is_set:
-            loader.sampler.set_epoch(epoch)
-        assert list(batches(loader)) == epochs[epoch][taken:]
-        assert loader.sampler.epoch == epoch
-        loader.sampler.set_epoch(epoch + 1)
-        assert list(batches(loader)) == epochs[epoch + 1]
+    loader.load_state_dict(read(saved))
+    assert list(loader) == rest == list(range(25, 40))
+    assert sorted(map(int, mail.waiting())) == rest
+    mail.close()
+
+
+@pytest.mark.parametrize("arenas", [True, False])
+def test_batches_of_a_resumed_run_are_kept_while_it_goes_on(calls_of, arenas):
+    """Memory of batches that were built again and not delivered is given to others."""
+
+    class Images(data.Sized):
+        def __getitem__(self, index):
+            return torch.rand(50_000) + index
+
+    def arguments():
+        return {"dataset": Images(80), "batch_size": 2, "arenas": arenas}
+
+    calls_of(5)
+    loader = make(arguments, 2)
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(13)]
+    saved = save(loader)
+    kept += iterator
+    loader = make(arguments, 1, seed=2)
+    loader.load_state_dict(read(saved))
+    resumed_batches = list(loader)
+    assert len(resumed_batches) == 27
+    assert all(map(torch.equal, resumed_batches, kept[13:]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["augmented", "own generators", "shuffled stream", "stateful stream"])
+def test_a_state_saved_after_the_workers_were_lost(case):
+    epochs, _ = undisturbed(case, seeding="worker", persistent_workers=False)
+    loader = make(CASES[case])
+    iterator = batches(loader)
+    found = [next(iterator) for _ in range(3)]
+    for pid in rayloader.pool.live_actor_pids():
+        os.kill(pid, signal.SIGKILL)
+    found += itertools.islice(iterator, 2)
+    assert found + resumed(make(CASES[case], 2, seed=2), save(loader))[0] == epochs[0]
+    assert list(iterator) == epochs[0][5:]
 
 
 # ---- state that is the user's
@@ -459,86 +444,3 @@ def test_without_order_no_sample_is_lost_or_repeated(tmp_path, stream, num_worke
         assert [index for index, _ in samples(following)] == list(range(20))
         if stream:
             assert samples(found[:taken] + rest) == samples(found)
-
-
-# ---- what a state is
-
-
-@pytest.mark.parametrize("num_workers", [2, pytest.param(8, marks=pytest.mark.full)])
-def test_a_state_of_eight_workers_is_small(num_workers):
-    """All their generators have moved. Eight actors, or two that host eight workers."""
-    loader = make(lambda: {"dataset": data.Augmented(400), "shuffle": True}, 8)
-    loader.resize(num_workers)
-    iterator = batches(loader)
-    workers = {next(iterator)[-3][0] for _ in range(70)}
-    assert workers == set(range(8))
-    assert len(save(loader)) < 80_000
-
-
-def test_a_state_holds_no_sample():
-    loader = DataLoader(torch.rand(40, 100_000), 2, num_workers=2)
-    next(iter(loader))
-    assert len(save(loader)) < 80_000
-
-
-def small(**options):
-    return make(lambda: {"dataset": data.Augmented(), **options}, 2)
-
-
-REFUSED = {
-    "batch_size": ({"batch_size": 4}, "batch_size"),
-    "no batch_size": ({"batch_size": None}, "batch_size"),
-    "length": ({"dataset": data.Augmented(23)}, "length"),
-    "kind": ({"dataset": data.Shuffled()}, "iterable"),
-    "seeding": ({"seeding": "batch"}, "seeding"),
-    "other indices": ({"shuffle": True}, "sampler|indices"),
-    "another sampler": ({"sampler": data.StatefulSampler(1)}, "sampler|indices"),
-    "another rank's": ({"sampler": DistributedSampler(range(2 * data.LENGTH), 2, 1, shuffle=False)}, "sampler|indices"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_state_of_another_loader_is_refused(name):
-    options, what_differs = REFUSED[name]
-    loader = small()
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    with pytest.raises(StateError, match=f"(?i){what_differs}"):
-        resumed(small(**options), save(loader))
-
-
-def test_an_order_that_nobody_can_draw_again_is_refused():
-    def arguments():
-        return {"dataset": data.Augmented(), "sampler": data.UnseededSampler()}
-
-    loader = make(arguments, 2)
-    next(iter(loader))
-    with pytest.raises(StateError, match=r"sampler|indices"):
-        resumed(make(arguments, 2), save(loader))
-
-
-@pytest.mark.parametrize("state", [None, [], {}, "state", {"_snapshot": {"_main_snapshot": {}}, "_num_yielded": 3}])
-def test_what_is_no_state_is_refused_and_changes_nothing(state):
-    expected = list(batches(small()))
-    loader = small()
-    with pytest.raises(StateError):
-        loader.load_state_dict(state)
-    assert list(batches(loader)) == expected
-
-
-def test_a_state_of_an_unknown_version_is_refused():
-    loader = small()
-    state = loader.state_dict()
-    assert isinstance(state["version"], int)
-    with pytest.raises(StateError, match="version"):
-        loader.load_state_dict({**state, "version": state["version"] + 1})
-
-
-def test_without_workers_there_is_no_state():
-    state = small().state_dict()
-    loader = DataLoader(data.Augmented(), 3)
-    with pytest.raises(StateError, match="num_workers"):
-        loader.state_dict()
-    with pytest.raises(StateError, match="num_workers"):
-        loader.load_state_dict(state)

@@ -27,8 +27,8 @@ FLAT = [long_run.Sample(number, 3e8, 4e8, 90, 80, 70, 60, 5000) for number in ra
         ("workers_fds", 1),
         ("driver_threads", 1),
         ("workers_threads", 1),
-        ("driver_rss", 17e6),
-        ("workers_rss", 17e6),
+        ("driver_rss", 9e6),
+        ("workers_rss", 9e6),
         ("state_bytes", 1001),
     ],
 )
