@@ -1,0 +1,410 @@
+"""What the checkpoint tests load, an undisturbed run of it with all its states, and what comes after a state.
+
+Datasets and samplers keep state in every place where they may. `salt` is known to nobody but an object's `state_dict`:
+the object that goes on has another one, so that the same batches come only if its state was loaded.
+"""
+
+import io
+import itertools
+import os
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from rayloader import DataLoader
+
+WORKERS = 3
+LENGTH = 22  # samples, in batches of three: eight, the last of one
+EPOCHS = 3
+
+
+def noise():
+    """Numbers from all global generators; of Gaussians each of them keeps a second one in store."""
+    numpys = np.random.rand(), np.random.standard_normal()
+    return [random.random(), random.gauss(0, 1), *numpys, torch.rand(()), torch.randn(())]
+
+
+def stream_length(worker_id):
+    """Unequal ones: batches of three end short in each worker, at another time."""
+    return 4 + 5 * worker_id
+
+
+class PlannedError(Exception):
+    """Raised by a dataset."""
+
+
+class Sized(Dataset):
+    def __init__(self, length=LENGTH):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+class Indices(Sized):
+    def __getitem__(self, index):
+        return index
+
+
+class Augmented(Sized):
+    def __getitem__(self, index):
+        info = get_worker_info()
+        return [index, *noise(), info.id, info.num_workers, info.seed]
+
+
+class OwnGenerators(Sized):
+    """Draws from generators of its own, of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.python = random.Random(1)
+        self.others = {"numpy": [np.random.default_rng(2), np.random.RandomState(3)]}
+        self.torch = torch.Generator().manual_seed(4)
+
+    def __getitem__(self, index):
+        numpys = [generator.normal() for generator in self.others["numpy"]]
+        return [index, self.python.gauss(0, 1), *numpys, torch.randn((), generator=self.torch)]
+
+
+class Counting(Sized):
+    """Counts its calls, and holds a generator where nobody finds it."""
+
+    def __init__(self, salt=0):
+        super().__init__()
+        self.salt = salt
+        self.calls = 0
+        self.draw = np.random.RandomState(5).normal
+
+    def __getitem__(self, index):
+        self.calls += 1
+        return [index, self.calls, self.salt, self.draw(), *noise()]
+
+    def state_dict(self):
+        return {"salt": torch.tensor(self.salt), "calls": self.calls, "generator": self.draw.__self__.get_state()}
+
+    def load_state_dict(self, state):
+        self.salt, self.calls = state["salt"].item(), state["calls"]
+        self.draw.__self__.set_state(state["generator"])
+
+
+class Faulty(Sized):
+    """Some samples raise, among them all of a batch."""
+
+    def __getitem__(self, index):
+        drawn = noise()
+        if index in (1, 6, 7, 8, 13):
+            raise PlannedError
+        return [index, *drawn]
+
+
+class Shuffled(IterableDataset):
+    """Shuffles in `__iter__`, by global generators and by one of its own; no state_dict."""
+
+    def __init__(self):
+        self.generator = random.Random(6)
+
+    def __iter__(self):
+        worker_id = get_worker_info().id
+        samples = list(range(stream_length(worker_id)))
+        random.shuffle(samples)
+        self.generator.shuffle(samples)
+        for index in torch.randperm(len(samples)).tolist():
+            yield [worker_id, samples[index], *noise(), self.generator.random()]
+
+
+class Buffered(IterableDataset):
+    """Shuffles in a buffer, by a generator that only its iterator knows."""
+
+    def __iter__(self):
+        generator = random.Random(torch.initial_seed())
+        worker_id = get_worker_info().id
+        buffer = [0, 1, 2]
+        for index in range(3, stream_length(worker_id) + 3):
+            slot = generator.randrange(3)
+            yield [worker_id, buffer[slot], generator.random()]
+            buffer[slot] = index
+
+
+class StatefulStream(IterableDataset):
+    """Goes on where its state says."""
+
+    def __init__(self, salt=0):
+        self.salt = salt
+        self.position = 0
+
+    def __iter__(self):
+        worker_id = get_worker_info().id
+        while self.position < stream_length(worker_id):
+            self.position += 1
+            yield [worker_id, self.position, self.salt, *noise()]
+        self.position = 0
+
+    def state_dict(self):
+        return {"salt": self.salt, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.salt, self.position = state["salt"], state["position"]
+
+
+class StatefulIterator:
+    """Some samples raise, if told so."""
+
+    def __init__(self, salt, faulty):
+        self.salt, self.faulty = salt, faulty
+        self.worker_id = get_worker_info().id
+        self.position = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == stream_length(self.worker_id):
+            raise StopIteration
+        self.position += 1
+        if self.faulty and self.position in (2, 4, 5, 6, 11):
+            raise PlannedError
+        return [self.worker_id, self.position, self.salt, *noise()]
+
+    def state_dict(self):
+        return {"salt": self.salt, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.salt, self.position = state["salt"], state["position"]
+
+
+class StreamOfStatefulIterators(IterableDataset):
+    def __init__(self, salt=0, faulty=False):
+        self.salt, self.faulty = salt, faulty
+
+    def __iter__(self):
+        return StatefulIterator(self.salt, self.faulty)
+
+
+class Entropy(IterableDataset):
+    """Comes out of nowhere."""
+
+    def __iter__(self):
+        for _ in range(stream_length(get_worker_info().id)):
+            yield list(os.urandom(8))
+
+
+class Unseeded(IterableDataset):
+    def __iter__(self):
+        generator = np.random.default_rng()
+        for _ in range(stream_length(get_worker_info().id)):
+            yield [generator.random()]
+
+
+class CountsEpochs(IterableDataset):
+    """Its order depends on how often its object was iterated over, which nobody can see."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        samples = list(range(stream_length(get_worker_info().id)))
+        random.Random(self.epoch).shuffle(samples)
+        self.epoch += 1
+        yield from ([sample] for sample in samples)
+
+
+class StatefulSampler(Sampler):
+    """Shuffles anew in each pass."""
+
+    def __init__(self, seed):
+        self.generator = random.Random(seed)
+        self.order = list(range(LENGTH))
+        self.position = 0
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        if self.position == 0:
+            self.generator.shuffle(self.order)
+        while self.position < LENGTH:
+            self.position += 1
+            yield self.order[self.position - 1]
+        self.position = 0
+
+    def state_dict(self):
+        return {"generator": self.generator.getstate(), "order": list(self.order), "position": self.position}
+
+    def load_state_dict(self, state):
+        self.generator.setstate(state["generator"])
+        self.order, self.position = list(state["order"]), state["position"]
+
+
+class StatefulBatchSampler(StatefulSampler):
+    """Batches of one, two, three samples and so on."""
+
+    def __len__(self):
+        return 7  # 1 + 2 + ... + 6 samples, and one more
+
+    def __iter__(self):
+        if self.position == 0:
+            self.generator.shuffle(self.order)
+        while self.position < LENGTH:
+            begin = self.position
+            size = int((2 * begin + 1) ** 0.5 + 0.5)
+            self.position = min(begin + size, LENGTH)
+            yield self.order[begin : self.position]
+        self.position = 0
+
+
+class IndexIterator:
+    def __init__(self, salt):
+        self.salt = salt
+        self.position = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == LENGTH:
+            raise StopIteration
+        self.position += 1
+        return (self.position * 5 + self.salt) % LENGTH
+
+    def state_dict(self):
+        return {"salt": self.salt, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.salt, self.position = state["salt"], state["position"]
+
+
+class SamplerOfStatefulIterators(Sampler):
+    def __init__(self, salt=0):
+        self.salt = salt
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        return IndexIterator(self.salt)
+
+
+class GrowingBatches(Sampler):
+    """Batches of one, two, three samples and so on; no state."""
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        indices = iter(range(21))
+        for size in range(1, 7):
+            yield list(itertools.islice(indices, size))
+
+
+class UnseededSampler(Sampler):
+    """Another order each time, from a generator that nobody can see."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(LENGTH).tolist())
+
+
+# ---- runs
+
+EVERY = pytest.param(slice(None), id="every", marks=pytest.mark.full)
+
+
+def some(first, step):
+    """Every point of a run in a full run of the tests, otherwise a sample."""
+    return pytest.mark.parametrize("which", [pytest.param(slice(first, None, step), id="some"), EVERY])
+
+
+def make(arguments, num_workers=WORKERS, seed=1, **options):
+    """A loader, of batches of three unless said otherwise, and the driver's generator seeded.
+
+    Args:
+        arguments: makes the loader's arguments, all objects anew.
+        num_workers: of the loader.
+        seed: of the driver's global generator.
+        options: further arguments.
+    """
+    torch.manual_seed(seed)
+    given = {**arguments(), **options}
+    batch_size = {} if "batch_sampler" in given else {"batch_size": 3}
+    return DataLoader(**{**batch_size, "num_workers": num_workers, **given})
+
+
+def save(loader):
+    """The loader's state as a file holds it."""
+    file = io.BytesIO()
+    torch.save(loader.state_dict(), file)
+    return file.getvalue()
+
+
+def read(saved):
+    """The state in a file."""
+    return torch.load(io.BytesIO(saved), weights_only=True)
+
+
+def plain(obj):
+    """A batch, or a state, in plain numbers: what can be compared."""
+    if isinstance(obj, dict):
+        return {key: plain(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [plain(part) for part in obj]
+    return obj.tolist() if isinstance(obj, (torch.Tensor, np.ndarray)) else obj
+
+
+def batches(iterator):
+    """The batches that come, plain, with "error" for what the dataset raises."""
+    iterator = iter(iterator)
+    while True:
+        try:
+            yield plain(next(iterator))
+        except StopIteration:
+            return
+        except PlannedError:
+            yield "error"
+
+
+def endless(loader):
+    """Epoch after epoch."""
+    while True:
+        yield from batches(loader)
+
+
+class Point(NamedTuple):
+    """A state that was saved, and where the run was: next comes batch `taken` of `epoch`."""
+
+    saved: bytes
+    epoch: int
+    taken: int
+
+
+def run(loader):
+    """The batches of all epochs, and a point wherever it may be saved: before, in, and after each epoch."""
+    epochs, points = [], [Point(save(loader), 0, 0)]
+    for epoch in range(EPOCHS):
+        iterator = iter(loader)
+        epochs.append([])
+        points.append(Point(save(loader), epoch, 0))
+        for batch in batches(iterator):
+            epochs[-1].append(batch)
+            points.append(Point(save(loader), epoch, len(epochs[-1])))
+        points.append(Point(save(loader), epoch + 1, 0))
+    return epochs, [point for point in points if point.epoch < EPOCHS - 1]
+
+
+def resumed(loader, saved):
+    """What a loader gives from a state on: the rest of that epoch and the next."""
+    loader.load_state_dict(read(saved))
+    return [list(batches(loader)) for _ in range(2)]
+
+
+def check(epochs, point, loader):
+    """From this point on a loader gives what the run gave."""
+    rest, following = resumed(loader, point.saved)
+    where = f"after {point.taken} batches of epoch {point.epoch}"
+    assert rest == epochs[point.epoch][point.taken :], where
+    assert following == epochs[point.epoch + 1], where

@@ -1,0 +1,446 @@
+"""`state_dict` and `load_state_dict`: from every state of a run a new loader goes on with that run's batches."""
+
+import functools
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import checkpoint_data as data
+import rayloader.pool
+from checkpoint_data import batches, check, endless, make, plain, read, resumed, run, save, some
+from latches import Gate, Mail
+from probes import Calls, Stream, oversubscribed
+from rayloader import ReplayError
+from rayloader.crew import Actor
+from rayloader.pace import Pace
+
+pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
+
+# ---- the matrix: datasets x seeding x persistent workers x number of workers, from every point of a run
+
+CASES = {
+    "augmented": lambda: {"dataset": data.Augmented(), "shuffle": True},
+    "augmented, strict depth": lambda: {"dataset": data.Augmented(), "prefetch_factor": 4},
+    "own generators": lambda: {"dataset": data.OwnGenerators()},
+    "stateful map": lambda: {"dataset": data.Counting()},
+    "raising map": lambda: {"dataset": data.Faulty()},
+    "skipping map": lambda: {"dataset": data.Faulty(), "on_error": "skip"},
+    "shuffled stream": lambda: {"dataset": data.Shuffled()},
+    "shuffled stream, drop_last": lambda: {"dataset": data.Shuffled(), "drop_last": True},
+    "shuffled stream, unbatched": lambda: {"dataset": data.Shuffled(), "batch_size": None},
+    "buffered stream": lambda: {"dataset": data.Buffered()},
+    "stateful stream": lambda: {"dataset": data.StatefulStream()},
+    "stream of stateful iterators": lambda: {"dataset": data.StreamOfStatefulIterators()},
+    "datapipe": lambda: {"dataset": IterableWrapper(range(40)).shuffle().sharding_filter(), "shuffle": True},
+    "skipping stream": lambda: {"dataset": data.StreamOfStatefulIterators(faulty=True), "on_error": "skip"},
+}
+SEEDINGS = ["worker", "batch"]
+NUM_WORKERS = [1, 2, 3, 5]
+
+
+def matrix():
+    """All combinations, with persistent workers in every second one; a sample has one for each case, and few points."""
+    for number, case in enumerate(CASES):
+        for place, (seeding, num_workers) in enumerate(itertools.product(SEEDINGS, NUM_WORKERS)):
+            persistent = (place + place // len(NUM_WORKERS) + number) % 2 == 0
+            name = f"{case}-{seeding}-{num_workers}{'-persistent' if persistent else ''}"
+            combination = case, {"seeding": seeding, "persistent_workers": persistent}, num_workers
+            if place == 3 * number % (len(SEEDINGS) * len(NUM_WORKERS)):
+                yield pytest.param(*combination, slice(number % 6, None, 6), id=f"{name}-some")
+            yield pytest.param(*combination, slice(None), id=f"{name}-every", marks=pytest.mark.full)
+
+
+@functools.cache
+def undisturbed(case, **options):
+    return run(make(CASES[case], **options))
+
+
+@pytest.mark.parametrize(("case", "options", "num_workers", "which"), list(matrix()))
+def test_from_every_point_the_batches_are_those_of_the_undisturbed_run(case, options, num_workers, which):
+    epochs, points = undisturbed(case, **options)
+    for point in points[which]:
+        check(epochs, point, make(CASES[case], num_workers, seed=2, **options))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saving_changes_nothing(case):
+    epochs, _ = undisturbed(case, seeding="worker", persistent_workers=False)
+    loader = make(CASES[case])
+    assert [list(batches(loader)) for _ in epochs] == epochs
+
+
+@pytest.mark.parametrize("case", ["augmented", "own generators", "stateful map", "shuffled stream", "stateful stream"])
+@pytest.mark.parametrize(
+    ("persistent", "step"),
+    [(False, 3), (True, 4), *(pytest.param(p, s, marks=pytest.mark.full) for p in (False, True) for s in (1, 2, 5, 7))],
+)
+def test_a_chain_of_resumed_runs_is_the_undisturbed_run(case, persistent, step):
+    """Each link gives `step` batches, over the ends of epochs, and hands its state to the next one."""
+    epochs, _ = undisturbed(case, seeding="worker", persistent_workers=persistent)
+    expected = [batch for epoch in epochs for batch in epoch]
+    found, saved = [], save(make(CASES[case], persistent_workers=persistent))
+    for num_workers in itertools.islice(itertools.cycle([2, 1, 3]), len(expected) // step):
+        loader = make(CASES[case], num_workers, seed=num_workers, persistent_workers=persistent)
+        loader.load_state_dict(read(saved))
+        found += itertools.islice(endless(loader), step)
+        saved = save(loader)
+    assert found == expected[: len(found)]
+    assert len(found) > len(expected) - step
+
+
+# ---- where in a run
+
+
+@pytest.fixture
+def calls_of(monkeypatch):
+    """Fixes how many tasks calls carry, and gives a list of the numbers that they did."""
+    sizes = []
+    actor_run = Actor.run
+
+    def counted(self, worker_id, told, *rest, **options):
+        sizes.append(len(told))
+        return actor_run(self, worker_id, told, *rest, **options)
+
+    def fix(tasks_per_call):
+        def saw(pace, *_, **__):
+            before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
+            pace.places = 3 * pace.tasks_per_call
+            return pace.tasks_per_call != before
+
+        monkeypatch.setattr(Pace, "saw", saw)
+        return sizes
+
+    monkeypatch.setattr(Actor, "run", counted)
+    return fix
+
+
+LONG = {
+    "map": lambda: {"dataset": data.Augmented(90)},
+    "stream": lambda: {"dataset": Stream(lambda worker: ([worker, *data.noise()] for _ in range(45)))},
+}
+
+
+@some(4, 7)
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", LONG)
+def test_from_the_middle_of_calls(calls_of, name, num_workers, which):
+    sizes = calls_of(5)
+    epochs, points = run(make(LONG[name], 2))
+    assert max(sizes) == 5
+    for point in points[which]:
+        check(epochs, point, make(LONG[name], num_workers, seed=2))
+
+
+def test_batches_that_were_built_and_not_taken_do_not_count(tmp_path):
+    mail = Mail(tmp_path / "mail")
+
+    def get(index):
+        mail.send(index)
+        return [index, *data.noise()]
+
+    def arguments():
+        return {"dataset": Calls(get, 24), "batch_size": 1, "prefetch_factor": 5}
+
+    loader = make(arguments, 2)
+    iterator = batches(loader)
+    found = [next(iterator) for _ in range(2)]
+    mail.receive(10)  # all that was asked for by iter()
+    saved = save(loader)
+    rest = list(iterator)
+    assert resumed(make(arguments, 1, seed=2), saved)[0] == rest
+    assert len(found + rest) == 24
+    mail.close()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("case", ["augmented", "shuffled stream", "stateful stream"])
+def test_epochs_that_were_broken_off(case, persistent):
+    """Also when the state is taken after `break`, with no iterator left."""
+
+    def start():
+        loader = make(CASES[case], persistent_workers=persistent)
+        for taken, _ in enumerate(loader, 1):
+            if taken == 2:
+                break
+        return loader
+
+    loader = start()
+    after_break = save(loader)
+    iterator = batches(loader)
+    found = [next(iterator) for _ in range(3)]
+    in_the_next = save(loader)
+    epochs = [found + list(iterator), list(batches(loader))]
+
+    assert resumed(make(CASES[case], 2, seed=2, persistent_workers=persistent), in_the_next) == [
+        epochs[0][3:],
+        epochs[1],
+    ]
+    undisturbed_epochs, _ = undisturbed(case, seeding="worker", persistent_workers=persistent)
+    resumed_epochs = resumed(make(CASES[case], 2, seed=2, persistent_workers=persistent), after_break)
+    assert resumed_epochs == [undisturbed_epochs[0][2:], undisturbed_epochs[1]]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_goes_back_to_a_state_of_its_own(persistent):
+    loader = make(CASES["augmented"], persistent_workers=persistent)
+    iterator = batches(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator)
+    following = list(batches(loader))
+    for _ in range(2):
+        loader.load_state_dict(state)
+        assert [list(batches(loader)), list(batches(loader))] == [rest, following]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loading_acts_on_the_next_iter_and_leaves_a_live_iterator_alone(persistent):
+    epochs, points = undisturbed("augmented", seeding="worker", persistent_workers=persistent)
+    point = next(point for point in points if point[1:] == (1, 3))
+    loader = make(CASES["augmented"], persistent_workers=persistent)
+    iterator = batches(loader)
+    found = [next(iterator), next(iterator)]
+    loader.load_state_dict(read(point.saved))
+    assert plain(loader.state_dict()) == plain(read(point.saved))
+    assert found + list(iterator) == epochs[0]
+    assert [list(batches(loader)), list(batches(loader))] == [epochs[1][3:], epochs[2]]
+
+
+def test_between_load_and_iter_a_loader_has_the_loaded_state():
+    epochs, points = undisturbed("augmented", seeding="worker", persistent_workers=False)
+    for point in points[::5]:
+        first, second = (make(CASES["augmented"], 2, seed=seed) for seed in (2, 3))
+        first.load_state_dict(read(points[0].saved))
+        first.load_state_dict(read(point.saved))  # the last one counts
+        assert plain(first.state_dict()) == plain(read(point.saved))
+        check(epochs, point._replace(saved=save(first)), second)
+
+
+def test_a_state_is_not_changed_by_what_comes_after_it():
+    loader = make(CASES["stateful stream"])
+    iterator = batches(loader)
+    next(iterator)
+    state = loader.state_dict()
+    before = plain(state)
+    rest = list(iterator)
+    loader.load_state_dict(state)
+    assert list(batches(loader)) == rest
+    assert plain(state) == before
+
+
+def test_at_the_last_batch_nothing_is_left_once():
+    epochs, points = undisturbed("augmented", seeding="worker", persistent_workers=False)
+    last = next(point for point in points if point[1:] == (0, len(epochs[0])))
+    loader = make(CASES["augmented"], 2, seed=2)
+    loader.load_state_dict(read(last.saved))
+    assert [list(batches(loader)) for _ in range(3)] == [[], *epochs[1:]]
+
+
+def test_the_drivers_generator_is_where_it_was():
+    """The training loop draws from the generator that the loader draws its seeds and its shuffling from."""
+
+    def steps(loader):
+        for batch in endless(loader):
+            yield batch, torch.rand(1).item()
+
+    expected = list(itertools.islice(steps(make(CASES["augmented"])), 20))
+    loader = make(CASES["augmented"])
+    found = list(itertools.islice(steps(loader), 3))
+    saved = save(loader)
+    loader = make(CASES["augmented"], 2, seed=2)
+    loader.load_state_dict(read(saved))
+    assert found + list(itertools.islice(steps(loader), 17)) == expected
+
+
+def test_a_map_style_dataset_is_not_read_again(tmp_path):
+    """Calls carry one task here; longer ones are begun again at most."""
+    mail = Mail(tmp_path / "mail")
+
+    def get(index):
+        mail.send(index)
+        return index
+
+    def arguments():
+        return {"dataset": Calls(get, 40), "batch_size": None, "prefetch_factor": 2}
+
+    loader = make(arguments)
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(25)] == list(range(25))
+    saved = save(loader)
+    rest = list(iterator)
+    assert sorted(map(int, mail.receive(40))) == list(range(40))
+    loader = make(arguments, 2)
+    loader.load_state_dict(read(saved))
+    assert list(loader) == rest == list(range(25, 40))
+    assert sorted(map(int, mail.waiting())) == rest
+    mail.close()
+
+
+@pytest.mark.parametrize("arenas", [True, False])
+def test_batches_of_a_resumed_run_are_kept_while_it_goes_on(calls_of, arenas):
+    """Memory of batches that were built again and not delivered is given to others."""
+
+    class Images(data.Sized):
+        def __getitem__(self, index):
+            return torch.rand(50_000) + index
+
+    def arguments():
+        return {"dataset": Images(80), "batch_size": 2, "arenas": arenas}
+
+    calls_of(5)
+    loader = make(arguments, 2)
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(13)]
+    saved = save(loader)
+    kept += iterator
+    loader = make(arguments, 1, seed=2)
+    loader.load_state_dict(read(saved))
+    resumed_batches = list(loader)
+    assert len(resumed_batches) == 27
+    assert all(map(torch.equal, resumed_batches, kept[13:]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["augmented", "own generators", "shuffled stream", "stateful stream"])
+def test_a_state_saved_after_the_workers_were_lost(case):
+    epochs, _ = undisturbed(case, seeding="worker", persistent_workers=False)
+    loader = make(CASES[case])
+    iterator = batches(loader)
+    found = [next(iterator) for _ in range(3)]
+    for pid in rayloader.pool.live_actor_pids():
+        os.kill(pid, signal.SIGKILL)
+    found += itertools.islice(iterator, 2)
+    assert found + resumed(make(CASES[case], 2, seed=2), save(loader))[0] == epochs[0]
+    assert list(iterator) == epochs[0][5:]
+
+
+# ---- state that is the user's
+
+
+STATEFUL = {
+    "map": lambda salt: {"dataset": data.Counting(salt)},
+    "stream": lambda salt: {"dataset": data.StatefulStream(salt)},
+    "iterator": lambda salt: {"dataset": data.StreamOfStatefulIterators(salt)},
+    "sampler's iterator": lambda salt: {
+        "dataset": data.Augmented(),
+        "sampler": data.SamplerOfStatefulIterators(salt),
+        "batch_size": None,
+    },
+}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_dicts_are_used_where_there_are_some(name, num_workers):
+    loader = make(lambda: STATEFUL[name](salt=3), 2)
+    iterator = batches(loader)
+    for _ in range(3):
+        next(iterator)
+    saved = save(loader)
+    rest = list(iterator)
+    loader = make(lambda: STATEFUL[name](salt=4), num_workers, seed=2)
+    loader.load_state_dict(read(saved))
+    assert list(batches(loader)) == rest != []
+
+
+@pytest.mark.parametrize("dataset", [data.Entropy, data.Unseeded])
+def test_a_stream_that_cannot_be_replayed_is_an_error_and_never_another_stream(dataset):
+    loader = make(lambda: {"dataset": dataset()})
+    states = [save(loader) for _ in batches(loader)]
+    for saved in states[:-1:3]:
+        loader = make(lambda: {"dataset": dataset()}, 2, seed=2)
+        loader.load_state_dict(read(saved))
+        with pytest.raises(ReplayError):
+            list(batches(loader))
+
+
+def test_a_stream_that_depends_on_how_often_it_was_iterated_over_is_an_error():
+    def arguments():
+        return {"dataset": data.CountsEpochs(), "persistent_workers": True}
+
+    epochs, points = run(make(arguments, 2))
+    assert epochs[0] != epochs[1]
+    in_the_first, in_the_second = (next(point for point in points if point[1:] == (e, 3)) for e in (0, 1))
+    check(epochs, in_the_first, make(arguments, 1, seed=2))
+    loader = make(arguments, 1, seed=2)
+    loader.load_state_dict(read(in_the_second.saved))
+    with pytest.raises(ReplayError):
+        next(iter(loader))
+
+
+def test_worker_init_fn_and_collate_fn_go_with_the_workers():
+    def init(worker_id):
+        torch.manual_seed(worker_id)
+        get_worker_info().dataset.tag = worker_id
+
+    class Tagged(data.Indices):
+        def __getitem__(self, index):
+            return [index, self.tag, *data.noise()]
+
+    def arguments():
+        return {
+            "dataset": Tagged(),
+            "worker_init_fn": init,
+            "collate_fn": lambda samples: plain([*samples, torch.rand(1)]),
+        }
+
+    epochs, points = run(make(arguments))
+    for point in points[::7]:
+        check(epochs, point, make(arguments, 2, seed=2))
+
+
+# ---- other orders of delivery
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_dynamic_scheduling(num_workers):
+    def arguments():
+        return {"dataset": data.Indices(90), "shuffle": True, "seeding": "batch", "scheduling": "dynamic"} | {
+            "collate_fn": lambda samples: [samples, *data.noise()]
+        }
+
+    epochs, points = run(make(arguments))
+    for point in points[num_workers::15]:
+        check(epochs, point, make(arguments, num_workers, seed=2))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_order_no_sample_is_lost_or_repeated(tmp_path, stream, num_workers):
+    """The first batch is held back until others have been taken; then all states are taken."""
+    gate = Gate(tmp_path / "gate")
+
+    def get(index):
+        if index == 0:
+            gate.wait()
+        return [index, get_worker_info().seed]
+
+    def arguments():
+        dataset = Stream(lambda worker: map(get, range(worker, 20, 2))) if stream else Calls(get, 20)
+        return {"dataset": dataset, "batch_size": 2, "prefetch_factor": 2, "in_order": False}
+
+    def samples(found):
+        return sorted(tuple(sample) for indices, seeds in found for sample in zip(indices, seeds, strict=True))
+
+    loader = make(arguments, 2)
+    iterator = batches(loader)
+    found, saved = [], []
+    for _ in range(2):
+        found.append(next(iterator))
+        saved.append(save(loader))
+    gate.open()
+    for batch in iterator:
+        found.append(batch)
+        saved.append(save(loader))
+    assert [index for index, _ in samples(found)] == list(range(20))
+    for taken, state in enumerate(saved, 1):
+        rest, following = resumed(make(arguments, num_workers, seed=2), state)
+        assert [index for index, _ in samples(found[:taken] + rest)] == list(range(20))
+        assert [index for index, _ in samples(following)] == list(range(20))
+        if stream:
+            assert samples(found[:taken] + rest) == samples(found)
