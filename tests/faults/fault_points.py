@@ -7,6 +7,7 @@ file away, leaves its process id behind and strikes; a fault that is to strike a
 import ctypes
 import logging
 import os
+import pickle
 import random
 import resource
 import signal
@@ -199,12 +200,14 @@ class Batch:
 
 def striking_worker(faults):
     """The class of the pool's actors, with places where no code of the user's runs."""
+    here, packed = str(Path(__file__).parent), pickle.dumps(faults)
 
     class Worker(rayloader.worker.Worker):  # of this name, for Ray names the process after it
         def __init__(self):
-            faults.strike("init")
+            sys.path.insert(0, here)  # its process does not know this module yet
+            self.faults = pickle.loads(packed)
+            self.faults.strike("init")
             super().__init__()
-            self.calls = 0
 
         def start(self, *arguments):
             self.calls = 0
@@ -213,10 +216,10 @@ def striking_worker(faults):
         def run(self, *arguments):
             self.calls += 1
             if self.calls > 1:
-                faults.strike("between calls")
+                self.faults.strike("between calls")
             reply = super().run(*arguments)
             if self.calls > 1:
-                faults.strike("reply")
+                self.faults.strike("reply")
             return reply
 
     return Worker
