@@ -1,8 +1,8 @@
-"""The actors that one iterator owns, and all that it may ask of them.
+"""The actors that one iterator owns, the workers that they host, and all that it may ask of them.
 
 Promise: each method checks that the actors' Ray session still lives before it calls Ray, and raises `RaySessionError`
-if not; what Ray raises about a lost actor, node or object arrives as `ActorLost`. `release` gives the actors back to
-the pool.
+if not; what Ray raises about a lost actor, node or object arrives as `ActorLost`. A worker that has lost its process,
+or is to move to another, goes on there as its journal says. `release` gives the actors back to the pool.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from torch.utils.data import _DatasetKind
 
 from rayloader import session
 from rayloader.errors import RaySessionError
+from rayloader.journal import Journal, Resumed, Told
+from rayloader.snapshot import WorkerState
 from rayloader.transport import memory_file
-from rayloader.transport.codec import Encoded
 from rayloader.transport.control_page import ControlPage, make_page
 from rayloader.transport.lanes import ArenaLane, Room, pack, to_wire, unpack
 from rayloader.transport.replica import Image
-from rayloader.worker import Reply, Setup, Source, WorkerAddress
+from rayloader.worker import Setup, Source, WorkerAddress
 
 if TYPE_CHECKING:
     from rayloader.pool import Pool
@@ -56,7 +58,8 @@ class Actor:
     """One actor process; methods that take or give a `Ref` return at once."""
 
     handle: Any
-    key: bytes  # of the options it was made with
+    key: bytes  # of the user's options
+    options: dict[str, Any]  # that it was made with
     hello: Ref  # answered with its address once it runs
     created_at: float  # time.monotonic()
     state: ActorState = ActorState.BUSY
@@ -79,11 +82,12 @@ class Actor:
             self.address, self.started_at = address, time.monotonic()
         return True
 
-    def start(self, setup: Setup, source: Source) -> Ref:
+    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Ref:
         """`Worker.start`."""
         if self.hosted is not None and self.hosted[0] != source.image.name:
             self.hosted = None
-        return self.handle.start.remote(setup, source)
+        page = self.page.address if self.page is not None else None
+        return self.handle.start.remote(replace(setup, page=page), source, state)
 
     def host(self, image: Image, contents: Ref) -> Ref:
         """`Worker.host`: what the others of its node open."""
@@ -97,15 +101,20 @@ class Actor:
                 return ray.get(self.hosted[1], timeout=0) is not None
         return False
 
-    def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> Ref:
+    def resume(self, worker_id: int, resumed: Resumed) -> Ref:
         """`Worker.resume`."""
-        return self.handle.resume.remote(epoch, shared_seed, undo_from)
+        return self.handle.resume.remote(worker_id, resumed.epoch, resumed.shared_seed, resumed.undo_from)
 
-    def run(self, task_ids: Sequence[int], indices: Sequence[Encoded], room: Room | None) -> Ref:
+    def run(self, worker_id: int, tasks: Sequence[Told], room: Room | None, *, wanted: bool) -> Ref:
         """`Worker.run`."""
         self.calls += 1
-        wires = [to_wire(encoded) for encoded in indices]
-        return self.handle.run.remote(pack((self.calls, tuple(task_ids), wires, room), wires))
+        wires = [to_wire(task.indices) for task in tasks]
+        task_ids = tuple(task.task_id for task in tasks)
+        return self.handle.run.remote(pack((worker_id, self.calls, task_ids, wires, room, wanted), wires))
+
+    def leave(self, worker_id: int) -> None:
+        """`Worker.leave`."""
+        self.handle.leave.remote(worker_id)
 
     def let_go(self) -> None:
         """The process is gone, or will be: gives up what it shares with this one."""
@@ -119,11 +128,11 @@ class Actor:
 
 
 class ActorLost(Exception):
-    """A worker's answer will not come: its actor, its node or the object is gone."""
+    """An actor's answers will not come: it, its node or an object is gone."""
 
-    def __init__(self, worker_id: int, error: RayError) -> None:
+    def __init__(self, actor: Actor, error: RayError) -> None:
         super().__init__(str(error).strip())
-        self.worker_id = worker_id
+        self.actor = actor
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +145,26 @@ class Returned:
 
 
 class Crew:
-    """The actors that one iterator owns, one a worker, until `release`."""
+    """The actors that one iterator owns, until `release`, and the workers that they host, dealt out in turn.
 
-    def __init__(self, pool: Pool, actors: list[Actor], options: dict[str, Any]) -> None:
+    Attributes:
+        actors: in the order in which they host.
+        journals: of the workers.
+    """
+
+    def __init__(self, pool: Pool, actors: list[Actor], remote_args: dict[str, Any]) -> None:
         self._pool = pool
-        self._options = options  # that those of the actors were made with which are new
+        self._remote_args = remote_args
         self._pid = os.getpid()
         self._released = False
         self._image: Image | None = None  # kept for workers that have yet to open it
+        self._carried: list[Any] = []
+        self._setups: list[Setup] = []
+        self._hosts: list[Actor] = []  # by worker
+        self._away: set[int] = set()  # workers whose host is not told yet that it is them
+        self._dead: list[Actor] = []
         self.actors = actors
+        self.journals: list[Journal] = []
 
     @property
     def usable(self) -> bool:
@@ -163,21 +183,20 @@ class Crew:
         if not self._pool.session_alive():
             raise RaySessionError(SESSION_ENDED)
 
-    def fetch(self, worker_id: int, ref: Ref, timeout: float) -> Reply | None:
-        """What a worker's call returned; None if it has not within `timeout` seconds.
+    def fetch(self, actor: Actor, ref: Ref, timeout: float | None) -> Any:
+        """What a call of an actor returned, unpacked; None if it has not within `timeout` seconds.
 
         Raises:
             ActorLost: it never will.
         """
         self.check_session()
         try:
-            reply: Reply = unpack(ray.get(ref, timeout=timeout))
-            return reply
+            return unpack(ray.get(ref, timeout=timeout))
         except GetTimeoutError:
             return None
         except RayError as error:
             self.check_session()  # Ray's shutdown is not the worker's fault
-            raise ActorLost(worker_id, error) from error
+            raise ActorLost(actor, error) from error
         except SystemExit as error:  # what Ray raises in a thread that waits while it is shut down
             raise RaySessionError(SESSION_ENDED) from error
 
@@ -189,47 +208,141 @@ class Crew:
         except SystemExit as error:  # as in fetch
             raise RaySessionError(SESSION_ENDED) from error
 
-    def ship(self, image: Image, carried: list[Any]) -> list[Source]:
-        """What each worker is to open its replica from, in the order of `actors`.
-
-        Those that can open the driver's files do. On any other node one makes an image for all workers there, from
-        one object of Ray's that is made when the first needs it.
+    def start(self, image: Image, carried: list[Any], setups: list[Setup], journals: list[Journal]) -> None:
+        """Tells the actors which workers they are.
 
         Raises:
             WorkerStartError: in a Ray that was not started here, a worker found no place.
         """
         self.check_session()
-        self._image = image
-        self._locate()
-        driver_node = session.node_id()
-        contents: Ref = None
-        hosts: dict[tuple[str, str], tuple[Ref, Ref]] = {}  # contents, answer to `host`; by place
-        for actor in self.actors:
-            if actor.address is not None and actor.hosts(image):
-                assert actor.hosted is not None
-                hosts[actor.address.place] = None, actor.hosted[1]
-        sources = []
-        for actor in self.actors:
-            where = actor.address
-            if where is None or (where.node_id == driver_node and where.reaches_driver):
-                sources.append(Source(image.address, carried))
-                continue
-            if where.place not in hosts:
-                if contents is None:
-                    contents = ray.put([PickleBuffer(content) for content in image.contents()])
-                hosts[where.place] = contents, actor.host(image, contents)
-            # In lists: Ray waits for what stands by itself, and would not call at all where it is lost.
-            sources.append(Source(image.address, carried, *([ref] for ref in hosts[where.place])))
-        return sources
+        self._image, self._carried, self._setups, self.journals = image, carried, setups, journals
+        self._hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(setups))]
+        self._away = set(range(len(setups)))
+        if not self._all_see_us():
+            with contextlib.suppress(ActorLost):  # the epoch will say so
+                while pending := [actor.hello for actor in self.actors if actor.address is None]:
+                    self.ready(pending, count=len(pending), timeout=LOCATE_TICK_S)
+                    self.check_started()
+        contents: list[Ref] = []
+        for worker_id in range(len(setups)):
+            self._start_worker(worker_id, contents)
 
-    def _locate(self) -> None:
-        """Waits until it is known where the workers are; in a Ray of our own all are on this machine and see us."""
-        if session.started_here() and memory_file.others_may_open():
-            return
-        with contextlib.suppress(ActorLost):  # the epoch will say so
-            while pending := [actor.hello for actor in self.actors if actor.address is None]:
-                self.ready(pending, count=len(pending), timeout=LOCATE_TICK_S)
-                self.check_started()
+    def revive(self) -> list[int]:
+        """Starts the workers that are away and have a host by now; the epoch is to tell them what their journals say.
+
+        Raises:
+            ActorLost: a host could not be started.
+            WorkerStartError: one found no place.
+        """
+        if not self._away:
+            return []
+        self.check_session()
+        if not self._all_see_us():
+            self.check_started()
+        hosted = [worker_id for worker_id in sorted(self._away) if self._hosts[worker_id] not in self._dead]
+        ready = [w for w in hosted if self._all_see_us() or self._hosts[w].address is not None]
+        contents: list[Ref] = []
+        for worker_id in ready:
+            self._start_worker(worker_id, contents)
+        return ready
+
+    def _start_worker(self, worker_id: int, contents: list[Ref]) -> None:
+        actor = self._hosts[worker_id]
+        actor.start(self._setups[worker_id], self._source(actor, contents), self.journals[worker_id].state)
+        self._away.discard(worker_id)
+
+    def _source(self, actor: Actor, contents: list[Ref]) -> Source:
+        """What a worker is to open its replica from.
+
+        Those that can open the driver's files do that. On any other node one makes an image for all workers there, from
+        one object of Ray's that is made when the first needs it and then stands in `contents`.
+        """
+        assert self._image is not None
+        where = actor.address
+        if where is None or (where.node_id == session.node_id() and where.reaches_driver):
+            return Source(self._image.address, self._carried)
+        near = [
+            a for a in self.actors if a not in self._dead and a.address is not None and a.address.place == where.place
+        ]
+        host = next((a for a in near if a.hosts(self._image)), None)
+        host = host or next((a for a in near if a.hosted is not None and a.hosted[0] == self._image.address.name), None)
+        if host is None:
+            if not contents:
+                contents.append(ray.put([PickleBuffer(content) for content in self._image.contents()]))
+            host = actor
+            host.host(self._image, contents[0])
+        assert host.hosted is not None
+        # In lists: Ray waits for what stands by itself, and would not call at all where it is lost.
+        return Source(self._image.address, self._carried, [contents[0] if contents else None], [host.hosted[1]])
+
+    def _all_see_us(self) -> bool:
+        """In a Ray of our own all actors are on this machine and can open our files: it need not be asked."""
+        return session.started_here() and memory_file.others_may_open()
+
+    def actor(self, worker_id: int) -> Actor:
+        """Who hosts a worker."""
+        return self._hosts[worker_id]
+
+    def hosted_by(self, actor: Actor) -> list[int]:
+        """The workers of an actor, none if it is not this crew's any more."""
+        return [worker_id for worker_id, host in enumerate(self._hosts) if host is actor and actor in self.actors]
+
+    @property
+    def awaited(self) -> list[Ref]:
+        """What is answered when workers that are away may be started."""
+        hosts = {id(host): host for worker_id in self._away if (host := self._hosts[worker_id]) not in self._dead}
+        return [host.hello for host in hosts.values()]
+
+    def is_away(self, worker_id: int) -> bool:
+        """Whether the worker has no process at the moment."""
+        return worker_id in self._away
+
+    def depends_on_the_past(self, worker_id: int) -> bool:
+        """Whether what the worker has built shows in what it builds next."""
+        setup, state = self._setups[worker_id], self.journals[worker_id].state
+        stateless = state is not None and state.dataset is None
+        return not (setup.seed_batches and setup.dataset_kind == _DatasetKind.Map and stateless)
+
+    def lose(self, actor: Actor) -> None:
+        """The actor is dead, or must not be trusted any more: it is killed, and what it shares with us is given up."""
+        if actor not in self._dead:
+            self._dead.append(actor)
+            self._away.update(self.hosted_by(actor))
+            self._pool.post(Returned([], [actor], busy=True))
+
+    def replace(self, worker_id: int) -> bool:
+        """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
+        old = self._hosts[worker_id]
+        if old in self._dead:
+            (new,) = self._pool.more(self._remote_args, 1)
+            new.lane.take_after(old.lane)
+            self.actors[self.actors.index(old)] = new
+            self._hosts = [new if host is old else host for host in self._hosts]
+            return True
+        return False
+
+    def resize(self, count: int) -> list[int]:
+        """Another number of actors for the same workers.
+
+        Returns:
+            The workers that move; they are away now.
+        """
+        self.check_session()
+        kept, spare = self.actors[:count], self.actors[count:]
+        self.actors = kept + self._pool.more(self._remote_args, max(0, count - len(kept)))
+        hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(self._hosts))]
+        moved = [worker_id for worker_id, host in enumerate(hosts) if host is not self._hosts[worker_id]]
+        for worker_id in moved:
+            old = self._hosts[worker_id]
+            if old in kept:
+                old.leave(worker_id)
+                old.lane.abandon_unanswered()
+        self._hosts = hosts
+        self._away.update(moved)
+        for actor in spare:
+            actor.drop(from_task=0)
+        self._pool.post(Returned([a for a in spare if a not in self._dead], [], busy=True))
+        return moved
 
     def check_started(self) -> None:
         """Notes which actors run by now.
@@ -240,37 +353,39 @@ class Crew:
         """
         self.check_session()
         pending = []
-        for worker_id, actor in enumerate(self.actors):
+        for actor in self.actors:
+            if actor in self._dead:
+                continue
             try:
                 if not actor.has_started():
                     pending.append(actor)
             except RayError as error:
                 self.check_session()
-                raise ActorLost(worker_id, error) from error
+                raise ActorLost(actor, error) from error
         if pending:
             progress = [actor.started_at for actor in self.actors if actor.started_at is not None]
             waited = time.monotonic() - max([min(actor.created_at for actor in pending), *progress])
-            self._pool.check_start_limit(waited, len(pending), len(self.actors), self._options)
+            self._pool.check_start_limit(waited, len(pending), len(self.actors), pending[0].options)
 
     def address(self, worker_id: int) -> WorkerAddress | None:
         """Where a worker runs; None if it does not, or nobody can say any more."""
-        actor = self.actors[worker_id]
+        actor = self._hosts[worker_id]
         if self.usable:
             with contextlib.suppress(RayError):
                 actor.has_started()
         return actor.address
 
-    def release(self, *, busy: bool, lost: Sequence[int] = ()) -> None:
+    def release(self, *, busy: bool, reuse: bool = True) -> None:
         """Gives the actors back; callable from a finalizer and more than once.
 
         Args:
             busy: calls may be unanswered.
-            lost: workers whose actors are gone or must go.
+            reuse: whether others may have the processes.
         """
         if self._released or os.getpid() != self._pid:
             return
         self._released, self._image = True, None
         for actor in self.actors:
             actor.drop(from_task=0)
-        gone = [actor for worker_id, actor in enumerate(self.actors) if worker_id in lost]
-        self._pool.post(Returned([actor for actor in self.actors if actor not in gone], gone, busy=busy))
+        alive = [actor for actor in self.actors if actor not in self._dead]
+        self._pool.post(Returned(alive, [], busy=busy) if reuse else Returned([], alive, busy=busy))

@@ -10,11 +10,12 @@ and the tables.
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import reprlib
-import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from typing import Any, NamedTuple
 
 from torch._utils import ExceptionWrapper
 
-from rayloader.crew import ActorLost, Crew, Ref
+from rayloader.checkpoint import Position
+from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
-from rayloader.errors import BatchTimeoutError, RayloaderError, WorkerDiedError, add_note
+from rayloader.errors import BatchTimeoutError, RayloaderError, SkipLimitError, WorkerDiedError, add_note
+from rayloader.journal import Resumed, Told
 from rayloader.messages import (
     ANY_WORKER,
     BatchTaken,
@@ -38,8 +41,10 @@ from rayloader.messages import (
     Fail,
     Forget,
     IndicesDrawn,
+    IndicesSkipped,
     Opened,
     Paced,
+    ReplaceWorker,
     SamplerExhausted,
     SamplerFailed,
     Submit,
@@ -47,13 +52,17 @@ from rayloader.messages import (
     TasksDone,
     WorkerExhausted,
     WorkerLost,
+    WorkerReady,
 )
 from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.schedule import Schedule
+from rayloader.snapshot import WorkerState
 from rayloader.transport import codec
 from rayloader.transport.lanes import Lent, from_wire, unplaced
 from rayloader.worker import CARRY, Result, ResultKind
+
+logger = logging.getLogger("rayloader")
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
 TICK_S = 1.0
@@ -62,23 +71,26 @@ PAGE_TICK_S = 0.01
 
 
 class Delivery(NamedTuple):
-    """A task and its batch, or the user's exception in its place."""
+    """A task and its batch, or the user's exception in its place; `Epoch.NOTHING` where all was skipped."""
 
     task: Task
     data: Any
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
-class _Drawn(NamedTuple):
-    """What the sampler gave, and the same as it was then, encoded."""
+class Drawn(NamedTuple):
+    """What the sampler gave, and the same as it was then, encoded; and what a checkpoint needs of that draw."""
 
     indices: Any
     encoded: codec.Encoded
+    checksum: int  # of all the indices of the epoch, up to these
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """An unanswered call of a worker."""
 
+    actor: Actor
     ref: Ref
     number: int  # counts the actor's calls
     num_tasks: int  # that it brought
@@ -95,6 +107,9 @@ class Epoch:
         paces: say how many tasks each worker's calls carry.
         timeout: seconds that the user waits for a batch at most, 0 for ever.
         arenas: whether batches may travel in the workers' arenas.
+        position: where the user is in the stream; kept up to date.
+        on_timeout: "raise", or "restart" the worker that the user has waited for too long.
+        max_skipped: samples.
         pin: pins a batch, in a thread of its own; None: no pinning.
         device_index: accelerator that the pin thread works for, if any.
     """
@@ -108,6 +123,9 @@ class Epoch:
         paces: list[Pace],
         timeout: float,
         arenas: bool,
+        position: Position,
+        on_timeout: str,
+        max_skipped: int,
         pin: Callable[[Any], Any] | None,
         device_index: int | None,
     ) -> None:
@@ -116,24 +134,37 @@ class Epoch:
         self._paces = paces
         self._timeout = timeout
         self._arenas = arenas
+        self._position = position
+        self._on_timeout = on_timeout
+        self._max_skipped = max_skipped
         self._pin = pin
         self._device_index = device_index
         self._pin_thread: PinThread[Delivery] | None = None
         self._tick = TICK_S if pin is None else PIN_TICK_S
-        self._changed = threading.Condition()  # guards what follows; notified with every event
+        self._changed = position.lock  # guards what follows; notified with every event
         self._schedule = schedule
-        self._calls: list[deque[_Call]] = [deque() for _ in crew.actors]  # unanswered, by worker, oldest first
-        self._left_over = [0] * len(crew.actors)  # tasks that a worker's answered calls have not done
+        self._calls: list[deque[_Call]] = [deque() for _ in crew.journals]  # unanswered, by worker, oldest first
+        self._left_over = [0] * len(crew.journals)  # tasks that a worker's answered calls have not done
         self._unanswered: set[int] = set()  # tasks
         self._results: dict[int, Result] = {}  # not delivered, by task
         self._deliverable: deque[tuple[Task, Result]] = deque()  # in delivery order
+        self._draws = position.next_task
+        self._checksum = position.checksum
         self.dropped: dict[int, int] = {}  # by worker: its first task that nobody wants any more, set by `close`
         self._last_arrival = 0.0  # time.monotonic()
         self._failure: WorkerDiedError | None = None
         self._cut_short = False  # closed before its last batch
 
-    def open(self) -> None:
-        """Fills the window. What the sampler raises is raised here."""
+    NOTHING = object()
+
+    def open(self, *, fresh: bool = True) -> None:
+        """Fills the window. What the sampler raises is raised here. `fresh`: the workers have only just started."""
+        self._position.sampler_begins(self._sampler_iter)
+        for worker_id, journal in enumerate(self._crew.journals):
+            if self._crew.is_away(worker_id):
+                self._crew.replace(worker_id)
+            elif fresh and journal.entries:
+                self._tell_again(worker_id)
         self._handle(Opened())
         self._draw_owed()
         if self._pin is not None:
@@ -168,15 +199,47 @@ class Epoch:
                 wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
                 delivery = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
             if delivery is not None:
-                self._handle(BatchTaken(delivery.task.task_id))
-                self._draw_owed()
-                return delivery
+                self._take(delivery)
+                if delivery.data is not self.NOTHING:
+                    return delivery
+                began = 0.0
+                continue
             self._draw_owed()
             if time.monotonic() >= self._deadline(began):
-                raise self._timed_out()
+                if self._on_timeout != "restart" or not self._restart_hung():
+                    raise self._timed_out()
+                began = time.monotonic()
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         return None
+
+    def _take(self, delivery: Delivery) -> None:
+        """The user has the batch."""
+        with self._changed:
+            self._position.taken(delivery.task.worker_id, delivery.task.task_id, delivery.task.indices.checksum)
+            self._handle(BatchTaken(delivery.task.task_id))
+            self._count_skipped(delivery.skipped)
+        self._draw_owed()
+
+    def _count_skipped(self, skipped: tuple[tuple[str, str], ...]) -> None:
+        self._position.skipped += len(skipped)
+        for index, reason in skipped:
+            logger.warning("rayloader: skipped sample %s: %s", index, reason)
+        if skipped and self._position.skipped > self._max_skipped:
+            raise SkipLimitError(
+                f"{self._position.skipped} samples have raised in this epoch, max_skipped={self._max_skipped} are "
+                f"skipped at most; the last is sample {skipped[-1][0]}: {skipped[-1][1]}. Mend the data, or raise max_skipped"
+            )
+
+    def resize(self, count: int) -> None:
+        """Another number of actors for the same workers."""
+        with self._changed:
+            for worker_id in range(len(self._calls)):
+                self._take_published(worker_id)
+            for worker_id in self._crew.resize(count):
+                self._drop_calls(worker_id)
+                self._handle(WorkerLost(worker_id, "it moves to another process", blameless=True))
+        self._revive()
 
     def close(self, *, resuming: bool = False) -> None:
         """Drops what is under way; callable more than once.
@@ -209,11 +272,17 @@ class Epoch:
                             self._unanswered.discard(task_id)
                             self._results.pop(task_id, None)
                     case Drop(worker_id, first_task_id):
-                        self._crew.actors[worker_id].drop(first_task_id)
+                        actor = self._crew.actor(worker_id)
+                        if len(self._crew.hosted_by(actor)) == 1:
+                            actor.drop(first_task_id)
                         self.dropped[worker_id] = first_task_id
+                    case ReplaceWorker(worker_id, cause):
+                        if self._crew.replace(worker_id):
+                            logger.warning(
+                                "rayloader: worker %d is lost and gets another process: %s", worker_id, cause
+                            )
                     case Fail():
                         self._failure = self._worker_died(command)
-                        self._calls[command.worker_id].clear()
             if self._pin_thread is not None:
                 self._changed.notify_all()
 
@@ -223,32 +292,118 @@ class Epoch:
             self._sampler_iter.reach(self._schedule.torch_draws)
         while self._schedule.owed_draws:
             try:
-                indices = next(self._sampler_iter)
-                drawn = _Drawn(indices, codec.encode(indices, carry=CARRY))
+                drawn = self._draw()
             except StopIteration:
                 self._handle(SamplerExhausted())
             except BaseException:  # the sampler's own, or that its indices cannot be pickled
                 self._handle(SamplerFailed())
                 raise
             else:
-                self._handle(IndicesDrawn(drawn))
+                skip = self._position.has(self._draws - 1)
+                self._handle(IndicesSkipped() if skip else IndicesDrawn(drawn))
+
+    def _draw(self) -> Drawn:
+        indices = next(self._sampler_iter)
+        encoded = codec.encode(indices, carry=CARRY)
+        self._checksum = zlib.crc32(encoded.skeleton, self._checksum)
+        self._draws += 1
+        self._position.drawn(self._draws - 1, self._sampler_iter, self._checksum)
+        return Drawn(indices, encoded, self._checksum)
 
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""
         with self._changed:
-            under_way = any(self._calls) or self._deliverable or self._schedule.owed_draws
+            under_way = self._is_under_way() or self._deliverable or self._schedule.owed_draws
             if self._pin_thread is None and not under_way and not self._schedule.finished and self._failure is None:
                 raise RayloaderError("this iterator was interrupted and has lost its place; call iter() again")
 
+    def _is_under_way(self) -> bool:
+        return any(self._calls) or bool(self._crew.awaited)
+
     def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
         self._crew.check_session()
-        actor = self._crew.actors[worker_id]
-        window = self._schedule.window // len(self._crew.actors)
-        lent = actor.lane.lend(max(1, len(tasks) + self._left_over[worker_id]), window) if self._arenas else None
-        encoded = [task.indices.encoded for task in tasks]
-        ref = actor.run([task.task_id for task in tasks], encoded, lent.room if lent is not None else None)
-        self._calls[worker_id].append(_Call(ref, actor.calls, len(tasks), lent))
+        told = [Told(task.task_id, task.indices.encoded) for task in tasks]
+        self._crew.journals[worker_id].told(told)
         self._unanswered.update(task.task_id for task in tasks)
+        if not self._crew.is_away(worker_id):
+            self._call(worker_id, told)
+
+    def _call(self, worker_id: int, told: list[Told], *, wanted: bool = True) -> None:
+        actor = self._crew.actor(worker_id)
+        window = self._schedule.window // len(self._crew.actors)
+        count = max(1, len(told) + self._left_over[worker_id])
+        lent = actor.lane.lend(count, window) if self._arenas and wanted else None
+        ref = actor.run(worker_id, told, lent.room if lent is not None else None, wanted=wanted)
+        self._calls[worker_id].append(_Call(actor, ref, actor.calls, len(told), lent))
+
+    # ---- workers that lose their process, or move to another
+
+    def _lose(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
+        """Goes on without an actor; its workers' tasks are told to its successor."""
+        with self._changed:
+            worker_ids = self._crew.hosted_by(actor)
+            for worker_id in worker_ids:  # what they showed before is the driver's
+                self._take_published(worker_id)
+            numbers = {w: self._calls[w][0].number for w in worker_ids if self._calls[w]}
+            at_work = min(numbers, key=numbers.__getitem__, default=None)  # it makes one call after the other
+            if suspect is None and at_work is not None:
+                suspect = self._alone(at_work)
+            self._crew.lose(actor)
+            for worker_id in worker_ids:
+                self._drop_calls(worker_id)
+                blameless = at_work not in (None, worker_id)
+                self._handle(WorkerLost(worker_id, cause, None if blameless else suspect, blameless))
+        if self._failure is None:
+            self._revive()
+
+    def _alone(self, worker_id: int) -> int | None:
+        """The task that a worker must be at: the only one of its oldest call."""
+        call, entries = self._calls[worker_id][0], self._crew.journals[worker_id].entries
+        waiting = [e.task_id for e in entries if isinstance(e, Told) and e.task_id in self._unanswered]
+        return waiting[0] if waiting and call.num_tasks + self._left_over[worker_id] == 1 else None
+
+    def _drop_calls(self, worker_id: int) -> None:
+        self._calls[worker_id].clear()
+        self._left_over[worker_id] = 0
+
+    def _revive(self) -> None:
+        """Sends lost tasks again where there is a process for them."""
+        with self._changed:
+            for worker_id in self._crew.revive():
+                self._tell_again(worker_id)
+
+    def _tell_again(self, worker_id: int) -> None:
+        """Brings a worker that was started from its last snapshot to where it is to be, see NOTE [blame]."""
+        journal, actor = self._crew.journals[worker_id], self._crew.actor(worker_id)
+        entries = list(journal.entries)
+        begin = max((number for number, entry in enumerate(entries, 1) if isinstance(entry, Resumed)), default=0)
+        for entry in entries[:begin]:
+            if isinstance(entry, Resumed):
+                journal.resumed = actor.resume(worker_id, entry)
+            else:
+                actor.run(worker_id, [entry], None, wanted=False)
+        told = [entry for entry in entries[begin:] if isinstance(entry, Told)]
+        known = [task for task in told if task.task_id not in self._unanswered]
+        if known and self._crew.depends_on_the_past(worker_id):
+            self._call(worker_id, known, wanted=False)
+        for task in told:
+            if task.task_id in self._unanswered:
+                self._call(worker_id, [task])
+        self._handle(WorkerReady(worker_id, len(self._calls[worker_id])))
+
+    def _restart_hung(self) -> bool:
+        """Replaces the worker that the next batch is waited for of; False if there is none."""
+        with self._changed:
+            head = self._schedule.head
+            if head is None or self._deliverable:
+                return False
+            if head.worker_id != ANY_WORKER:
+                hung = {self._crew.actor(head.worker_id)}
+            else:
+                hung = {self._crew.actor(worker_id) for worker_id, calls in enumerate(self._calls) if calls}
+            for actor in hung:
+                self._lose(actor, f"it gave no batch for {self._timeout} s (timeout), and was killed")
+        return bool(hung)
 
     # ---- receiving: the user's thread, or the pin thread
 
@@ -258,8 +413,7 @@ class Epoch:
             try:
                 self._collect(wait)
             except ActorLost as lost:
-                self._take_published(lost.worker_id)  # what it showed before it died is the driver's
-                self._handle(WorkerLost(lost.worker_id, str(lost)))
+                self._lose(lost.actor, str(lost))
         if not self._deliverable and self._failure is not None:
             raise self._failure.with_traceback(None)
         return self._open_first()
@@ -269,7 +423,8 @@ class Epoch:
         if not self._deliverable:
             return None
         task, result = self._deliverable[0]
-        delivery = Delivery(task, _open(task, result))
+        data = self.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
+        delivery = Delivery(task, data, result.skipped)
         self._deliverable.popleft()  # only now: a Ctrl-C while it was opened does not lose it
         return delivery
 
@@ -279,20 +434,20 @@ class Epoch:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._schedule.finished or any(self._calls) or self._deliverable or self._failure
+                    lambda: self._schedule.finished or self._is_under_way() or self._deliverable or self._failure
                 )
                 if self._schedule.finished and self._failure is None:
                     return None
             delivery = self._receive(self._tick)
             if delivery is None:
                 continue
-            if isinstance(delivery.data, ExceptionWrapper):
+            if isinstance(delivery.data, ExceptionWrapper) or delivery.data is self.NOTHING:
                 return delivery
             try:
-                return Delivery(delivery.task, self._pin(delivery.data))
+                return delivery._replace(data=self._pin(delivery.data))
             except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
                 where = f"in pin memory thread for device {self._device_index}"
-                return Delivery(delivery.task, ExceptionWrapper(where=where))
+                return delivery._replace(data=ExceptionWrapper(where=where))
 
     def _collect(self, wait: float) -> None:
         """Waits for answers, for about `wait` seconds, and takes them in.
@@ -316,9 +471,13 @@ class Epoch:
         if any(self._may_publish(worker_id, call) for worker_id, call in oldest.items()):
             wait = min(wait, PAGE_TICK_S)
         by_ref = {call.ref: worker_id for worker_id, call in oldest.items()}
-        answered = self._crew.ready(list(by_ref), count=count, timeout=wait) if by_ref else []
+        awaited = self._crew.awaited
+        answered = self._crew.ready([*by_ref, *awaited], count=count, timeout=wait) if by_ref or awaited else []
         for ref in answered:
-            self._take_answer(by_ref[ref], 0.0)
+            if ref in by_ref:
+                self._take_answer(by_ref[ref], 0.0)
+        if awaited:
+            self._revive()
         if not answered and not sum(self._take_published(worker_id) for worker_id in oldest):
             self._crew.check_started()
 
@@ -335,22 +494,23 @@ class Epoch:
     def _take_answer(self, worker_id: int, timeout: float) -> bool:
         """Takes in the answer to a worker's oldest call; False if there is none yet."""
         call = self._oldest_call(worker_id)
-        reply = self._crew.fetch(worker_id, call.ref, timeout) if call is not None else None
+        reply = self._crew.fetch(call.actor, call.ref, timeout) if call is not None else None
         if call is None or reply is None:
             return False
         self._last_arrival = time.monotonic()
-        lane, pace = self._crew.actors[worker_id].lane, self._paces[worker_id]
+        lane, pace = self._crew.actor(worker_id).lane, self._paces[worker_id]
         with self._changed:
-            if not self._calls[worker_id]:
-                return True  # closed meanwhile
+            if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
+                return True  # closed meanwhile, or the worker was given up: a late answer is nobody's
             results = [Result(*fields) for fields in reply.results]
             nbytes = sum(result.nbytes for result in results)
             for result in results:
                 lane.saw(result.nbytes)
             exhausted = bool(results) and results[-1].kind is ResultKind.EXHAUSTED
             self._take_in(worker_id, results, call.lent)
-            if not self._calls[worker_id]:
+            if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # it exited
+            self._note_state(worker_id, WorkerState(*reply.state))
             self._calls[worker_id].popleft()  # only now: after a Ctrl-C before this it is fetched again
             self._left_over[worker_id] += call.num_tasks - len(results)
             lane.release(call.lent, reuse=reply.reuse)
@@ -360,11 +520,33 @@ class Epoch:
                 for later in self._calls[worker_id]:
                     lane.release(later.lent, reuse=True)
                 self._calls[worker_id].clear()
+                self._crew.journals[worker_id].entries.clear()
             else:
                 self._handle(CallAnswered(worker_id))
                 if pace.saw(len(results), reply.seconds, nbytes, publishes=reply.publishes):
                     self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
         return True
+
+    def _note_state(self, worker_id: int, state: WorkerState) -> None:
+        journal = self._crew.journals[worker_id]
+        if not journal.begun:
+            journal.reached_begin(self._crew.fetch(self._crew.actor(worker_id), journal.resumed, None))
+        journal.reached(state)
+
+    def note_begins(self) -> None:
+        """Waits until every worker has begun the epoch."""
+        for worker_id, journal in enumerate(self._crew.journals):
+            while not journal.begun and self._failure is None:
+                try:
+                    with self._changed:
+                        if self._crew.is_away(worker_id):
+                            self._revive()
+                        elif not journal.begun:
+                            journal.reached_begin(self._crew.fetch(self._crew.actor(worker_id), journal.resumed, None))
+                            continue
+                    self._crew.ready(self._crew.awaited, count=1, timeout=self._tick)
+                except ActorLost as lost:
+                    self._lose(lost.actor, str(lost))
 
     def _may_publish(self, worker_id: int, call: _Call) -> bool:
         """Whether the worker may have done a task of this call, its oldest, and not yet returned."""
@@ -377,7 +559,7 @@ class Epoch:
 
     def _take_published(self, worker_id: int) -> bool:
         """Takes in what a worker has published of the call that it is at; False if that is nothing new."""
-        call, page = self._oldest_call(worker_id), self._crew.actors[worker_id].page
+        call, page = self._oldest_call(worker_id), self._crew.actor(worker_id).page
         if call is None or page is None or not self._may_publish(worker_id, call):
             return False
         with self._changed:
@@ -394,17 +576,20 @@ class Epoch:
             if result.task_id not in self._unanswered:
                 continue
             match result.kind:
-                case ResultKind.BATCH | ResultKind.ERROR:
+                case ResultKind.BATCH | ResultKind.ERROR | ResultKind.EMPTY:
                     if result.wire is not None and lent is not None:
                         result = result._replace(wire=unplaced(result.wire, lent))
                     self._results[result.task_id] = result
                     done.append(result.task_id)
                 case ResultKind.EXHAUSTED:
                     self._tasks_done(done)
+                    self._count_skipped(result.skipped)
                     self._handle(WorkerExhausted(result.task_id))
-                case ResultKind.EXITED:
+                case ResultKind.EXITED | ResultKind.NOT_STARTED:
                     self._tasks_done(done)
-                    self._handle(WorkerLost(worker_id, result.text))
+                    suspect = result.task_id if result.kind is ResultKind.EXITED else None
+                    self._lose(self._crew.actor(worker_id), result.text, suspect)
+                    return
         self._tasks_done(done)
 
     def _tasks_done(self, task_ids: list[int]) -> None:
@@ -437,7 +622,7 @@ class Epoch:
         with self._changed:
             head = self._schedule.head
         if head is not None and head.worker_id != ANY_WORKER:
-            actor = self._crew.actors[head.worker_id]
+            actor = self._crew.actor(head.worker_id)
             if actor.address is None:
                 return math.inf
             started = actor.started_at or began

@@ -35,6 +35,18 @@ class RaySessionError(RayloaderError):
     """The Ray session that an iterator's workers live in has ended, or cannot be used."""
 
 
+class ReplayError(RayloaderError):
+    """A worker cannot be brought to where it was: its dataset gives something else than before, or hides its state."""
+
+
+class StateError(RayloaderError):
+    """A state does not fit the loader that it is loaded into, or the loader cannot tell its state."""
+
+
+class SkipLimitError(RayloaderError):
+    """More samples raised than `max_skipped` allows to skip."""
+
+
 class ReplicaError(RayloaderError):
     """A worker can't have the dataset: a file that it refers to is missing on a node, or memory can't be reached."""
 

@@ -25,19 +25,23 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from rayloader import session
+from rayloader.checkpoint import Position, Samplers, leave_global_generator
 from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
 from rayloader.epoch import Epoch, describe
-from rayloader.errors import WorkerDiedError, add_note
+from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
+from rayloader.journal import Resumed
 from rayloader.pace import MAX_PLACES, Pace
 from rayloader.pool import Pool, exit_begins, get_pool
 from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
 from rayloader.process_state import ProcessState
+from rayloader.random_state import RandomState
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory import no_collection
-from rayloader.worker import CARRY, Replica, Setup, Source
+from rayloader.transport.replica import Image
+from rayloader.worker import CARRY, Replica, Setup
 
 
 class EpochIterator(_BaseDataLoaderIter):
@@ -47,11 +51,18 @@ class EpochIterator(_BaseDataLoaderIter):
     forked child.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
         self._pid = os.getpid()
         self._crew: Crew | None = None
         self._epoch: Epoch | None = None
+        samplers = Samplers(loader)
+        saved = state["position"] if state is not None else None
+        if state is not None and saved is None:  # between two epochs
+            samplers.restore(RandomState.unpack(state["now"]))
+            samplers.load_state(state["sampler"])
         super().__init__(loader)
+        self._num_hosts = min(self._num_workers, num_workers)
+        self._num_workers = num_workers  # torch's: what the batches depend on
         self._prefetch_factor: int = loader.prefetch_factor
         self._prefetch_bytes: int = loader.prefetch_bytes
         if self._prefetch_factor <= 0:
@@ -62,7 +73,6 @@ class EpochIterator(_BaseDataLoaderIter):
         self._in_order: bool = loader.in_order
         self._seeding: str = loader.seeding
         self._dynamic: bool = loader.scheduling == "dynamic"
-        self._epochs = 0  # begun
         self._fresh_processes: bool = loader.fresh_processes
         self._arenas: bool = loader.arenas
         self._remote_args: dict[str, Any] = dict(loader.ray_remote_args or {})
@@ -71,15 +81,30 @@ class EpochIterator(_BaseDataLoaderIter):
             self._worker_init_fn = functools.partial(
                 _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
             )
+        iterable = self._dataset_kind == _DatasetKind.Iterable
+        self.position = Position(samplers, int(self._base_seed), num_workers, iterable=iterable)
+        self._saved: Any = None  # the sampler's iterator of an epoch that is to be gone on with
+        if saved is not None:
+            self._saved = self.position.unpack(saved)
+            self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
+            if self.position.finished:
+                samplers.restore(RandomState.unpack(state["now"]))  # type: ignore[index]
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
+        if state is not None and saved is not None and not saved["finished"]:
+            leave_global_generator(state, samplers)
 
     def _reset(self, loader: TorchDataLoader[Any], first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
-        resuming = self._crew is not None and self._crew.usable
+        position = self.position
+        fresh = self._crew is None or not self._crew.usable
+        if fresh and not first_iter:
+            position.restarts()
+        saved, self._saved = self._saved, None
+        again = not fresh or position.finished  # the workers have had an epoch
         by_worker = self._seeding == "worker"  # then what a worker has built shows in what it builds next
         if self._epoch is not None:
-            self._epoch.close(resuming=resuming and by_worker)
+            self._epoch.close(resuming=not fresh and by_worker)
         # Without order, what a worker gets depends on when it is given it; and how far a stream was read ahead shows
         # where persistent workers go on. In both cases no deeper than torch.
         elastic = (
@@ -89,20 +114,19 @@ class EpochIterator(_BaseDataLoaderIter):
             and may_draw_ahead(self._index_sampler)
         )
         try:
-            if resuming:
-                assert self._crew is not None
-                assert self._epoch is not None
-                super()._reset(loader, first_iter)
-                for worker_id, actor in enumerate(self._crew.actors):
-                    if not by_worker:
-                        actor.drop(from_task=0)
-                    actor.lane.abandon_unanswered()
-                    undo_from = self._epoch.dropped.get(worker_id) if by_worker else 0
-                    actor.resume(self._epochs, self._shared_seed, undo_from)
-            else:
+            if fresh:
                 self._crew = self._start_crew(loader, max_undone=MAX_PLACES if elastic and by_worker else 0)
+            assert self._crew is not None
+            if saved is None or position.finished:
+                position.begins(self._persistent_workers and again)
                 super()._reset(loader, first_iter)
-            self._epochs += 1
+            else:
+                self._sampler_iter, self._num_yielded = saved, position.next_task
+            if again:
+                self._resume_workers(by_worker=by_worker, fresh=fresh)
+            if elastic:
+                self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
+                self._sampler_iter.skipped(position.next_task)
             self._epoch = Epoch(
                 self._crew,
                 Schedule(
@@ -111,21 +135,42 @@ class EpochIterator(_BaseDataLoaderIter):
                     in_order=self._in_order,
                     elastic=elastic,
                     dynamic=self._dynamic,
+                    max_restarts=loader.max_worker_restarts,  # type: ignore[attr-defined]
+                    first_task_id=position.next_task,
+                    first_worker_id=position.next_worker,
                 ),
-                DrawAhead(self._index_sampler, self._sampler_iter) if elastic else self._sampler_iter,
+                self._sampler_iter,
                 paces=self._paces_of(loader, elastic=elastic),
                 timeout=self._timeout,
                 arenas=self._arenas,
+                position=position,
+                on_timeout=loader.on_timeout,  # type: ignore[attr-defined]
+                max_skipped=loader.max_skipped,  # type: ignore[attr-defined]
                 pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
                 device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
             )
-            self._epoch.open()
+            self._epoch.open(fresh=fresh)
         except BaseException:  # the sampler's or pickling's error, Ctrl-C: passed on
             if first_iter or not self._persistent_workers:
                 self._close()  # no crew without an epoch that watches it
             elif self._epoch is not None:
                 self._epoch.close()  # the workers keep their datasets for the next iter()
             raise
+
+    def _resume_workers(self, *, by_worker: bool, fresh: bool) -> None:
+        """Tells workers that have had an epoch that another one begins; `fresh` ones read it in their journals."""
+        assert self._crew is not None
+        self.position.shared_seed = self._shared_seed
+        for worker_id, journal in enumerate(self._crew.journals):
+            dropped = self._epoch.dropped.get(worker_id) if self._epoch is not None else None
+            resumed = Resumed(self.position.epoch, self._shared_seed, dropped if by_worker else 0)
+            journal.begins(resumed)
+            if not fresh and not self._crew.is_away(worker_id):
+                actor = self._crew.actor(worker_id)
+                if not by_worker:
+                    actor.drop(from_task=0)
+                actor.lane.abandon_unanswered()
+                journal.resumed = actor.resume(worker_id, resumed)
 
     def _paces_of(self, loader: TorchDataLoader[Any], *, elastic: bool) -> list[Pace]:
         """One a worker; where the depth is automatic they go on from the loader's last epoch."""
@@ -142,12 +187,13 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def _start_crew(self, loader: TorchDataLoader[Any], max_undone: int) -> Crew:
         pool = get_pool()
-        crew = pool.acquire(loader, self._num_workers, self._remote_args, fresh=self._fresh_processes)
+        crew = pool.acquire(loader, self._num_hosts, self._remote_args, fresh=self._fresh_processes)
         try:
-            sources = self._ship_replica(loader, pool, crew)
+            image, carried = self._make_image(loader, pool)
+            self.position.shared_seed = self._shared_seed
             process = ProcessState.capture(session.node_id())
-            for worker_id, actor in enumerate(crew.actors):
-                setup = Setup(
+            setups = [
+                Setup(
                     worker_id=worker_id,
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
@@ -155,23 +201,26 @@ class EpochIterator(_BaseDataLoaderIter):
                     shared_seed=self._shared_seed,
                     dataset_kind=self._dataset_kind,
                     auto_collation=self._auto_collation,
+                    batch_size=loader.batch_size,
                     drop_last=self._drop_last,
+                    skip_errors=loader.on_error == "skip",  # type: ignore[attr-defined]
                     max_undone=max_undone if self._persistent_workers else 0,
                     process=process,
-                    page=actor.page.address if actor.page is not None else None,
+                    page=None,
                 )
-                actor.start(setup, sources[worker_id])
+                for worker_id in range(self._num_workers)
+            ]
+            crew.start(image, carried, setups, self.position.journals)
         except BaseException:  # the actors were borrowed: they go back whatever happened
             crew.release(busy=True)
             raise
         return crew
 
-    def _ship_replica(self, loader: TorchDataLoader[Any], pool: Pool, crew: Crew) -> list[Source]:
+    def _make_image(self, loader: TorchDataLoader[Any], pool: Pool) -> tuple[Image, list[Any]]:
         with no_collection():
             mappings = Mappings()
             encoded = self._encode_replica(mappings)
-            image = pool.image(loader, encoded, mappings)
-        return crew.ship(image, encoded.carried)
+            return pool.image(loader, encoded, mappings), encoded.carried
 
     def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
         replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, changed_collate_fn_map())
@@ -198,10 +247,11 @@ class EpochIterator(_BaseDataLoaderIter):
             raise StopIteration
         try:
             delivery = self._epoch.next()
-        except WorkerDiedError:
+        except (WorkerDiedError, SkipLimitError):
             self._release()
             raise
         if delivery is None:
+            self.position.finished = True
             if not self._persistent_workers:
                 self._release()
             raise StopIteration
@@ -219,12 +269,22 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._crew is None:
             return
         busy = self._epoch is None or not self._epoch.finished
-        lost = [] if self._epoch is None or self._epoch.failure is None else [self._epoch.failure.worker_id]
         try:
             if self._epoch is not None:
                 self._epoch.close()
         finally:
-            self._crew.release(busy=busy, lost=range(self._num_workers) if self._fresh_processes else lost)
+            self._crew.release(busy=busy, reuse=not self._fresh_processes)
+
+    def resize(self, count: int) -> None:
+        """Another number of actors for the same workers; at once, if it works."""
+        self._num_hosts = min(self._num_workers, count)
+        if self._crew is not None and self._crew.usable and self._epoch is not None:
+            self._epoch.resize(self._num_hosts)
+
+    def tell_positions(self) -> None:
+        """Sees to it that the position can be told."""
+        if self._crew is not None and self._crew.usable and self._epoch is not None:
+            self._epoch.note_begins()
 
     def _close(self) -> None:
         if os.getpid() == self._pid:  # a forked child has neither our locks in order nor our threads

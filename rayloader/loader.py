@@ -5,8 +5,10 @@ Iterators come from `iterator.py`, which is imported when the first is made: a l
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -14,6 +16,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from rayloader.errors import StateError
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -79,6 +82,15 @@ class DataLoader(TorchDataLoader[_T_co]):
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
             whoever is idle, so that a slow sample does not idle the others. Batches still come in order. Dynamic needs
             `seeding="batch"` and a map-style dataset.
+        max_worker_restarts: how often in a row, without a finished batch in between, a worker whose process died is
+            given a new one that goes on where it was; 0: the first death ends the epoch. By default 3: what kills a
+            process over and over, before it finishes anything, does not get better. A batch that kills its worker
+            twice, alone at work, ends the epoch whatever this is.
+        on_timeout: "raise" an error after `timeout` seconds without the next batch, as torch does, or "restart" the
+            worker that it is waited for of: its process is killed and replaced as one that died.
+        on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch is
+            smaller by it, and is not delivered where nothing is left of it. What `collate_fn` raises is raised.
+        max_skipped: samples that may be skipped in an epoch, of all workers together; see `skipped`.
         arenas: let workers on this machine build batches in memory that this process has mapped, so that nothing is
             copied on the way; otherwise every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment says the
             same for all loaders.
@@ -90,7 +102,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     While iterating, what the dataset, the sampler or `collate_fn` raises arrives with its own type, as torch's loader
     raises it; which batch, worker and indices it was stands in the exception's notes. `rayloader.RayloaderError` is
     the base of what the machinery raises: `WorkerDiedError`, `BatchTimeoutError`, `WorkerStartError`,
-    `RaySessionError`, `ReplicaError`, `ReplicaMemoryError`.
+    `RaySessionError`, `ReplicaError`, `ReplicaMemoryError`, `ReplayError`, `SkipLimitError`, `StateError`.
     """
 
     def __init__(
@@ -118,6 +130,10 @@ class DataLoader(TorchDataLoader[_T_co]):
         prefetch_bytes: int = PREFETCH_BYTES,
         seeding: str = "worker",
         scheduling: str = "static",
+        max_worker_restarts: int = 3,
+        on_timeout: str = "raise",
+        on_error: str = "raise",
+        max_skipped: int = 100,
         arenas: bool = True,
     ) -> None:
         _check_remote_args(ray_remote_args)
@@ -131,6 +147,23 @@ class DataLoader(TorchDataLoader[_T_co]):
         for name, value in (("fresh_processes", fresh_processes), ("arenas", arenas)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
+        for name, number in (("max_worker_restarts", max_worker_restarts), ("max_skipped", max_skipped)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise ValueError(f"{name} must be a whole number >= 0, got {number!r}")
+        _check_choice("on_timeout", on_timeout, ("raise", "restart"))
+        _check_choice("on_error", on_error, ("raise", "skip"))
+        if on_timeout == "restart" and not timeout:
+            raise ValueError(
+                'on_timeout="restart" needs a timeout > 0: the seconds after which a worker counts as hung'
+            )
+        self.max_worker_restarts = max_worker_restarts
+        self.on_timeout = on_timeout
+        self.on_error = on_error
+        self.max_skipped = max_skipped
+        self._stream_workers = num_workers  # that the batches depend on
+        self._position: Any = None  # of the last iterator
+        self._state: dict[str, Any] | None = None  # loaded, for the next iter()
+        self._last_iterator: weakref.ref[Any] | None = None
         _check_scheduling(seeding, scheduling, dataset)
         self.prefetch_bytes = prefetch_bytes
         self.seeding = seeding
@@ -168,7 +201,77 @@ class DataLoader(TorchDataLoader[_T_co]):
         _check_remote_args(self.ray_remote_args)
         _check_scheduling(self.seeding, self.scheduling, self.dataset)
         self.check_worker_number_rationality()
-        return EpochIterator(self)
+        iterator = EpochIterator(self, self._stream_workers, self._state)
+        self._state = None
+        self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
+        return iterator
+
+    @property
+    def skipped(self) -> int:
+        """How many samples of the current epoch, or the last, were skipped, up to the last batch taken."""
+        return self._position.skipped if self._position is not None else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the user of this loader is in its stream of batches.
+
+        What counts is what was taken from the last iterator; batches that are under way do not. Some kilobytes of
+        plain types and tensors, to be saved with `torch.save` and loaded with `weights_only=True`; and what
+        `state_dict` of the dataset or sampler gives, where they have one.
+
+        Raises:
+            StateError: the loader has no workers, or a dataset could not tell its state.
+        """
+        self._check_workers("state_dict()")
+        if self._state is not None:
+            return copy.deepcopy(self._state)
+        from rayloader.checkpoint import make_state
+
+        iterator = self._last_iterator() if self._last_iterator is not None else None
+        if iterator is not None:
+            iterator.tell_positions()
+        return make_state(self, self._position, self._stream_workers)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Has the next `iter()` go on where the state was saved: with the rest of that epoch, or a new one.
+
+        The batches are those of the loader that was saved, whatever `num_workers` this one has: its workers are hosted
+        by that many processes. An iterator that is live is not touched; of persistent workers the next `iter()` starts
+        new ones.
+
+        Raises:
+            StateError: the state does not fit this loader; where only the sampler's indices show it, `iter()` raises.
+        """
+        self._check_workers("load_state_dict()")
+        from rayloader.checkpoint import check_state
+
+        check_state(self, state_dict)
+        self._state = copy.deepcopy(state_dict)
+        self._stream_workers = state_dict["num_workers"]
+        self._iterator = None
+
+    def resize(self, num_workers: int) -> None:
+        """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.
+
+        Args:
+            num_workers: at least 1. More than the loader was made with (or the state that it loaded) are of no use.
+
+        Raises:
+            ValueError: it is not a whole number >= 1.
+        """
+        self._check_workers("resize()")
+        if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+            raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
+        self.num_workers = num_workers
+        iterator = self._last_iterator() if self._last_iterator is not None else None
+        if iterator is not None:
+            iterator.resize(num_workers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_position": None, "_last_iterator": None}  # of this process
+
+    def _check_workers(self, what: str) -> None:
+        if self.num_workers == 0:
+            raise StateError(f"{what} needs workers: num_workers=0 is torch's own loader; use num_workers >= 1")
 
 
 def shutdown() -> None:
@@ -206,13 +309,14 @@ def _check_remote_args(remote_args: Any) -> None:
             )
 
 
+def _check_choice(name: str, value: Any, values: tuple[str, str]) -> None:
+    if value not in values:
+        raise ValueError(f"{name} must be {values[0]!r} or {values[1]!r}, got {value!r}")
+
+
 def _check_scheduling(seeding: Any, scheduling: Any, dataset: Any) -> None:
-    for name, value, values in (
-        ("seeding", seeding, ("worker", "batch")),
-        ("scheduling", scheduling, ("static", "dynamic")),
-    ):
-        if value not in values:
-            raise ValueError(f"{name} must be {values[0]!r} or {values[1]!r}, got {value!r}")
+    _check_choice("seeding", seeding, ("worker", "batch"))
+    _check_choice("scheduling", scheduling, ("static", "dynamic"))
     if scheduling == "dynamic" and seeding != "batch":
         raise ValueError(
             f'scheduling="dynamic" needs seeding="batch", got seeding={seeding!r}: the random stream of a worker would '

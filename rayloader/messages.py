@@ -17,7 +17,7 @@ class TaskState(Enum):
     OUTSTANDING = "outstanding"  # submitted to its worker, unanswered
     READY = "ready"  # built, waiting for its turn
     DELIVERED = "delivered"  # its turn has come: on its way to the user, its place in the window still taken
-    LOST = "lost"  # its worker died before it answered
+    LOST = "lost"  # its worker died before it answered; it is sent again to the next process of that worker
     GONE = "gone"  # taken by the user, dropped with its exhausted worker, or closed
 
 
@@ -31,6 +31,11 @@ class IndicesDrawn:
     """The sampler gave the next batch's indices (whatever the sampler yields)."""
 
     indices: Any
+
+
+@dataclass(frozen=True, slots=True)
+class IndicesSkipped:
+    """The sampler gave the indices of a batch that the user has already: it keeps its number, nobody builds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,27 @@ class WorkerExhausted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker's process is gone; `cause` says why, in words."""
+    """A worker's process is gone.
+
+    Attributes:
+        worker_id: whose it was.
+        cause: in words.
+        suspect: the task that it was at, where that is known.
+        blameless: another worker's task, in the same process, may have been at fault, or nobody was.
+    """
 
     worker_id: int
     cause: str
+    suspect: int | None = None
+    blameless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A lost worker has a process again, and so many calls that are unanswered hold the tasks that it had."""
+
+    worker_id: int
+    calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +123,7 @@ class Closed:
 Event = (
     Opened
     | IndicesDrawn
+    | IndicesSkipped
     | SamplerExhausted
     | SamplerFailed
     | TasksDone
@@ -108,6 +131,7 @@ Event = (
     | Paced
     | WorkerExhausted
     | WorkerLost
+    | WorkerReady
     | BatchTaken
     | Closed
 )
@@ -164,15 +188,23 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceWorker:
+    """Give the worker another process, and that what the lost one knew and had to do; then say `WorkerReady`."""
+
+    worker_id: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
-    """The epoch cannot go on: a worker is lost. `task` is the first that is lost with it, if it had any."""
+    """The epoch cannot go on: a worker is lost for good. `task` is at fault, or the first that is lost with it."""
 
     worker_id: int
     cause: str
     task: Task | None
 
 
-Command = DrawIndices | Submit | Deliver | Forget | Drop | Fail
+Command = DrawIndices | Submit | Deliver | Forget | Drop | ReplaceWorker | Fail
 
 # state before -> event -> state after; `Submit` and `Deliver` are the schedule's own steps. The picture in
 # docs/architecture.md is generated from this table.
@@ -180,7 +212,6 @@ TRANSITIONS: dict[TaskState, dict[str, TaskState]] = {
     TaskState.QUEUED: {
         "Submit": TaskState.OUTSTANDING,
         "WorkerExhausted": TaskState.GONE,
-        "WorkerLost": TaskState.LOST,
         "Closed": TaskState.GONE,
     },
     TaskState.OUTSTANDING: {
@@ -191,6 +222,6 @@ TRANSITIONS: dict[TaskState, dict[str, TaskState]] = {
     },
     TaskState.READY: {"Deliver": TaskState.DELIVERED, "Closed": TaskState.GONE},
     TaskState.DELIVERED: {"BatchTaken": TaskState.GONE, "Closed": TaskState.GONE},
-    TaskState.LOST: {"Closed": TaskState.GONE},
+    TaskState.LOST: {"WorkerReady": TaskState.OUTSTANDING, "Closed": TaskState.GONE},
     TaskState.GONE: {},
 }

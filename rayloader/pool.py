@@ -100,18 +100,21 @@ class Pool:
                 raise RaySessionError("the workers were shut down while iter() asked for them; call iter() again")
             self._register(loader, key)
             actors = [] if fresh else self._take_warm(count, key)
-            options: dict[str, Any] = {}
             try:
-                missing = count - len(actors)
-                if missing:
-                    self._make_room(remote_args, missing, key)
-                    options = self._options(remote_args, missing, key)
-                    actors += [self._create(options, key) for _ in range(missing)]
+                actors += self._create(remote_args, count - len(actors), key)
             except BaseException:  # what Ray says of the options, a warning made an error, Ctrl-C: nobody has them
                 for actor in actors:
                     self._take_back(actor, busy=False)
                 raise
-        return Crew(self, actors, options)
+        return Crew(self, actors, remote_args)
+
+    def more(self, remote_args: dict[str, Any], count: int) -> list[Actor]:
+        """New actors for a crew whose others were made with the same options; does not wait until they run."""
+        key = cloudpickle.dumps(sorted(remote_args.items(), key=lambda item: item[0]))
+        with self._locked():
+            if self.closed:
+                raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
+            return self._create(remote_args, count, key)
 
     def image(self, loader: object, encoded: Encoded, mappings: Mappings) -> Image:
         """The image of a loader's replica; what it has in common with the loader's last one is not written again.
@@ -302,12 +305,19 @@ class Pool:
             with contextlib.suppress(RayError, ValueError):  # it may be gone already
                 ray.kill(actor.handle)
 
-    def _create(self, options: dict[str, Any], key: bytes) -> Actor:
-        handle = _remote_worker.options(**options).remote()
+    def _create(self, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
+        if not count:
+            return []
+        self._make_room(remote_args, count, key)
+        options = self._options(remote_args, count, key)
         probe = self._probe.address if self._probe is not None else None
-        actor = Actor(handle, key, handle.hello.remote(probe), time.monotonic())
-        self._actors.append(actor)
-        return actor
+        actors = []
+        for _ in range(count):
+            handle = _remote_worker.options(**options).remote()
+            actor = Actor(handle, key, options, handle.hello.remote(probe), time.monotonic())
+            self._actors.append(actor)
+            actors.append(actor)
+        return actors
 
     def _options(self, remote_args: dict[str, Any], count: int, key: bytes) -> dict[str, Any]:
         """Actor options; "DEFAULT" keeps the actors out of a placement group that Ray Tune would put them into."""

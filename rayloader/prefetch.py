@@ -83,6 +83,10 @@ class DrawAhead(Iterator[Any]):
                 generator.set_state(before)
                 self._undone = self._draws
 
+    def skipped(self, draws: int) -> None:
+        """The iterator was asked so often before, when torch's loader would have asked."""
+        self._draws = self._torch_draws = draws
+
     def reach(self, torch_draws: int) -> None:
         """Torch's loader would have asked so often by now."""
         self._torch_draws = torch_draws

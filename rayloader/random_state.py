@@ -1,15 +1,17 @@
 """Random generators: the global ones of Python, torch and NumPy, and those that a dataset holds.
 
-Promise: what `capture` saw, `restore` puts back bit for bit.
+Promise: what `capture` saw, `restore` puts back bit for bit, in this process or another, also from its packed form.
 """
 
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
+import types
+import zlib
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +20,16 @@ import torch
 _DEPTH = 5
 _OBJECTS = 1000
 
-_Numpy = tuple[bytes, dict[str, Any]]  # memory of the MT19937 generator (empty if it is another one), its whole state
+_Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RandomState:
-    """The states of the three global generators at one moment, and of others."""
+class RandomState(NamedTuple):
+    """The states of the three global generators at one moment, and of others; in a difference None is "the same"."""
 
-    python: tuple[Any, ...]
-    torch: bytes
-    numpy: _Numpy
-    others: tuple[Any, ...]
+    python: tuple[Any, ...] | None = None
+    torch: bytes | None = None
+    numpy: _Numpy | None = None
+    others: tuple[Any, ...] | None = None
 
     @classmethod
     def capture(cls, others: list[Any], before: RandomState | None = None) -> RandomState:
@@ -46,12 +47,99 @@ class RandomState:
         )
 
     def restore(self, others: list[Any]) -> None:
-        """Puts them back."""
-        random.setstate(self.python)
-        torch.set_rng_state(_as_tensor(self.torch))
-        np.random.set_state(self.numpy[1])
-        for generator, state in zip(others, self.others, strict=True):
-            _set_state(generator, state)
+        """Puts them back, but for those that are None."""
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.torch is not None:
+            torch.set_rng_state(_as_tensor(self.torch))
+        if self.numpy is not None:
+            np.random.set_state(self.numpy[1])
+        if self.others is not None:
+            for generator, state in zip(others, self.others, strict=True):
+                _set_state(generator, state)
+
+    def since(self, before: RandomState) -> RandomState:
+        """What has changed."""
+        return RandomState(
+            None if self.python == before.python else self.python,
+            None if self.torch == before.torch else self.torch,
+            self._numpy_since(before),
+            None if _same(self.others, before.others) else self.others,
+        )
+
+    def _numpy_since(self, before: RandomState) -> _Numpy | None:
+        if self.numpy is None or self.numpy is before.numpy:
+            return None
+        return None if before.numpy is not None and _same(self.numpy[1], before.numpy[1]) else (b"", self.numpy[1])
+
+    def over(self, before: RandomState) -> RandomState:
+        """The inverse of `since`."""
+        return RandomState._make(b if a is None else a for a, b in zip(self, before, strict=True))
+
+    def pack(self) -> dict[str, Any]:
+        """As plain types and one tensor; 2.5 KB a generator that is not None."""
+        content = bytearray()
+        numpy = self.numpy[1] if self.numpy is not None else None
+        parts = {"python": self.python, "torch": self.torch, "numpy": numpy, "others": self.others}
+        packed = {name: _pack(part, content) for name, part in parts.items()}
+        return {**packed, "content": torch.frombuffer(content, dtype=torch.uint8) if content else None}
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> RandomState:
+        """The inverse of `pack`."""
+        content = b"" if packed["content"] is None else packed["content"].numpy().tobytes()
+        python, numpy, others = (_unpack(packed[name], content) for name in ("python", "numpy", "others"))
+        return cls(python, _unpack(packed["torch"], content), None if numpy is None else (b"", numpy), others)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or pickle.dumps(a) == pickle.dumps(b)
+
+
+def _pack(state: Any, content: bytearray) -> Any:
+    """A state as a generator tells it, as plain types; what is long goes to `content`."""
+    match state:
+        case np.ndarray():
+            return {"array": state.dtype.str, "bytes": _append(state.tobytes(), content)}
+        case bytes():
+            return {"bytes": _append(zlib.compress(_transposed(state, 8), 1), content)}
+        case tuple() if len(state) > 100 and all(isinstance(word, int) and word < 1 << 32 for word in state):
+            return {"words": _pack(np.array(state, np.uint32), content)}
+        case tuple():
+            return {"tuple": [_pack(part, content) for part in state]}
+        case dict():
+            return {"dict": {key: _pack(part, content) for key, part in state.items()}}
+        case np.generic():
+            return state.item()
+    return state
+
+
+def _append(part: bytes, content: bytearray) -> list[int]:
+    content += part
+    return [len(content) - len(part), len(content)]
+
+
+def _unpack(packed: Any, content: bytes) -> Any:
+    match packed:
+        case {"array": dtype, "bytes": [begin, end]}:
+            return np.frombuffer(content[begin:end], dtype)
+        case {"bytes": [begin, end]}:
+            state = zlib.decompress(content[begin:end])
+            return _transposed(state, len(state) // 8)
+        case {"words": words}:
+            return tuple(_unpack(words, content).tolist())
+        case {"tuple": parts}:
+            return tuple(_unpack(part, content) for part in parts)
+        case {"dict": parts}:
+            return {key: _unpack(part, content) for key, part in parts.items()}
+    return packed
+
+
+def _transposed(state: bytes, columns: int) -> bytes:
+    """Bytes of the same weight side by side: torch keeps words of 32 bits in 64."""
+    if len(state) % 8:
+        return state
+    return np.frombuffer(state, np.uint8).reshape(-1, columns).T.tobytes()
 
 
 def _numpy_state(before: _Numpy | None) -> _Numpy:
@@ -76,11 +164,11 @@ def find_generators(obj: Any) -> list[Any]:
             seen.add(id(part))
             if isinstance(part, (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)):
                 found.append(part)
-            elif isinstance(part, (list, tuple, set, frozenset)):
+            elif isinstance(part, (list, tuple)):  # not sets: each process has them in another order
                 below += list(part)[:_OBJECTS]
             elif isinstance(part, dict):
                 below += list(part.values())[:_OBJECTS]
-            elif not isinstance(part, (type, torch.Tensor)):
+            elif not isinstance(part, (type, types.ModuleType, torch.Tensor)):
                 below += list(getattr(part, "__dict__", {}).values())
         level = below
     return found
@@ -91,7 +179,8 @@ def _state(generator: Any) -> Any:
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state()
+    state = generator.get_state()
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else state
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -100,7 +189,7 @@ def _set_state(generator: Any, state: Any) -> None:
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:
-        generator.set_state(state)
+        generator.set_state(_as_tensor(state) if isinstance(state, bytes) else state)
 
 
 def _as_tensor(state: bytes) -> torch.Tensor:

@@ -31,8 +31,10 @@ from rayloader.messages import (
     Fail,
     Forget,
     IndicesDrawn,
+    IndicesSkipped,
     Opened,
     Paced,
+    ReplaceWorker,
     SamplerExhausted,
     SamplerFailed,
     Submit,
@@ -41,6 +43,7 @@ from rayloader.messages import (
     TaskState,
     WorkerExhausted,
     WorkerLost,
+    WorkerReady,
 )
 
 _SUBMITTED = TRANSITIONS[TaskState.QUEUED]["Submit"]
@@ -65,6 +68,12 @@ _DELIVERED = TRANSITIONS[TaskState.READY]["Deliver"]
 # Where nothing depends on who builds a batch, tasks queue for any worker: whoever has fewer than two calls gets the
 # next ones, the least busy first, so that a slow sample holds up what its worker has been given and nothing else.
 CALLS_AHEAD = 2
+#
+# NOTE [blame]
+# What was lost is sent again one task a call, so that the next loss shows which task was at work. A task that was at
+# work, alone in its call, when its worker died, and then again, is at fault, not the machine. A worker that dies
+# `max_restarts` times in a row without finishing anything ends the epoch too.
+KILLS = 2
 
 
 class Schedule:
@@ -76,6 +85,9 @@ class Schedule:
         in_order: deliver in task order; otherwise as tasks finish.
         elastic: whether the window grows with the calls.
         dynamic: any worker takes the next task (map-style datasets only).
+        max_restarts: how often in a row a worker is replaced that has not finished a task.
+        first_task_id: where the epoch goes on: the tasks before are done.
+        first_worker_id: whose turn it is.
     """
 
     def __init__(
@@ -86,6 +98,9 @@ class Schedule:
         in_order: bool = True,
         elastic: bool = False,
         dynamic: bool = False,
+        max_restarts: int = 0,
+        first_task_id: int = 0,
+        first_worker_id: int = 0,
     ) -> None:
         self.in_order = in_order
         self.elastic = elastic
@@ -93,7 +108,11 @@ class Schedule:
         self._prefetch_factor = prefetch_factor
         self._places = prefetch_factor  # in the window, per worker
         self._surplus = 0  # tasks in the table beyond the window, after it shrank
-        self._active = [True] * num_workers  # not exhausted and not lost, by worker
+        self._max_restarts = max_restarts
+        self._restarts = [0] * num_workers  # since a worker's last finished task
+        self._kills: dict[int, int] = {}  # by task
+        self._active = [True] * num_workers  # not exhausted and not lost for good, by worker
+        self._away = [False] * num_workers  # lost and not yet replaced
         self._held = [0] * num_workers  # tasks in the table, by worker
         self._tasks_per_call = [1] * num_workers
         self._wanted_places = [0] * num_workers
@@ -103,17 +122,18 @@ class Schedule:
         self._unanswered_calls = [0] * num_workers
         self._hungry: set[int] = set()  # workers with queued tasks and no call
         self._tasks: dict[int, Task] = {}  # in task order
-        self._head_id = 0  # no task below it is undelivered
-        self._next_task_id = 0
-        self._next_worker_id = 0
+        self._head_id = first_task_id  # no task below it is undelivered
+        self._next_task_id = first_task_id
+        self._next_worker_id = first_worker_id
         self.owed_draws = 0  # asked for and not reported
-        self.taken = 0  # batches
+        self.taken = first_task_id  # batches
         self._opened = False
         self._sampler_exhausted = False
         self._closed = False
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             Opened: self._open,
             IndicesDrawn: self._assign,
+            IndicesSkipped: self._skip,
             SamplerExhausted: self._sampler_ended,
             SamplerFailed: self._sampler_failed,
             TasksDone: self._done,
@@ -121,6 +141,7 @@ class Schedule:
             Paced: self._paced,
             WorkerExhausted: self._worker_exhausted,
             WorkerLost: self._worker_lost,
+            WorkerReady: self._worker_ready,
             BatchTaken: self._taken,
             Closed: self._close,
         }
@@ -147,8 +168,9 @@ class Schedule:
 
     @property
     def outstanding(self) -> tuple[Task, ...]:
-        """The tasks that workers have not answered, in task order; also those that still queue."""
-        return tuple(t for t in self._tasks.values() if t.state in (TaskState.QUEUED, TaskState.OUTSTANDING))
+        """The tasks that workers have not answered, in task order; also those that still queue, or are lost."""
+        unanswered = (TaskState.QUEUED, TaskState.OUTSTANDING, TaskState.LOST)
+        return tuple(task for task in self._tasks.values() if task.state in unanswered)
 
     @property
     def finished(self) -> bool:
@@ -196,6 +218,11 @@ class Schedule:
                 self._hungry.add(worker_id)
         return commands + self._feed_hungry() if self._hungry else commands
 
+    def _skip(self, event: IndicesSkipped) -> list[Command]:
+        self.owed_draws -= 1
+        self._next_task_id += 1
+        return self._draw(1)
+
     def _assign_to_any(self, indices: Any) -> list[Command]:
         task = Task(self._next_task_id, ANY_WORKER, indices)
         self._next_task_id += 1
@@ -241,7 +268,8 @@ class Schedule:
         """See NOTE [dynamic]."""
         commands: list[Command] = []
         while self._queued_for_any:
-            free = [w for w, calls in enumerate(self._unanswered_calls) if calls < CALLS_AHEAD and self._active[w]]
+            here = [w for w, active in enumerate(self._active) if active and not self._away[w]]
+            free = [worker_id for worker_id in here if self._unanswered_calls[worker_id] < CALLS_AHEAD]
             worker_id = min(free, key=self._unanswered_tasks.__getitem__, default=None)
             if worker_id is None:
                 break
@@ -294,6 +322,7 @@ class Schedule:
             if task is not None and task.state is TaskState.OUTSTANDING:
                 task.state = _DONE
                 self._unanswered_tasks[task.worker_id] -= 1
+                self._restarts[task.worker_id] = 0
                 done.append(task)
         return self._deliver_ready() if self.in_order else [self._deliver(task) for task in done]
 
@@ -338,14 +367,37 @@ class Schedule:
         return commands + self._deliver_ready()
 
     def _worker_lost(self, event: WorkerLost) -> list[Command]:
-        lost = [task for task in self.outstanding if task.worker_id == event.worker_id]
-        if not lost and not self._active[event.worker_id]:
+        """See NOTE [blame]."""
+        worker_id = event.worker_id
+        lost = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is TaskState.OUTSTANDING]
+        lost_before = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is TaskState.LOST]
+        if not lost and not lost_before and not self._active[worker_id]:
             return []  # its work was done
-        self._active[event.worker_id] = False
-        self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
         for task in lost:
             self._move(task, event)
-        return [Fail(event.worker_id, event.cause, lost[0] if lost else None)]
+        suspect = self._tasks.get(event.suspect) if event.suspect is not None else None
+        if not event.blameless:
+            self._restarts[worker_id] += 1
+        if suspect is not None:
+            self._kills[suspect.task_id] = self._kills.get(suspect.task_id, 0) + 1
+        if self._restarts[worker_id] > self._max_restarts or (suspect and self._kills[suspect.task_id] >= KILLS):
+            self._active[worker_id] = False
+            self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
+            return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
+        self._away[worker_id] = True
+        return [ReplaceWorker(worker_id, event.cause)]
+
+    def _worker_ready(self, event: WorkerReady) -> list[Command]:
+        worker_id = event.worker_id
+        self._away[worker_id] = False
+        for task in self._tasks.values():
+            if task.worker_id == worker_id and task.state is TaskState.LOST:
+                self._move(task, event)
+                self._unanswered_tasks[worker_id] += 1
+        self._unanswered_calls[worker_id] = event.calls
+        if self.dynamic:
+            return self._feed_any()
+        return [self._submit(worker_id)] if self._queued[worker_id] and not event.calls else []
 
     def _close(self, event: Closed) -> list[Command]:
         """Whatever the state is, also one that a Ctrl-C left half-changed."""

@@ -34,11 +34,12 @@ from torch.utils.data import IterDataPipe, _DatasetKind
 from torch.utils.data._utils.collate import collate, default_collate, default_collate_fn_map
 from torch.utils.data.graph_settings import apply_random_seed
 
-from rayloader import session
+from rayloader import session, skipping
 from rayloader.collate import collate_into, stack
-from rayloader.errors import ReplicaMemoryError
+from rayloader.errors import ReplayError, ReplicaMemoryError
 from rayloader.process_state import Baseline, ProcessState
-from rayloader.random_state import Rewind, seed_all
+from rayloader.random_state import RandomState, Rewind, seed_all
+from rayloader.snapshot import Recorder, WorkerState, digest, load_state
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaError, SlotWriter
 from rayloader.transport.control_page import PAGE_BYTES, PageAddress, WorkerPage
@@ -63,7 +64,9 @@ class Setup:
     shared_seed: int | None  # of IterDataPipes
     dataset_kind: int
     auto_collation: bool
+    batch_size: int | None
     drop_last: bool
+    skip_errors: bool
     max_undone: int  # tasks that `resume` may have to undo
     process: ProcessState
     page: PageAddress | None  # where the driver looks for what is done early
@@ -119,7 +122,9 @@ class ResultKind(Enum):
     BATCH = "batch"
     ERROR = "error"  # the user's exception, as torch's ExceptionWrapper
     EXHAUSTED = "exhausted"  # the worker's iterable dataset has ended
+    EMPTY = "empty"  # every sample of it was skipped
     EXITED = "exited"  # user code asked this process to end: SystemExit, KeyboardInterrupt
+    NOT_STARTED = "not started"  # the same, before its first task
 
 
 class Result(NamedTuple):
@@ -130,6 +135,7 @@ class Result(NamedTuple):
     wire: Wire | None = None
     text: str = ""
     nbytes: int = 0  # that the batch's buffers take in a slot
+    skipped: tuple[skipping.Skipped, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,7 @@ class Reply:
     """
 
     results: list[tuple[Any, ...]]  # fields of `Result`: plain tuples travel faster
+    state: tuple[Any, ...]  # fields of `WorkerState`: the worker after these tasks, where it has changed
     seconds: float  # spent on the tasks
     publishes: bool  # whether this worker's control page works
     reuse: bool  # False: the worker still holds memory of the slot
@@ -153,7 +160,8 @@ class Worker:
         runtime_env = ray.get_runtime_context().runtime_env.get("env_vars") or {}
         own = {key for key in os.environ if key.startswith("RAY_") or key == "CUDA_VISIBLE_DEVICES"}
         self._baseline = Baseline(session.node_id(), own | set(runtime_env))
-        self._hosted: _Hosted | None = None
+        self._hosted: dict[int, _Hosted] = {}  # by worker
+        self._at_work: _Hosted | None = None  # whose generators are the process's
         self._lane = WorkerLane()
         self._page: WorkerPage | None = None
         self._kept = False  # memory of some slot, since `start`
@@ -179,44 +187,54 @@ class Worker:
         self._image = name, image_from_contents(image, contents)
         return self._image[1].address
 
-    def start(self, setup: Setup, source: Source) -> None:
-        """Makes this process worker `setup.worker_id`."""
-        self._kept = False
+    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
+        """Makes this process worker `setup.worker_id`, beside those that it is; at its begin, or as it was."""
+        if not self._hosted:
+            self._kept = False
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
         if setup.page is not None and (self._page is None or self._page.address != setup.page):
             with contextlib.suppress(ArenaError):  # another node or container: nothing is published
                 self._page = WorkerPage(setup.page)
-        self._hosted = _Hosted(setup, self._page)
-        self._hosted.start(self._baseline, source)
+        self._switch_to(None)
+        hosted = self._at_work = self._hosted[setup.worker_id] = _Hosted(setup, self._page)
+        hosted.start(self._baseline, source, state)
 
-    def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> None:
+    def resume(self, worker_id: int, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
         """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""
-        assert self._hosted is not None
-        self._hosted.resume(epoch, shared_seed, undo_from)
+        self._switch_to(worker_id)
+        return self._hosted[worker_id].resume(epoch, shared_seed, undo_from)
 
     def run(self, message: Any) -> Any:
         """Builds tasks' batches, in order.
 
         Args:
-            message: packed (call, task_ids, indices, room): `call` counts the calls of this actor; of the tasks, which
-                may be none, to go on with those that an earlier call left over, `indices` holds what the sampler gave
-                for each; `room` is a slot of this actor's arena that the batches may lie in.
+            message: packed (worker_id, call, task_ids, indices, room, wanted): `call` counts the calls of this actor;
+                of the tasks, which may be none, to go on with those that an earlier call left over, `indices` holds
+                what the sampler gave for each; `room` is a slot of this actor's arena that the batches may lie in;
+                where they are not `wanted` they are built for what that changes in the worker, and not sent.
 
         Returns:
             A packed `Reply`.
         """
-        call, task_ids, indices, room = unpack(message)
-        assert self._hosted is not None
+        worker_id, call, task_ids, indices, room, wanted = unpack(message)
+        self._switch_to(worker_id)
+        hosted = self._hosted[worker_id]
         writer = self._lane.writer(room)
         began = time.perf_counter()
-        results = self._hosted.run(call, task_ids, indices, writer)
+        results = hosted.run(call, task_ids, indices, writer, wanted=wanted)
+        state = hosted.snapshot()
         seconds = time.perf_counter() - began
         reuse = writer is None or writer.close()
         self._kept |= not reuse
         fields = [tuple(result) for result in results]
-        reply = Reply(fields, seconds, self._page is not None, reuse, self._lane.error)
+        reply = Reply(fields, tuple(state), seconds, self._page is not None, reuse, self._lane.error)
         return pack(reply, [result.wire for result in results if result.wire is not None])
+
+    def leave(self, worker_id: int) -> None:
+        """This process is that worker no longer; another one is."""
+        if self._at_work is self._hosted.pop(worker_id, None):
+            self._at_work = None
 
     def stop(self) -> bool:
         """Lets go of the dataset and puts the process back as it was.
@@ -224,17 +242,30 @@ class Worker:
         Returns:
             Whether user code let go of the memory of all slots that it was given since `start`.
         """
-        self._hosted = None
+        self._hosted.clear()
+        self._at_work = None
         torch_worker._worker_info = None
         self._baseline.restore()
         gc.collect()
         return not self._kept
+
+    def _switch_to(self, worker_id: int | None) -> None:
+        """Workers of one process take turns with its generators."""
+        hosted = self._hosted[worker_id] if worker_id is not None else None
+        if hosted is self._at_work:
+            return
+        if self._at_work is not None:
+            self._at_work.park()
+        if hosted is not None:
+            hosted.unpark()
+        self._at_work = hosted
 
 
 class _Task(NamedTuple):
     call: int
     task_id: int
     indices: Wire
+    wanted: bool
 
 
 class _Hosted:
@@ -250,13 +281,19 @@ class _Hosted:
         self._failure: Result | None = None  # of `start` or `resume`; answers every task
         self._exhausted = False
         self._epoch = 0
+        self._tasks = 0  # built in this epoch
+        self._last_task = -1
+        self._digest = 0
+        self._parked: RandomState | None = None
+        self._worker_info: Any = None
+        self._recorder = Recorder(None, RandomState.capture([]))
         self._left: deque[_Task] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
         self._collate: Any = None  # stacks into the slot of `_collate_to`, by the map as it was then
         self._collate_to: SlotWriter | None = None
         self._collate_fn_map: dict[Any, Any] = {}
 
-    def start(self, baseline: Baseline, source: Source) -> None:
+    def start(self, baseline: Baseline, source: Source, state: WorkerState | None) -> None:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process)
@@ -265,36 +302,101 @@ class _Hosted:
             default_collate_fn_map[torch.Tensor] = stack
             default_collate_fn_map.update(loaded.collate_fn_map)
             self._seed()
+            seeded = RandomState.capture([])
             if loaded.worker_init_fn is not None:
                 loaded.worker_init_fn(self._setup.worker_id)
+            self._recorder = Recorder(self._dataset, seeded)
             if self._setup.max_undone:
                 self._rewind = Rewind(self._setup.max_undone, self._dataset)
-            self._create_fetcher()
+            if state is None:
+                self._create_fetcher()
+            else:
+                self._restore(state)
 
-    def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> None:
+    def _restore(self, state: WorkerState) -> None:
+        """Makes this the worker that the snapshot was taken of."""
+        if state.error:
+            raise ReplayError(f"the state of worker {self._setup.worker_id} could not be told:\n{state.error}")
+        self._epoch, self._exhausted = state.epoch, state.exhausted
+        load_state(self._dataset, state.dataset)
+        if self._is_iterable and not state.exhausted and state.dataset is None and state.iterator is None:
+            self._replay(state)
+        else:
+            self._create_fetcher()
+            if self._iterator is not self._dataset:
+                load_state(self._iterator, state.iterator)
+            self._recorder.restore(state.random)
+        self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
+
+    def _replay(self, state: WorkerState) -> None:
+        """An iterable dataset that cannot tell its state: read again from its begin."""
+        if state.begin is not None:
+            self._recorder.restore(state.begin)
+        self._create_fetcher()
+        placeholder = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
+        while self._tasks < state.tasks and not self._exhausted:
+            self._build(-1, placeholder, None)
+        if self._tasks != state.tasks or self._digest != state.digest or not self._recorder.is_at(state.random):
+            raise ReplayError(
+                f"the iterable dataset of worker {self._setup.worker_id} was to be read again up to batch "
+                f"{state.tasks}, and gave something else than before; to be resumed, a dataset must give the same "
+                "each time that it is read, or have state_dict() and load_state_dict()"
+            )
+        self._recorder.restore(state.random)
+
+    def snapshot(self) -> WorkerState:
+        """The worker as it is now, where it has changed since the last snapshot."""
+        return self._recorder.snapshot(
+            self._iterator,
+            epoch=self._epoch,
+            tasks=self._tasks,
+            last_task=self._last_task,
+            exhausted=self._exhausted,
+            digest=self._digest,
+        )
+
+    def park(self) -> None:
+        """Another worker of this process is to work."""
+        self._parked = RandomState.capture([])
+
+    def unpark(self) -> None:
+        """This worker is to work again."""
+        assert self._parked is not None
+        self._parked.restore([])
+        torch_worker._worker_info = self._worker_info
+
+    def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
         """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again.
 
         What torch's worker would have been given is built first, also as there, and nothing more: the random streams
         go on from behind it.
         """
-        self._epoch = epoch
         while self._left:
             task = self._left.popleft()
             if undo_from is None or task.task_id < undo_from:
                 self._build(task.task_id, task.indices, None)
         if self._rewind is not None:
             self._rewind.undo_from(undo_from)
-        self._exhausted = False
-        if self._fetcher is None:
-            return  # never started: that failure stands
-        self._failure = None
-        with self._keeping_failure():
-            self._shuffle_datapipe(shared_seed)
-            self._create_fetcher()
+        self._epoch, self._exhausted = epoch, False
+        self._tasks, self._last_task, self._digest = 0, -1, 0
+        if self._fetcher is not None:  # else never started: that failure stands
+            self._failure = None
+            with self._keeping_failure():
+                self._shuffle_datapipe(shared_seed)
+                self._create_fetcher()
+        return self.snapshot()
 
-    def run(self, call: int, task_ids: tuple[int, ...], indices: list[Wire], writer: SlotWriter | None) -> list[Result]:
+    def run(
+        self,
+        call: int,
+        task_ids: tuple[int, ...],
+        indices: list[Wire],
+        writer: SlotWriter | None,
+        *,
+        wanted: bool,
+    ) -> list[Result]:
         """One result a task, whatever happens, up to the first that cannot be published while others wait."""
-        self._left.extend(map(_Task, itertools.repeat(call), task_ids, indices))
+        self._left.extend(map(_Task, itertools.repeat(call), task_ids, indices, itertools.repeat(wanted)))
         if self._page is not None:
             self._page.begin(call)
         results: list[Result] = []
@@ -305,8 +407,10 @@ class _Hosted:
             if self._rewind is not None:
                 self._rewind.task_begins(task.task_id)
             result = self._build(task.task_id, task.indices, writer)
-            results.append(result)
-            if result.kind is ResultKind.EXITED or (self._left and not self._exhausted and not self._publish(result)):
+            results.append(result if task.wanted else result._replace(wire=None, nbytes=0, skipped=()))
+            if result.kind in (ResultKind.EXITED, ResultKind.NOT_STARTED) or (
+                self._left and not self._exhausted and not self._publish(results[-1])
+            ):
                 break
         self._collate = self._collate_to = None
         return results
@@ -322,21 +426,44 @@ class _Hosted:
             return Result(task_id, ResultKind.EXHAUSTED)
         if self._failure is not None:
             # Its indices are endless: told once, as an iterator that raised ends.
-            self._exhausted = self._setup.dataset_kind == _DatasetKind.Iterable
+            self._exhausted = self._is_iterable
             return self._failure._replace(task_id=task_id)
+        skipped: list[skipping.Skipped] = []
         try:
             if self._setup.seed_batches:
-                seed_all(self._setup.base_seed, self._epoch, task_id)
-            self._fetcher.collate_fn = self._collate_into(writer)
-            encoded = codec.encode(self._fetcher.fetch(from_wire(indices)), known_classes=True, carry=CARRY)
-            return Result(task_id, ResultKind.BATCH, to_wire(encoded, writer), nbytes=slot_bytes(encoded))
+                number = (self._setup.worker_id, self._tasks) if self._is_iterable else (task_id,)
+                seed_all(self._setup.base_seed, self._epoch, *number)
+            encoded = codec.encode(self._fetch(indices, writer, skipped), known_classes=True, carry=CARRY)
+            if self._is_iterable:
+                self._digest = digest(encoded, self._digest)
+            wire, nbytes = to_wire(encoded, writer), slot_bytes(encoded)
+            result = Result(task_id, ResultKind.BATCH, wire, nbytes=nbytes, skipped=tuple(skipped))
+        except skipping.NothingLeft:
+            result = Result(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
         except Exception as error:  # all that user code can raise: it belongs to the user, not to Ray
-            if isinstance(error, StopIteration) and self._setup.dataset_kind == _DatasetKind.Iterable:
+            if isinstance(error, StopIteration) and self._is_iterable:
                 self._exhausted = True
-                return Result(task_id, ResultKind.EXHAUSTED)
-            return _error(task_id, self._where)
+                return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
+            result = _error(task_id, self._where)._replace(skipped=tuple(skipped))
         except BaseException as error:
             return _exited(task_id, error)
+        self._tasks, self._last_task = self._tasks + 1, task_id
+        return result
+
+    def _fetch(self, indices: Wire, writer: SlotWriter | None, skipped: list[skipping.Skipped]) -> Any:
+        setup, collate_fn = self._setup, self._collate_into(writer)
+        if setup.skip_errors:
+            return skipping.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), collate_fn, skipped)
+        self._fetcher.collate_fn = collate_fn
+        return self._fetcher.fetch(from_wire(indices))
+
+    @property
+    def _is_iterable(self) -> bool:
+        return self._setup.dataset_kind == _DatasetKind.Iterable
+
+    @property
+    def _iterator(self) -> Any:
+        return getattr(self._fetcher, "dataset_iter", None)
 
     def _collate_into(self, writer: SlotWriter | None) -> Callable[[Any], Any]:
         """The loader's collate_fn; torch's own stacks straight into the slot, where nobody can notice."""
@@ -355,7 +482,7 @@ class _Hosted:
         except Exception:  # all that user code can raise, as in _build
             self._failure = _error(-1, self._where)
         except BaseException as error:
-            self._failure = _exited(-1, error)
+            self._failure = _exited(-1, error)._replace(kind=ResultKind.NOT_STARTED)
 
     def _seed(self) -> None:
         setup = self._setup
@@ -365,7 +492,7 @@ class _Hosted:
         torch.manual_seed(seed)
         np.random.seed(torch_worker._generate_state(setup.base_seed, setup.worker_id))
         self._shuffle_datapipe(setup.shared_seed)
-        torch_worker._worker_info = torch_worker.WorkerInfo(
+        torch_worker._worker_info = self._worker_info = torch_worker.WorkerInfo(
             id=setup.worker_id, num_workers=setup.num_workers, seed=seed, dataset=self._dataset
         )
 
@@ -378,6 +505,8 @@ class _Hosted:
 
     def _create_fetcher(self) -> None:
         setup = self._setup
+        if self._is_iterable:
+            self._recorder.iterator_begins()
         self._fetcher = _DatasetKind.create_fetcher(
             setup.dataset_kind, self._dataset, setup.auto_collation, self._collate_fn, setup.drop_last
         )

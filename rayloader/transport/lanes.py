@@ -137,6 +137,10 @@ class ArenaLane:
         """Takes in the size of a batch."""
         self._batch_nbytes = max(float(nbytes), FORGET * self._batch_nbytes)
 
+    def take_after(self, other: ArenaLane) -> None:
+        """Expects batches as large as the other's."""
+        self._batch_nbytes, self._most_tasks = other._batch_nbytes, other._most_tasks
+
     def refused(self, reason: str) -> None:
         """The worker cannot open the arena: it lives elsewhere."""
         self._off, self._arena = reason, None

@@ -1,0 +1,346 @@
+"""Where the user is in a loader's stream: `state_dict` and back.
+
+Promise: a state is made of plain types and tensors (but for what a dataset's or sampler's own `state_dict` gives), and
+says all that it takes to go on with the same stream: the generators of this process from before the epoch, how much of
+it the user has taken, and a snapshot of each worker. What does not fit is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import zlib
+from typing import Any
+
+import cloudpickle
+import torch
+
+from rayloader.errors import StateError
+from rayloader.journal import Journal, Told
+from rayloader.prefetch import QUIET_SAMPLERS
+from rayloader.random_state import RandomState, find_generators
+from rayloader.snapshot import WorkerState, has_state
+from rayloader.transport import codec
+
+FORMAT, VERSION = "rayloader", 1
+# What a state and a loader must have in common: with another value of these, the stream is another one.
+_FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order", "persistent_workers")
+
+
+class Samplers:
+    """The sampler of a loader and those within it: who tells its state, and whose generators it draws from."""
+
+    def __init__(self, loader: Any) -> None:
+        self.index_sampler = loader._index_sampler
+        chain: list[Any] = []
+        sampler = self.index_sampler
+        while sampler is not None and all(sampler is not known for known in chain):
+            chain.append(sampler)
+            sampler = getattr(sampler, "sampler", None)
+        self._chain = chain
+        self._stateful = next((sampler for sampler in chain if has_state(sampler)), None)
+        self.is_stock = type(chain[-1]) in QUIET_SAMPLERS
+        own = loader.generator is not None and getattr(chain[-1], "generator", loader.generator) is not None
+        self._needs_global = not (self.is_stock and own)
+        self._generators: list[Any] = [] if loader.generator is None else [loader.generator]
+        for sampler in chain:
+            inner = {k: v for k, v in _attributes(sampler).items() if k not in ("data_source", "dataset", "sampler")}
+            self._generators += [g for g in find_generators(inner) if all(g is not known for known in self._generators)]
+
+    @property
+    def name(self) -> str:
+        """Of the kinds of samplers."""
+        return " of ".join(type(sampler).__name__ for sampler in self._chain)
+
+    @property
+    def epoch(self) -> int | None:
+        """What `set_epoch` was told."""
+        return next((s.epoch for s in self._chain if hasattr(s, "set_epoch") and hasattr(s, "epoch")), None)
+
+    def set_epoch(self, epoch: int | None) -> None:
+        """Tells it to who wants to know."""
+        for sampler in self._chain:
+            if epoch is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def is_stateful(self, iterator: Any) -> bool:
+        """Whether the sampler, or its iterator, tells its state."""
+        return has_state(iterator) or self._stateful is not None
+
+    def state(self, iterator: Any) -> Any:
+        """The sampler's own state, None if it has none."""
+        stateful = iterator if has_state(iterator) else self._stateful
+        return None if stateful is None else copy.deepcopy(stateful.state_dict())
+
+    def load_state(self, state: Any) -> None:
+        """Gives the sampler its state back."""
+        if self._stateful is not None and state is not None:
+            self._stateful.load_state_dict(copy.deepcopy(state))
+
+    def iterator_at(self, state: Any) -> Any:
+        """An iterator that goes on from a state."""
+        self.load_state(state)
+        iterator = iter(self.index_sampler)
+        if has_state(iterator):
+            iterator.load_state_dict(copy.deepcopy(state))
+        return iterator
+
+    def capture(self) -> RandomState:
+        """The generators that `iter()` and the sampler draw from."""
+        random = RandomState.capture(self._generators)
+        if self.is_stock:
+            random = random._replace(python=None, numpy=None)
+        return random if self._needs_global else random._replace(torch=None)
+
+    def restore(self, random: RandomState) -> None:
+        """Puts them back."""
+        if random.others is not None and len(random.others) != len(self._generators):
+            raise StateError(
+                f"the state is of a loader whose sampler has {len(random.others)} random generators of its own, this "
+                f"one has {len(self._generators)}; make the loader as the one that was saved"
+            )
+        random.restore(self._generators)
+
+
+class Position:
+    """How far the user of one iterator is; kept up to date by the epoch, under `lock`."""
+
+    def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
+        self.lock = threading.Condition()
+        self.samplers = samplers
+        self.base_seed = base_seed
+        self.shared_seed: int | None = None
+        self.num_workers = num_workers
+        self.iterable = iterable
+        self.journals = [Journal() for _ in range(num_workers)]
+        self.epoch = 0  # epochs of these workers before this one
+        self._begin_epoch()
+
+    def begins(self, again: bool) -> None:
+        """A new epoch, before the sampler is asked for its iterator; `again`: of workers that had one before."""
+        self.epoch += again
+        self._begin_epoch()
+
+    def restarts(self) -> None:
+        """The workers are lost: new ones begin."""
+        self.epoch, self.finished = 0, False
+        self.journals = [Journal() for _ in range(self.num_workers)]
+
+    def _begin_epoch(self) -> None:
+        self.begin = self.samplers.capture()  # before the epoch's sampler is asked for its iterator
+        self.next_task = 0  # all before it are taken
+        self.next_worker = 0
+        self.checksum = 0  # of the indices before `next_task`
+        self.skipped = 0  # samples
+        self.finished = False
+        self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
+        self._sampler_states: dict[int, tuple[Any, int]] = {}  # and checksum; by next task
+        self._stateful = False
+
+    def sampler_begins(self, iterator: Any) -> None:
+        """The sampler's iterator is about to be asked."""
+        self._stateful = self.samplers.is_stateful(iterator)
+        if self._stateful:
+            self._sampler_states[self.next_task] = self.samplers.state(iterator), self.checksum
+
+    def drawn(self, task_id: int, iterator: Any, checksum: int) -> None:
+        """The sampler has given the indices of this task."""
+        if task_id in self._ahead:
+            self._ahead[task_id] = checksum
+        if self._stateful:
+            self._sampler_states[task_id + 1] = self.samplers.state(iterator), checksum
+
+    def has(self, task_id: int) -> bool:
+        """Whether the user has this task's batch already."""
+        return task_id in self._ahead
+
+    def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
+        """The user has this task's batch now."""
+        self.journals[worker_id].taken(task_id)
+        self.next_worker = (worker_id + 1) % self.num_workers
+        self._ahead[task_id] = checksum
+        if self.iterable:  # what an exhausted worker was to build is in nobody's way
+            self.next_task = task_id
+        while self.next_task in self._ahead:
+            self.checksum = self._ahead.pop(self.next_task)
+            self.next_task += 1
+        if self._stateful:
+            oldest = self._oldest_replay()
+            while min(self._sampler_states) < oldest:
+                del self._sampler_states[min(self._sampler_states)]
+
+    def _oldest_replay(self) -> int:
+        return min([self.next_task, *(journal.replay[0] for journal in self.journals if journal.replay)])
+
+    # ---- as a state
+
+    def pack(self) -> dict[str, Any]:
+        """The position, as part of a state."""
+        if not all(journal.begun for journal in self.journals):
+            raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
+        begin = min(self._sampler_states) if self._stateful else 0
+        sampler, checksum = self._sampler_states[begin] if self._stateful else (None, 0)
+        return {
+            "base_seed": self.base_seed,
+            "shared_seed": self.shared_seed,
+            "epoch": self.epoch,
+            "next_task": self.next_task,
+            "next_worker": self.next_worker,
+            "ahead": sorted(self._ahead),
+            "checksum": self.checksum,
+            "skipped": self.skipped,
+            "finished": self.finished,
+            "begin": self.begin.pack(),
+            "sampler_epoch": self.samplers.epoch,
+            "sampler_begin": {"task": begin, "checksum": checksum, "state": sampler} if self._stateful else None,
+            "workers": [
+                {"state": _pack_worker(journal.base), "replay": journal.replay} for journal in self.journals
+            ],
+        }  # fmt: skip
+
+    def unpack(self, packed: dict[str, Any]) -> Any:
+        """Moves this position, of a new iterator, to where another one was.
+
+        Returns:
+            The sampler's iterator, from there on.
+
+        Raises:
+            StateError: the sampler does not give the indices that it gave.
+        """
+        for name in ("base_seed", "shared_seed", "epoch", "next_task", "next_worker", "skipped", "finished"):
+            setattr(self, name, packed[name])
+        self._ahead = dict.fromkeys(packed["ahead"], packed["checksum"])
+        self.begin = RandomState.unpack(packed["begin"])
+        self.samplers.restore(self.begin)
+        self.samplers.set_epoch(packed["sampler_epoch"])
+        iterator = self._fast_forward(packed)
+        if self.checksum != packed["checksum"]:
+            raise StateError(
+                f"the sampler does not give the same indices again: those of the first {self.next_task} batches are "
+                "others than when the state was saved. A sampler must depend on nothing but its arguments, set_epoch "
+                "and random generators that it holds, or have state_dict() and load_state_dict()"
+            )
+        return iterator
+
+    def _fast_forward(self, packed: dict[str, Any]) -> Any:
+        samplers, begin = self.samplers, packed["sampler_begin"]
+        iterator = iter(samplers.index_sampler) if begin is None else samplers.iterator_at(begin["state"])
+        self._stateful = begin is not None
+        task_id, self.checksum = (0, 0) if begin is None else (begin["task"], begin["checksum"])
+        if self._stateful:
+            self._sampler_states[task_id] = begin["state"], self.checksum
+        replays = {task_id for worker in packed["workers"] for task_id in worker["replay"]}
+        told: dict[int, codec.Encoded] = {}
+        if self.iterable:  # its indices stand for nothing, and are all the same
+            told = dict.fromkeys(replays, codec.encode(next(iterator)))
+            task_id, self.checksum = self.next_task, packed["checksum"]
+        while task_id < self.next_task:
+            try:
+                encoded = codec.encode(next(iterator))
+            except StopIteration:
+                break  # the checksum says so
+            self.checksum = zlib.crc32(encoded.skeleton, self.checksum)
+            if task_id in replays:
+                told[task_id] = encoded
+            self.drawn(task_id, iterator, self.checksum)
+            task_id += 1
+        for journal, worker in zip(self.journals, packed["workers"], strict=True):
+            # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
+            replay = [Told(task_id, told[task_id]) for task_id in worker["replay"] if task_id in told]
+            journal.starts_at(_unpack_worker(worker["state"]), replay)
+        return iterator
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    return dict(getattr(obj, "__dict__", {}))
+
+
+def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    if state.error:
+        raise StateError(f"a worker's dataset could not tell its state:\n{state.error}")
+    return {
+        **state._asdict(),
+        "random": state.random.pack(),
+        "begin": None if state.begin is None else state.begin.pack(),
+        "dataset": None if state.dataset is None else {"state": pickle.loads(state.dataset)},
+        "iterator": None if state.iterator is None else {"state": pickle.loads(state.iterator)},
+    }
+
+
+def _unpack_worker(packed: dict[str, Any] | None) -> WorkerState | None:
+    if packed is None:
+        return None
+    return WorkerState(
+        **{
+            **packed,
+            "random": RandomState.unpack(packed["random"]),
+            "begin": None if packed["begin"] is None else RandomState.unpack(packed["begin"]),
+            "dataset": None if packed["dataset"] is None else cloudpickle.dumps(packed["dataset"]["state"]),
+            "iterator": None if packed["iterator"] is None else cloudpickle.dumps(packed["iterator"]["state"]),
+        }
+    )
+
+
+def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
+    """The state of a loader.
+
+    Args:
+        loader: whose.
+        position: of its last iterator; None: it has not begun one.
+        num_workers: that the stream depends on.
+    """
+    samplers = Samplers(loader)
+    packed = None
+    if position is not None:
+        with position.lock:
+            if not position.finished or loader.persistent_workers:
+                packed = position.pack()
+    now = samplers.capture()
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "num_workers": num_workers,
+        "fits": _fits(loader, samplers),
+        "now": now.pack(),
+        "sampler": samplers.state(None),
+        "position": packed,
+    }
+
+
+def check_state(loader: Any, state: Any) -> None:
+    """Raises StateError unless the state fits the loader."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise StateError(f"this is not a state of a rayloader.DataLoader: {str(state)[:100]!r}")
+    if state.get("version") != VERSION:
+        raise StateError(
+            f"the state has version {state.get('version')!r}, this rayloader reads {VERSION}; use the one that wrote it"
+        )
+    saved, own = state["fits"], _fits(loader, Samplers(loader))
+    for name, value in own.items():
+        if saved.get(name) != value:
+            raise StateError(
+                f"the state is of a loader with {name}={saved.get(name)!r}, this one has {value!r}: its batches would "
+                "not be the rest of the same stream; make the loader as the one that was saved"
+            )
+
+
+def _fits(loader: Any, samplers: Samplers) -> dict[str, Any]:
+    try:
+        length = len(loader.dataset) if not loader._dataset_kind else None
+    except TypeError:  # a map-style dataset need not have a length
+        length = None
+    kind = "iterable" if loader._dataset_kind else "map"
+    fits = {name: getattr(loader, name) for name in _FITS}
+    return {**fits, "dataset_kind": kind, "dataset_length": length, "sampler": samplers.name}
+
+
+def leave_global_generator(state: dict[str, Any], samplers: Samplers) -> None:
+    """Puts torch's global generator to where it was when the state was saved, unless a sampler draws on from it."""
+    if samplers.is_stock:
+        now = RandomState.unpack(state["now"]).torch
+        if now is None:
+            return
+        torch.set_rng_state(torch.frombuffer(bytearray(now), dtype=torch.uint8))

@@ -1,0 +1,101 @@
+"""What one worker was told, and its snapshots: enough to go on with it in another process.
+
+Promise: pure bookkeeping. A worker that starts from `state` and is told `entries` again is where the lost one was to
+be; one that starts from `base` and builds the tasks in `replay` again is where the user is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rayloader.snapshot import WorkerState
+from rayloader.transport.codec import Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A task that the worker was given."""
+
+    task_id: int
+    indices: Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A new epoch that the worker was told to begin."""
+
+    epoch: int
+    shared_seed: int | None
+    undo_from: int | None
+
+
+class Journal:
+    """Of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
+
+    def __init__(self) -> None:
+        self.state: WorkerState | None = None  # newest snapshot; None: as `start` makes it
+        self.entries: deque[Told | Resumed] = deque()  # told since
+        self.base: WorkerState | None = None  # newest snapshot that the user has got to
+        self._since: deque[WorkerState] = deque()  # snapshots after `base`, oldest first
+        self._taken: deque[int] = deque()  # tasks after `base` that the user has taken, oldest first
+        self._last_taken = -1
+        self.begun = True  # `base` is of this epoch
+        self.resumed: Any = None  # until it is: where the snapshot of the epoch's begin will come from
+
+    @property
+    def replay(self) -> list[int]:
+        """Tasks that the user has, and `base` has not."""
+        return list(self._taken)
+
+    def told(self, entries: Iterable[Told | Resumed]) -> None:
+        """The worker was given something more to do."""
+        self.entries.extend(entries)
+
+    def begins(self, resumed: Resumed) -> None:
+        """A new epoch begins."""
+        self.begun = False
+        self.entries.append(resumed)
+        self._since.clear()
+        self._taken.clear()
+        self._last_taken = -1
+
+    def reached_begin(self, state: WorkerState) -> None:
+        """The snapshot of the epoch's begin has come."""
+        self.begun, self.resumed = True, None
+        self._drop_entries(lambda entry: isinstance(entry, Resumed))
+        self.state = self.base = state.over(self.state)
+
+    def reached(self, state: WorkerState) -> None:
+        """A snapshot has come with the answer to a call: what it has done need not be told again."""
+        self.state = state.over(self.state)
+        self._drop_entries(lambda entry: isinstance(entry, Told) and entry.task_id == state.last_task)
+        self._since.append(self.state)
+        self._advance()
+
+    def taken(self, task_id: int) -> None:
+        """The user has this task's batch; a worker's batches are taken in the order in which it built them."""
+        self._taken.append(task_id)
+        self._last_taken = task_id
+        self._advance()
+
+    def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:
+        """The worker goes on from where another run's was."""
+        self.state = self.base = base
+        self.entries = deque(replay)
+        self._taken = deque(entry.task_id for entry in self.entries if isinstance(entry, Told))
+        self._last_taken = self._taken[-1] if self._taken else -1
+
+    def _drop_entries(self, is_last: Callable[[Told | Resumed], bool]) -> None:
+        """Drops the entries up to the last such one, if there is any."""
+        last = max((number for number, entry in enumerate(self.entries, 1) if is_last(entry)), default=0)
+        for _ in range(last):
+            self.entries.popleft()
+
+    def _advance(self) -> None:
+        while self._since and self._since[0].last_task <= self._last_taken:
+            self.base = self._since.popleft()
+        while self.base is not None and self._taken and self._taken[0] <= self.base.last_task:
+            self._taken.popleft()

@@ -1,0 +1,77 @@
+"""Fetching with `on_error="skip"`: samples that raise are left out of their batch.
+
+Promise: otherwise as torch's fetchers, which this stands in for.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import _DatasetKind
+
+# A sample that was left out: its index (of an iterable dataset: None), and the exception in words.
+Skipped = tuple[str, str]
+
+
+class NothingLeft(Exception):
+    """Every sample of the batch was left out."""
+
+
+def fetch(fetcher: Any, kind: int, indices: Any, collate_fn: Callable[[Any], Any], skipped: list[Skipped]) -> Any:
+    """One batch, or one sample without automatic batching.
+
+    Args:
+        fetcher: torch's for this dataset.
+        kind: of the dataset.
+        indices: as torch's fetcher gets them.
+        collate_fn: of the loader.
+        skipped: gets what was left out.
+
+    Raises:
+        NothingLeft: there is no sample left.
+        StopIteration: the iterable dataset has ended.
+        Exception: what collate_fn raises.
+    """
+    wanted = indices if fetcher.auto_collation else [indices]
+    samples = (_of_stream if kind == _DatasetKind.Iterable else _by_index)(fetcher, wanted, skipped)
+    if not samples:
+        raise NothingLeft
+    return collate_fn(samples if fetcher.auto_collation else samples[0])
+
+
+def _by_index(fetcher: Any, indices: Any, skipped: list[Skipped]) -> list[Any]:
+    if fetcher.auto_collation and getattr(fetcher.dataset, "__getitems__", None):
+        try:
+            return list(fetcher.dataset.__getitems__(indices))
+        except Exception:  # which of them it was shows one by one
+            pass
+    samples = []
+    for index in indices:
+        try:
+            samples.append(fetcher.dataset[index])
+        except Exception as error:  # whatever it is: that is what was asked for
+            skipped.append((reprlib.repr(index), _in_words(error)))
+    return samples
+
+
+def _of_stream(fetcher: Any, wanted: Any, skipped: list[Skipped]) -> list[Any]:
+    if fetcher.ended:
+        raise StopIteration
+    samples = []
+    for _ in wanted:
+        try:
+            samples.append(next(fetcher.dataset_iter))
+        except StopIteration:
+            fetcher.ended = True
+            break
+        except Exception as error:  # likewise; a generator has ended with it, other iterators may go on
+            skipped.append(("None", _in_words(error)))
+    if fetcher.ended and (not samples or (fetcher.drop_last and fetcher.auto_collation)):
+        raise StopIteration
+    return samples
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
