@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import logging
 import os
 import random
-import shutil
 import signal
 import statistics
 import sys
@@ -30,6 +30,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -65,8 +66,7 @@ class Images(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         time.sleep(READING_S)
         image = torch.rand(3, 40, 40) + random.random() + np.random.rand() + self.generator.standard_normal()
-        node = ray.get_runtime_context().get_node_id()
-        return {"index": index, "image": image, "worker": get_worker_info().id, "pid": os.getpid(), "node": node}
+        return {"index": index, "image": image, "worker": get_worker_info().id}
 
 
 class Stream(Images, IterableDataset):
@@ -74,6 +74,13 @@ class Stream(Images, IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(get_worker_info().id, len(self), WORKERS))
+
+
+def started(folder: Path, worker_id: int) -> None:
+    """A worker notes its process and its node; not in the batches, which could not be built again with them."""
+    note = folder / f"{worker_id}.{os.getpid()}"
+    note.write_text(f"{os.getpid()} {ray.get_runtime_context().get_node_id()}")
+    note.rename(folder / str(worker_id))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -128,6 +135,7 @@ class Chaos:
 
     Args:
         cluster: whose nodes are removed.
+        folder: where workers note their processes.
         seed: of all that is random.
         kills: workers that are to be killed.
         nodes: nodes that are to go.
@@ -135,9 +143,19 @@ class Chaos:
         one_by_one: no worker dies before the last dead one works again: it may be at what that one was at.
     """
 
-    def __init__(self, cluster: Cluster, seed: int, kills: int, nodes: int, undisturbed: Result, one_by_one: bool):
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        seed: int,
+        kills: int,
+        nodes: int,
+        undisturbed: Result,
+        one_by_one: bool,
+    ) -> None:
         self.result = Result()
         self._cluster = cluster
+        self._folder = folder
         self._random = random.Random(seed)
         self._one_by_one = one_by_one
         what = ["worker"] * kills + ["node"] * nodes
@@ -148,7 +166,7 @@ class Chaos:
         self._at_batch = sorted((self._random.randrange(1, batches), kind) for kind in what[half:])
         self._at_time = sorted((self._random.uniform(0, seconds), kind) for kind in what[:half])
         self._due: list[str] = []
-        self._working: dict[int, tuple[int, str]] = {}  # process and node, by worker, as the last batches told them
+        self._working: dict[int, tuple[int, str]] = {}  # process and node, by worker, if it has brought a batch
         self._dead: dict[int, Death] = {}  # by worker
         self._taken = 0  # batches
         self._over = False
@@ -162,17 +180,17 @@ class Chaos:
 
     def saw(self, batch: dict[str, Any]) -> None:
         """A batch was taken."""
-        now = time.monotonic()
-        worker_id, pid, node_id = int(batch["worker"][0]), int(batch["pid"][0]), batch["node"][0]
+        now, worker_id = time.monotonic(), int(batch["worker"][0])
+        pid, node_id = (self._folder / str(worker_id)).read_text().split()
         with self._changed:
             for death in self._dead.values():
                 if not death.batch_seen:
                     self.result.to_next_batch.append(now - death.at)
                     death.batch_seen = True
-            if worker_id in self._dead and self._dead[worker_id].pid != pid:
+            if worker_id in self._dead and self._dead[worker_id].pid != int(pid):
                 self.result.to_replacement.append(now - self._dead.pop(worker_id).at)
             if worker_id not in self._dead:
-                self._working[worker_id] = pid, node_id
+                self._working[worker_id] = int(pid), node_id
             self._taken += 1
             self._changed.notify()
 
@@ -249,7 +267,7 @@ class Recoveries(logging.Handler):
         self.count += "replace" in record.getMessage()
 
 
-def run(case: str, epochs: int, seed: int, chaos: Chaos | None = None) -> Result:
+def run(case: str, folder: Path, epochs: int, seed: int, chaos: Chaos | None = None) -> Result:
     """Iterates over a case's epochs, and notes what comes."""
     result = chaos.result if chaos is not None else Result()
     told = Recoveries()
@@ -258,6 +276,7 @@ def run(case: str, epochs: int, seed: int, chaos: Chaos | None = None) -> Result
     loader: Any = rayloader.DataLoader(
         batch_size=BATCH_SIZE,
         num_workers=WORKERS,
+        worker_init_fn=functools.partial(started, folder),
         timeout=HANG_LIMIT,
         ray_remote_args={"num_cpus": 0, "scheduling_strategy": "SPREAD"},
         **CASES[case],
@@ -297,9 +316,8 @@ def compare(result: Result, undisturbed: Result) -> None:
 
 
 @contextlib.contextmanager
-def three_nodes() -> Iterator[Cluster]:
+def three_nodes(folder: str) -> Iterator[Cluster]:
     """A cluster that no other `ray.init()` finds; this process is connected to its first node."""
-    folder = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: Ray puts sockets below it
     os.environ["RAY_TMPDIR"] = folder
     os.environ.pop("RAY_ADDRESS", None)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -312,7 +330,6 @@ def three_nodes() -> Iterator[Cluster]:
         rayloader.shutdown()
         ray.shutdown()
         cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
@@ -327,15 +344,16 @@ def main() -> None:
 
     rows, total = [HEAD], Result()
     kills, nodes = arguments.kills, arguments.nodes
-    with three_nodes() as cluster:
-        undisturbed = {case: run(case, arguments.epochs, arguments.seed) for case in CASES}
+    # A short name, for Ray puts sockets below it.
+    with tempfile.TemporaryDirectory(prefix="rl", dir="/tmp") as folder, three_nodes(folder) as cluster:
+        settings = Path(folder), arguments.epochs, arguments.seed
+        undisturbed = {case: run(case, *settings) for case in CASES}
         for place, case in enumerate(CASES):
-            cases_left = len(CASES) - place
-            share = -(-kills // cases_left), -(-nodes // cases_left)
+            share = -(-kills // (len(CASES) - place)), -(-nodes // (len(CASES) - place))
             one_by_one = CASES[case].get("scheduling") == "dynamic"
-            chaos = Chaos(cluster, arguments.seed + place, *share, undisturbed[case], one_by_one)
+            chaos = Chaos(cluster, Path(folder), arguments.seed + place, *share, undisturbed[case], one_by_one)
             try:
-                result = run(case, arguments.epochs, arguments.seed, chaos)
+                result = run(case, *settings, chaos)
             finally:
                 left = chaos.end()
             kills, nodes = kills - share[0] + left[0], nodes - share[1] + left[1]

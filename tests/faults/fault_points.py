@@ -109,6 +109,13 @@ class Faults:
         path = self.folder / "struck"
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
+    def started(self, worker_id):
+        """A worker notes its process."""
+        (self.folder / f"process of {worker_id}").write_text(str(os.getpid()))
+
+    def process_of(self, worker_id):
+        return int((self.folder / f"process of {worker_id}").read_text())
+
     def clear(self):
         for path in self.folder.iterdir():
             path.unlink()
@@ -129,6 +136,7 @@ class Augmented:
         self.faults.strike("close")
 
     def worker_init(self, worker_id):
+        self.faults.started(worker_id)
         if worker_id == STRUCK:
             self.faults.strike("worker_init_fn")
             if self.faults.struck():
@@ -143,7 +151,7 @@ class Augmented:
         *columns, extras = zip(*samples, strict=True)
         faults = self.faults if POISONED in columns[0] else None
         extra = faults and faults.strike("collate_fn")
-        return Batch([default_collate(column) for column in columns], [*extras, extra], os.getpid(), faults)
+        return Batch([default_collate(column) for column in columns], [*extras, extra], faults)
 
 
 class MapStyle(Augmented, Dataset):
@@ -174,16 +182,15 @@ DATASETS = {"map": MapStyle, "iterable": Stream}
 class Batch:
     """Of a type of the user's; its pickling and its end in the worker are places."""
 
-    def __init__(self, columns, extras, pid, faults=None):
+    def __init__(self, columns, extras, faults=None):
         self.columns = columns
         self.extras = extras
-        self.pid = pid
         self.faults = faults
 
     def __reduce__(self):
         if self.faults is not None:
             self.faults.strike("encode")
-        return Batch, (self.columns, self.extras, self.pid)
+        return Batch, (self.columns, self.extras)
 
     def __del__(self):
         if self.faults is not None:
@@ -194,7 +201,6 @@ class Batch:
         return self
 
     def content(self):
-        """All but who made it."""
         return [column.tolist() if column.ndim == 1 else column.numpy().tobytes() for column in self.columns]
 
 

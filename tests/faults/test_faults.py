@@ -180,7 +180,8 @@ def test_a_fault_that_strikes_once(where, how, kind, lane, faults, undisturbed, 
         monkeypatch.setenv("RAYLOADER_START_TIMEOUT", START_TIMEOUT)
     loader = make(faults, kind, lane, **options)
     if where == "idle":
-        kill(*{batch.pid for batch in loader if POISONED in batch.columns[0]})
+        epoch(loader)
+        kill(faults.process_of(STRUCK))
     else:
         faults.plan(where, how)
     if expected in (RECOVERED, UNSEEN):

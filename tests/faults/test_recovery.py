@@ -56,7 +56,7 @@ class Noise(Dataset):
         return 60
 
     def __getitem__(self, index):
-        return os.getpid(), index, torch.rand(1), random.random(), np.random.rand()
+        return index, torch.rand(1), random.random(), np.random.rand()
 
 
 class NoiseStream(IterableDataset):
@@ -64,25 +64,27 @@ class NoiseStream(IterableDataset):
         return (Noise()[index] for index in range(20))
 
 
-def without_pids(batches):
-    return [[column.tolist() for column in columns] for _, *columns in batches]
-
-
 @oversubscribed
 @pytest.mark.parametrize("dataset", [Noise(), NoiseStream()], ids=["map", "iterable"])
-def test_all_workers_killed_at_once(dataset, caplog):
-    loader = DataLoader(dataset, 2, num_workers=3, prefetch_factor=2, timeout=HANG_LIMIT)
-    torch.manual_seed(0)
-    undisturbed = list(loader)
+def test_all_workers_killed_at_once(dataset, faults, caplog):
+    options = {"worker_init_fn": faults.started, "prefetch_factor": 2, "timeout": HANG_LIMIT}
+    loader = DataLoader(dataset, 2, num_workers=3, **options)
+    undisturbed = contents(loader)
     torch.manual_seed(0)
     iterator = iter(loader)
-    batches = [next(iterator) for _ in range(3)]
-    victims = {pid for pids, *_ in batches for pid in pids.tolist()}
-    assert len(victims) == 3
-    kill(*victims)
-    batches += iterator
-    assert without_pids(batches) == without_pids(undisturbed)
+    found = [content(next(iterator)) for _ in range(3)]
+    kill(*map(faults.process_of, range(3)))
+    assert found + list(map(content, iterator)) == undisturbed
     assert len(warned(caplog)) == 3
+
+
+def content(batch):
+    return [column.tolist() for column in batch]
+
+
+def contents(loader):
+    torch.manual_seed(0)
+    return [content(batch) for batch in loader]
 
 
 # ---- how many deaths are too many
@@ -152,10 +154,9 @@ def test_persistent_workers_go_on_where_they_were(faults, kind, in_epoch, caplog
 def test_persistent_workers_that_were_killed_between_epochs(faults, kind, caplog):
     undisturbed = persistent_epochs(faults, kind)
     loader = make(faults, kind, persistent_workers=True)
-    torch.manual_seed(0)
-    first = list(loader)
-    kill(*{batch.pid for batch in first if POISONED in batch.columns[0]})
-    assert [[batch.content() for batch in first], epoch(loader), epoch(loader)] == [undisturbed[0][0], *undisturbed[1:]]
+    found = [epoch(loader)]
+    kill(faults.process_of(STRUCK))
+    assert [*found, epoch(loader), epoch(loader)] == undisturbed
     assert len(warned(caplog)) == 1
 
 
@@ -233,7 +234,7 @@ class Counts(Reseeds):
 
     def __getitem__(self, index):
         self.calls += 1
-        return self.calls, super().__getitem__(index)
+        return self.calls, *super().__getitem__(index)
 
     def state_dict(self):
         return {"calls": self.calls}
@@ -263,11 +264,6 @@ class Resumes(IterableDataset):
 
     def load_state_dict(self, state):
         self.position = state["position"]
-
-
-def contents(loader):
-    torch.manual_seed(0)
-    return [str(batch) for batch in loader]
 
 
 @pytest.mark.parametrize(
