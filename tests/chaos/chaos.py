@@ -264,7 +264,7 @@ class Recoveries(logging.Handler):
         self.count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.count += "replace" in record.getMessage()
+        self.count += "gets another process" in record.getMessage()
 
 
 def run(case: str, folder: Path, epochs: int, seed: int, chaos: Chaos | None = None) -> Result:

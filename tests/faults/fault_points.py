@@ -122,11 +122,14 @@ class Faults:
 
 
 class Augmented:
-    """Samples with random augmentation from every generator that a worker has; with the places of user code."""
+    """Samples with random augmentation from every generator that a worker has; with the places of user code.
 
-    def __init__(self, faults):
+    The dataset's own generator, which seeds of the batches don't reach, can be done without.
+    """
+
+    def __init__(self, faults, own_generator=True):
         self.faults = faults
-        self.generator = np.random.default_rng(7)
+        self.generator = np.random.default_rng(7) if own_generator else np.random
 
     def __setstate__(self, state):
         self.__dict__.update(state)
