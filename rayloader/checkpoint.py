@@ -15,7 +15,9 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.utils.data import DistributedSampler
 
+from rayloader import redeal
 from rayloader.errors import StateError
 from rayloader.journal import Journal, Told
 from rayloader.prefetch import QUIET_SAMPLERS
@@ -33,6 +35,7 @@ class Samplers:
 
     def __init__(self, loader: Any) -> None:
         self.index_sampler = loader._index_sampler
+        self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
         chain: list[Any] = []
         sampler = self.index_sampler
         while sampler is not None and all(sampler is not known for known in chain):
@@ -72,6 +75,18 @@ class Samplers:
         """The sampler's own state, None if it has none."""
         stateful = iterator if has_state(iterator) else self._stateful
         return None if stateful is None else copy.deepcopy(stateful.state_dict())
+
+    @property
+    def distributed(self) -> DistributedSampler[Any] | None:
+        """The sampler, if it is torch's for several ranks."""
+        return self._chain[-1] if type(self._chain[-1]) is DistributedSampler else None
+
+    def iterator(self, stages: list[redeal.Stage]) -> Any:
+        """The index sampler's; after stages, over what is left for this rank."""
+        if not stages:
+            return iter(self.index_sampler)
+        assert self.distributed is not None
+        return redeal.batches(self.distributed, stages, self._batch_size, drop_last=self._drop_last)
 
     def load_state(self, state: Any) -> None:
         """Gives the sampler its state back."""
@@ -133,10 +148,12 @@ class Position:
         self.next_worker = 0
         self.checksum = 0  # of the indices before `next_task`
         self.skipped = 0  # samples
+        self.stages: list[redeal.Stage] = []  # that the epoch went through with other numbers of ranks
         self.finished = False
         self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
         self._sampler_states: dict[int, tuple[Any, int]] = {}  # and checksum; by next task
         self._stateful = False
+        self._total: int | None = None  # tasks of the epoch, once the sampler has ended
 
     def sampler_begins(self, iterator: Any) -> None:
         """The sampler's iterator is about to be asked."""
@@ -150,6 +167,10 @@ class Position:
             self._ahead[task_id] = checksum
         if self._stateful:
             self._sampler_states[task_id + 1] = self.samplers.state(iterator), checksum
+
+    def sampler_ended(self, total: int) -> None:
+        """It has given the indices of so many tasks, and has no more."""
+        self._total = total
 
     def has(self, task_id: int) -> bool:
         """Whether the user has this task's batch already."""
@@ -191,8 +212,10 @@ class Position:
             "checksum": self.checksum,
             "skipped": self.skipped,
             "finished": self.finished,
+            "at_end": self._total == self.next_task,
             "begin": self.begin.pack(),
             "sampler_epoch": self.samplers.epoch,
+            "stages": [stage.taken for stage in self.stages],
             "sampler_begin": {"task": begin, "checksum": checksum, "state": sampler} if self._stateful else None,
             "workers": [
                 {"state": _pack_worker(journal.base), "replay": journal.replay} for journal in self.journals
@@ -211,6 +234,7 @@ class Position:
         for name in ("base_seed", "shared_seed", "epoch", "next_task", "next_worker", "skipped", "finished"):
             setattr(self, name, packed[name])
         self._ahead = dict.fromkeys(packed["ahead"], packed["checksum"])
+        self.stages = [redeal.Stage(taken) for taken in packed["stages"]]
         self.begin = RandomState.unpack(packed["begin"])
         self.samplers.restore(self.begin)
         self.samplers.set_epoch(packed["sampler_epoch"])
@@ -225,7 +249,7 @@ class Position:
 
     def _fast_forward(self, packed: dict[str, Any]) -> Any:
         samplers, begin = self.samplers, packed["sampler_begin"]
-        iterator = iter(samplers.index_sampler) if begin is None else samplers.iterator_at(begin["state"])
+        iterator = samplers.iterator(self.stages) if begin is None else samplers.iterator_at(begin["state"])
         self._stateful = begin is not None
         task_id, self.checksum = (0, 0) if begin is None else (begin["task"], begin["checksum"])
         if self._stateful:
@@ -249,7 +273,8 @@ class Position:
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
             replay = [Told(task_id, told[task_id]) for task_id in worker["replay"] if task_id in told]
             journal.starts_at(_unpack_worker(worker["state"]), replay)
-        return iterator
+        # A sampler that tells its state may do so for the next epoch as soon as it has ended.
+        return iter(()) if self._stateful and packed["at_end"] else iterator
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
@@ -307,12 +332,56 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         "now": now.pack(),
         "sampler": samplers.state(None),
         "position": packed,
+        "redeal": None,
     }
+
+
+def redealt(loader: Any, states: Any) -> dict[str, Any]:
+    """One state for this rank, of those of all ranks, which may have been another number.
+
+    Raises:
+        StateError: they do not belong together, or not to this loader.
+    """
+    sampler = Samplers(loader).distributed
+    if sampler is None or loader._dataset_kind or (loader.batch_size is None and loader._auto_collation):
+        raise StateError(
+            "a list of states is for a map-style dataset with torch's DistributedSampler and a batch_size; load the "
+            "one state of this rank"
+        )
+    rank = _rank(Samplers(loader))
+    for state in states:
+        check_state(loader, {**state, "fits": {**state["fits"], **rank}} if _is_state(state) else state)
+    states = sorted(states, key=lambda state: state["fits"]["rank"])
+    worlds = {state["fits"]["num_replicas"] for state in states}
+    if worlds != {len(states)} or [state["fits"]["rank"] for state in states] != list(range(len(states))):
+        raise StateError(
+            f"a list must hold one state of each rank, got ranks {[state['fits']['rank'] for state in states]} of "
+            f"{sorted(worlds)}"
+        )
+    if len(states) == sampler.num_replicas:
+        return states[sampler.rank]  # type: ignore[no-any-return]
+    positions = [state["position"] for state in states]
+    if all(position is None or position["finished"] for position in positions):
+        return make_state(loader, None, states[0]["num_workers"])
+    if any(position is None for position in positions) or len({str(_epoch_of(p)) for p in positions}) > 1:
+        raise StateError("the states are of different epochs; save them at the same step of every rank")
+    taken = [position["next_task"] * (loader.batch_size or 1) for position in positions]
+    epoch, stages = _epoch_of(positions[0])
+    state = make_state(loader, None, states[0]["num_workers"])
+    return {**state, "redeal": {"epoch": epoch, "stages": [*stages, taken]}}
+
+
+def _epoch_of(position: dict[str, Any]) -> tuple[int, list[list[int]]]:
+    return position["sampler_epoch"], position["stages"]
+
+
+def _is_state(state: Any) -> bool:
+    return isinstance(state, dict) and state.get("format") == FORMAT
 
 
 def check_state(loader: Any, state: Any) -> None:
     """Raises StateError unless the state fits the loader."""
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not _is_state(state):
         raise StateError(f"this is not a state of a rayloader.DataLoader: {str(state)[:100]!r}")
     if state.get("version") != VERSION:
         raise StateError(
@@ -324,6 +393,7 @@ def check_state(loader: Any, state: Any) -> None:
             raise StateError(
                 f"the state is of a loader with {name}={saved.get(name)!r}, this one has {value!r}: its batches would "
                 "not be the rest of the same stream; make the loader as the one that was saved"
+                + (", or load the list of all ranks' states" if name in ("num_replicas", "rank") else "")
             )
 
 
@@ -334,7 +404,12 @@ def _fits(loader: Any, samplers: Samplers) -> dict[str, Any]:
         length = None
     kind = "iterable" if loader._dataset_kind else "map"
     fits = {name: getattr(loader, name) for name in _FITS}
-    return {**fits, "dataset_kind": kind, "dataset_length": length, "sampler": samplers.name}
+    return {**fits, "dataset_kind": kind, "dataset_length": length, "sampler": samplers.name, **_rank(samplers)}
+
+
+def _rank(samplers: Samplers) -> dict[str, Any]:
+    sampler = samplers.distributed
+    return {} if sampler is None else {"num_replicas": sampler.num_replicas, "rank": sampler.rank}
 
 
 def leave_global_generator(state: dict[str, Any], samplers: Samplers) -> None:

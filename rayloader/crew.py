@@ -152,8 +152,9 @@ class Crew:
         journals: of the workers.
     """
 
-    def __init__(self, pool: Pool, actors: list[Actor], remote_args: dict[str, Any]) -> None:
+    def __init__(self, pool: Pool, actors: list[Actor], remote_args: dict[str, Any], *, fresh: bool) -> None:
         self._pool = pool
+        self._fresh = fresh  # no actor may have been another's before
         self._remote_args = remote_args
         self._pid = os.getpid()
         self._released = False
@@ -162,6 +163,7 @@ class Crew:
         self._setups: list[Setup] = []
         self._hosts: list[Actor] = []  # by worker
         self._away: set[int] = set()  # workers whose host is not told yet that it is them
+        self._started: dict[int, Ref] = {}  # answers to `start`, by worker
         self._dead: list[Actor] = []
         self.actors = actors
         self.journals: list[Journal] = []
@@ -248,7 +250,8 @@ class Crew:
 
     def _start_worker(self, worker_id: int, contents: list[Ref]) -> None:
         actor = self._hosts[worker_id]
-        actor.start(self._setups[worker_id], self._source(actor, contents), self.journals[worker_id].state)
+        source, state = self._source(actor, contents), self.journals[worker_id].state
+        self._started[worker_id] = actor.start(self._setups[worker_id], source, state)
         self._away.discard(worker_id)
 
     def _source(self, actor: Actor, contents: list[Ref]) -> Source:
@@ -297,6 +300,14 @@ class Crew:
         """Whether the worker has no process at the moment."""
         return worker_id in self._away
 
+    def has_begun(self, worker_id: int) -> bool:
+        """Whether the worker has got past its start, and into the epoch."""
+        try:
+            ray.get(self._started[worker_id], timeout=0)
+        except RayError:  # it has not, or it never will
+            return False
+        return self.journals[worker_id].begun
+
     def depends_on_the_past(self, worker_id: int) -> bool:
         """Whether what the worker has built shows in what it builds next."""
         setup, state = self._setups[worker_id], self.journals[worker_id].state
@@ -314,7 +325,7 @@ class Crew:
         """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
         old = self._hosts[worker_id]
         if old in self._dead:
-            (new,) = self._pool.more(self._remote_args, 1)
+            (new,) = self._pool.more(self._remote_args, 1, fresh=True)  # idle ones may be as dead
             new.lane.take_after(old.lane)
             self.actors[self.actors.index(old)] = new
             self._hosts = [new if host is old else host for host in self._hosts]
@@ -329,7 +340,7 @@ class Crew:
         """
         self.check_session()
         kept, spare = self.actors[:count], self.actors[count:]
-        self.actors = kept + self._pool.more(self._remote_args, max(0, count - len(kept)))
+        self.actors = kept + self._pool.more(self._remote_args, max(0, count - len(kept)), fresh=self._fresh)
         hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(self._hosts))]
         moved = [worker_id for worker_id, host in enumerate(hosts) if host is not self._hosts[worker_id]]
         for worker_id in moved:

@@ -95,6 +95,7 @@ class _Call:
     number: int  # counts the actor's calls
     num_tasks: int  # that it brought
     lent: Lent | None  # room for its batches
+    wanted: bool  # what it builds
 
 
 class Epoch:
@@ -228,7 +229,8 @@ class Epoch:
         if skipped and self._position.skipped > self._max_skipped:
             raise SkipLimitError(
                 f"{self._position.skipped} samples have raised in this epoch, max_skipped={self._max_skipped} are "
-                f"skipped at most; the last is sample {skipped[-1][0]}: {skipped[-1][1]}. Mend the data, or raise max_skipped"
+                f"skipped at most; the last is sample {skipped[-1][0]}: {skipped[-1][1]}. "
+                "Mend the data, or raise max_skipped"
             )
 
     def resize(self, count: int) -> None:
@@ -294,6 +296,7 @@ class Epoch:
             try:
                 drawn = self._draw()
             except StopIteration:
+                self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
             except BaseException:  # the sampler's own, or that its indices cannot be pickled
                 self._handle(SamplerFailed())
@@ -334,7 +337,7 @@ class Epoch:
         count = max(1, len(told) + self._left_over[worker_id])
         lent = actor.lane.lend(count, window) if self._arenas and wanted else None
         ref = actor.run(worker_id, told, lent.room if lent is not None else None, wanted=wanted)
-        self._calls[worker_id].append(_Call(actor, ref, actor.calls, len(told), lent))
+        self._calls[worker_id].append(_Call(actor, ref, actor.calls, len(told), lent, wanted))
 
     # ---- workers that lose their process, or move to another
 
@@ -360,7 +363,8 @@ class Epoch:
         """The task that a worker must be at: the only one of its oldest call."""
         call, entries = self._calls[worker_id][0], self._crew.journals[worker_id].entries
         waiting = [e.task_id for e in entries if isinstance(e, Told) and e.task_id in self._unanswered]
-        return waiting[0] if waiting and call.num_tasks + self._left_over[worker_id] == 1 else None
+        alone = call.wanted and call.num_tasks + self._left_over[worker_id] == 1
+        return waiting[0] if waiting and alone and self._crew.has_begun(worker_id) else None
 
     def _drop_calls(self, worker_id: int) -> None:
         self._calls[worker_id].clear()

@@ -36,6 +36,7 @@ from rayloader.pool import Pool, exit_begins, get_pool
 from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
 from rayloader.process_state import ProcessState
 from rayloader.random_state import RandomState
+from rayloader.redeal import Stage
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
 from rayloader.transport.mapped import Mappings
@@ -83,6 +84,7 @@ class EpochIterator(_BaseDataLoaderIter):
             )
         iterable = self._dataset_kind == _DatasetKind.Iterable
         self.position = Position(samplers, int(self._base_seed), num_workers, iterable=iterable)
+        self._redeal = state["redeal"] if state is not None else None
         self._saved: Any = None  # the sampler's iterator of an epoch that is to be gone on with
         if saved is not None:
             self._saved = self.position.unpack(saved)
@@ -120,6 +122,10 @@ class EpochIterator(_BaseDataLoaderIter):
             if saved is None or position.finished:
                 position.begins(self._persistent_workers and again)
                 super()._reset(loader, first_iter)
+                if self._redeal is not None:
+                    position.samplers.set_epoch(self._redeal["epoch"])
+                    position.stages = [Stage(taken) for taken in self._redeal["stages"]]
+                    self._sampler_iter, self._redeal = position.samplers.iterator(position.stages), None
             else:
                 self._sampler_iter, self._num_yielded = saved, position.next_task
             if again:
@@ -261,7 +267,8 @@ class EpochIterator(_BaseDataLoaderIter):
             except BaseException as error:  # the user's exception, whatever it is
                 assert self._crew is not None
                 add_note(error, describe(delivery.task, self._crew))
-                raise
+                # Without the frame of torch that has the error in a local: a cycle with the iterator, in a frame below.
+                raise error.with_traceback(None) from None
         return delivery.data
 
     def _release(self) -> None:

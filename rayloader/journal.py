@@ -63,10 +63,10 @@ class Journal:
         self._last_taken = -1
 
     def reached_begin(self, state: WorkerState) -> None:
-        """The snapshot of the epoch's begin has come."""
+        """The snapshot of the epoch's begin has come, a whole one."""
         self.begun, self.resumed = True, None
         self._drop_entries(lambda entry: isinstance(entry, Resumed))
-        self.state = self.base = state.over(self.state)
+        self.state = self.base = state
 
     def reached(self, state: WorkerState) -> None:
         """A snapshot has come with the answer to a call: what it has done need not be told again."""

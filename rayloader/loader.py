@@ -231,19 +231,26 @@ class DataLoader(TorchDataLoader[_T_co]):
             iterator.tell_positions()
         return make_state(self, self._position, self._stream_workers)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Has the next `iter()` go on where the state was saved: with the rest of that epoch, or a new one.
 
         The batches are those of the loader that was saved, whatever `num_workers` this one has: its workers are hosted
         by that many processes. An iterator that is live is not touched; of persistent workers the next `iter()` starts
         new ones.
 
+        Args:
+            state_dict: what `state_dict()` gave. With torch's DistributedSampler each rank saves its own; given the
+                list of all of them, saved at the same step, the number of ranks may be another: what none has taken
+                of the epoch is dealt out anew, with new random streams in the workers.
+
         Raises:
             StateError: the state does not fit this loader; where only the sampler's indices show it, `iter()` raises.
         """
         self._check_workers("load_state_dict()")
-        from rayloader.checkpoint import check_state
+        from rayloader.checkpoint import check_state, redealt
 
+        if isinstance(state_dict, list):
+            state_dict = redealt(self, state_dict)
         check_state(self, state_dict)
         self._state = copy.deepcopy(state_dict)
         self._stream_workers = state_dict["num_workers"]

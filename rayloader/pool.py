@@ -106,15 +106,16 @@ class Pool:
                 for actor in actors:
                     self._take_back(actor, busy=False)
                 raise
-        return Crew(self, actors, remote_args)
+        return Crew(self, actors, remote_args, fresh=fresh)
 
-    def more(self, remote_args: dict[str, Any], count: int) -> list[Actor]:
-        """New actors for a crew whose others were made with the same options; does not wait until they run."""
+    def more(self, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
+        """More actors for a crew whose others were made with the same options; does not wait until new ones run."""
         key = cloudpickle.dumps(sorted(remote_args.items(), key=lambda item: item[0]))
         with self._locked():
             if self.closed:
                 raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
-            return self._create(remote_args, count, key)
+            actors = [] if fresh else self._take_warm(count, key)
+            return actors + self._create(remote_args, count - len(actors), key)
 
     def image(self, loader: object, encoded: Encoded, mappings: Mappings) -> Image:
         """The image of a loader's replica; what it has in common with the loader's last one is not written again.
@@ -151,7 +152,7 @@ class Pool:
     def live_memory_files(self) -> set[str]:
         """Names of the probe, the actors' arenas and pages and the loaders' images (test support)."""
         with self._locked():
-            names = {actor.lane.arena_name for actor in self._actors} - {""}
+            names = {name for actor in self._actors for name in actor.lane.arena_names}
             names |= {actor.page.file_name for actor in self._actors if actor.page is not None}
             if self._probe is not None:
                 names.add(self._probe.address.name)

@@ -139,7 +139,7 @@ def _transposed(state: bytes, columns: int) -> bytes:
     """Bytes of the same weight side by side: torch keeps words of 32 bits in 64."""
     if len(state) % 8:
         return state
-    return np.frombuffer(state, np.uint8).reshape(-1, columns).T.tobytes()
+    return bytes(np.frombuffer(state, np.uint8).reshape(-1, columns).T.tobytes())
 
 
 def _numpy_state(before: _Numpy | None) -> _Numpy:

@@ -129,6 +129,7 @@ class Schedule:
         self.taken = first_task_id  # batches
         self._opened = False
         self._sampler_exhausted = False
+        self._failed = False  # a worker is lost for good
         self._closed = False
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             Opened: self._open,
@@ -371,8 +372,8 @@ class Schedule:
         worker_id = event.worker_id
         lost = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is TaskState.OUTSTANDING]
         lost_before = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is TaskState.LOST]
-        if not lost and not lost_before and not self._active[worker_id]:
-            return []  # its work was done
+        if self._failed or not (lost or lost_before or self._active[worker_id]):
+            return []  # told before, or its work was done
         for task in lost:
             self._move(task, event)
         suspect = self._tasks.get(event.suspect) if event.suspect is not None else None
@@ -381,7 +382,7 @@ class Schedule:
         if suspect is not None:
             self._kills[suspect.task_id] = self._kills.get(suspect.task_id, 0) + 1
         if self._restarts[worker_id] > self._max_restarts or (suspect and self._kills[suspect.task_id] >= KILLS):
-            self._active[worker_id] = False
+            self._failed, self._active[worker_id] = True, False
             self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
             return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
         self._away[worker_id] = True

@@ -29,6 +29,7 @@ class WorkerState(NamedTuple):
         tasks: built in this epoch.
         last_task: the last of them, -1 if there is none.
         exhausted: its iterable dataset has ended.
+        ended: it has, in the midst of the last batch.
         digest: checksum of what an iterable dataset without state gave.
         random: the generators; None in it: as seeding left them.
         begin: likewise, before the iterator of this epoch was made.
@@ -41,6 +42,7 @@ class WorkerState(NamedTuple):
     tasks: int = 0
     last_task: int = -1
     exhausted: bool = False
+    ended: bool = False
     digest: int = 0
     random: RandomState = RandomState()
     begin: RandomState | None = None
@@ -93,6 +95,11 @@ class Recorder:
     def is_at(self, random: RandomState) -> bool:
         """Whether the generators are what a snapshot says."""
         return self.capture().since(random.over(self._seeded)) == RandomState()
+
+    def forget(self) -> None:
+        """What was told may not have been heard: the next snapshot tells all."""
+        self._random = self._seeded
+        self._states.clear()
 
     def iterator_begins(self) -> None:
         """The iterator of an epoch is to be made."""

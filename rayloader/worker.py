@@ -325,6 +325,8 @@ class _Hosted:
             self._create_fetcher()
             if self._iterator is not self._dataset:
                 load_state(self._iterator, state.iterator)
+            if self._is_iterable:
+                self._fetcher.ended = state.ended
             self._recorder.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
@@ -352,6 +354,7 @@ class _Hosted:
             tasks=self._tasks,
             last_task=self._last_task,
             exhausted=self._exhausted,
+            ended=getattr(self._fetcher, "ended", False),
             digest=self._digest,
         )
 
@@ -384,6 +387,7 @@ class _Hosted:
             with self._keeping_failure():
                 self._shuffle_datapipe(shared_seed)
                 self._create_fetcher()
+        self._recorder.forget()  # answers of an epoch that was broken off
         return self.snapshot()
 
     def run(
@@ -429,10 +433,12 @@ class _Hosted:
             self._exhausted = self._is_iterable
             return self._failure._replace(task_id=task_id)
         skipped: list[skipping.Skipped] = []
+        setup = self._setup
         try:
-            if self._setup.seed_batches:
-                number = (self._setup.worker_id, self._tasks) if self._is_iterable else (task_id,)
-                seed_all(self._setup.base_seed, self._epoch, *number)
+            if setup.seed_batches:
+                # Of a stream: what its number would be if no worker's had ended; the true one depends on when that was.
+                number = self._tasks * setup.num_workers + setup.worker_id if self._is_iterable else task_id
+                seed_all(setup.base_seed, self._epoch, number)
             encoded = codec.encode(self._fetch(indices, writer, skipped), known_classes=True, carry=CARRY)
             if self._is_iterable:
                 self._digest = digest(encoded, self._digest)

@@ -129,9 +129,10 @@ class ArenaLane:
         self._off = ""  # why there will be no arena
 
     @property
-    def arena_name(self) -> str:
-        """Of the memory file that the next slot comes from; empty if there is none yet."""
-        return self._arena.address.name if self._arena is not None else ""
+    def arena_names(self) -> set[str]:
+        """Of the memory files that the next slot comes from, and that unanswered calls have slots in."""
+        arenas = {lent.arena for lent in self._lent} | ({self._arena} if self._arena is not None else set())
+        return {arena.address.name for arena in arenas}
 
     def saw(self, nbytes: int) -> None:
         """Takes in the size of a batch."""

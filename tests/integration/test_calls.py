@@ -23,9 +23,9 @@ def calls_of(monkeypatch):
     sizes = []
     run = Actor.run
 
-    def counted(self, task_ids, *rest):
-        sizes.append(len(task_ids))
-        return run(self, task_ids, *rest)
+    def counted(self, worker_id, tasks, *rest, **named):
+        sizes.append(len(tasks))
+        return run(self, worker_id, tasks, *rest, **named)
 
     def fix(tasks_per_call):
         def saw(pace, *_, **__):

@@ -21,7 +21,8 @@ SAMPLER = SequentialSampler(NUMBERS)
 BATCH_SAMPLER = BatchSampler(SAMPLER, 2, False)
 STREAM = Stream(range)
 
-OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling", "arenas"]
+OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling", "max_worker_restarts"]
+OURS += ["on_timeout", "on_error", "max_skipped", "arenas"]
 
 
 class NoLength:

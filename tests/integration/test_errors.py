@@ -366,7 +366,7 @@ def test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_work
             leave()
         return index
 
-    loader = load(get, 6, num_workers=2)
+    loader = load(get, 6, num_workers=2, max_worker_restarts=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYLOADER_TEST_EXIT", "1")
         iterator = iter(loader)
@@ -388,7 +388,7 @@ def test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_work
 
 
 def test_after_a_death_the_iterator_says_so_again(tmp_path):
-    iterator = iter(load(lambda index: os._exit(1), 2, num_workers=1))
+    iterator = iter(load(lambda index: os._exit(1), 2, num_workers=1, max_worker_restarts=0))
     for _ in range(2):
         with pytest.raises(rayloader.WorkerDiedError, match="exited unexpectedly"):
             next(iterator)
@@ -409,7 +409,7 @@ def test_a_dead_worker_that_another_waits_for_is_an_error_not_a_hang(tmp_path):
             os._exit(1)
         barrier.wait(leader=True)
 
-    iterator = iter(load(get))
+    iterator = iter(load(get, max_worker_restarts=0))
     with pytest.raises(rayloader.WorkerDiedError) as caught:
         next(iterator)
     assert str(caught.value).startswith(f"DataLoader worker (pid(s) {mail.receive()[0]}) exited unexpectedly: worker 1")
@@ -431,7 +431,7 @@ def test_persistent_workers_are_replaced_after_a_death(tmp_path):
             os._exit(1)
         return index
 
-    loader = load(get, 4, num_workers=2, persistent_workers=True, worker_init_fn=mail.send)
+    loader = load(get, 4, num_workers=2, persistent_workers=True, worker_init_fn=mail.send, max_worker_restarts=0)
     with pytest.raises(rayloader.WorkerDiedError):
         list(loader)
     assert sorted(mail.receive(2)) == ["0", "1"]

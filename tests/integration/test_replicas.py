@@ -15,7 +15,7 @@ import torch
 import rayloader
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
-from rayloader.crew import Actor, Crew
+from rayloader.crew import Actor
 from rayloader.pool import get_pool, live_memory_files
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -246,14 +246,13 @@ def test_no_descriptor_is_left():
 
 def test_a_file_that_vanishes_before_a_worker_opens_it(tmp_path, monkeypatch):
     np.zeros(1000).tofile(tmp_path / "data")
-    ship = Crew.ship
+    start = Actor.start
 
-    def ship_and_rename(*args):
-        sources = ship(*args)
+    def rename_and_start(*args):
         os.rename(tmp_path / "data", tmp_path / "moved")
-        return sources
+        return start(*args)
 
-    monkeypatch.setattr(Crew, "ship", ship_and_rename)
+    monkeypatch.setattr(Actor, "start", rename_and_start)
     with pytest.raises(ReplicaError, match=rf"{tmp_path}/data.*has not got") as caught:
         list(holding(np.memmap(tmp_path / "data"), as_is, 1))
     assert "Caught ReplicaError in DataLoader worker process 0" in str(caught.value)
@@ -298,7 +297,11 @@ def test_a_host_that_dies_is_done_without(monkeypatch):
     for actor in get_pool()._actors:
         monkeypatch.setattr(actor, "address", replace(actor.address, reaches_driver=False))
     lost = ray.remote(lost_host).options(num_cpus=0, max_retries=0).remote()
-    monkeypatch.setattr(Actor, "host", lambda self, image, contents: lost)
+
+    def host(actor, image, contents):
+        actor.hosted = image.address.name, lost
+
+    monkeypatch.setattr(Actor, "host", host)
     assert list(loader) == [(299_999 * 150_000, set())] * 2
 
 

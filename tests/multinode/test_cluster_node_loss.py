@@ -58,33 +58,42 @@ def blocking_there(node_id):
     return sample
 
 
+def loader_there(doomed, **options):
+    return DataLoader(
+        Calls(blocking_there(doomed.node_id), 4),
+        None,
+        num_workers=1,
+        collate_fn=as_is,
+        ray_remote_args=doomed.remote_args,
+        **options,
+    )
+
+
 @pytest.mark.parametrize(
     ("graceful", "persistent"),
     [(True, False), pytest.param(True, True, marks=pytest.mark.full), (False, False)],
     ids=["removed", "removed, persistent", "killed"],
 )
-def test_a_node_that_goes_with_work_in_hand_is_an_error_not_a_hang(graceful, persistent, doomed, nodes):
-    loader = DataLoader(
-        Calls(blocking_there(doomed.node_id), 4),
-        None,
-        num_workers=1,
-        collate_fn=as_is,
-        persistent_workers=persistent,
-        ray_remote_args=doomed.remote_args,
-    )
+def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, doomed, nodes):
+    loader = loader_there(doomed, persistent_workers=persistent)
     iterator = iter(loader)
-    _, node_id, pid = next(iterator)
-    assert node_id == doomed.node_id
+    index, node_id, pid = next(iterator)
+    assert (index, node_id) == (0, doomed.node_id)
     doomed.remove(graceful)
+    assert [(index, node_id) for index, node_id, _ in iterator] == [(index, nodes.away) for index in (1, 2, 3)]
+    wait_for_exit([pid])
+    assert [(index, node_id) for index, node_id, _ in loader] == [(index, nodes.away) for index in range(4)]
+
+
+def test_a_node_that_goes_with_work_in_hand_is_an_error_where_nothing_may_be_replaced(doomed):
+    iterator = iter(loader_there(doomed, max_worker_restarts=0))
+    _, _, pid = next(iterator)
+    doomed.remove(graceful=True)
     with pytest.raises(WorkerDiedError, match=rf"^DataLoader worker \(pid\(s\) {pid}\) exited unexpectedly") as caught:
         next(iterator)
     assert "worker 0" in str(caught.value)
     assert any("batch 1 from worker 0" in note for note in caught.value.__notes__)
     wait_for_exit([pid])
-    wait_until(doomed.is_known_to_be_gone, "Ray knows of it")  # until then it may place the next worker there
-    again = list(loader)
-    assert [index for index, *_ in again] == [0, 1, 2, 3]
-    assert {node_id for _, node_id, _ in again} == {nodes.away}
 
 
 def test_a_node_that_goes_between_epochs(doomed, nodes):

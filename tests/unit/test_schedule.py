@@ -23,8 +23,10 @@ from rayloader.messages import (
     Fail,
     Forget,
     IndicesDrawn,
+    IndicesSkipped,
     Opened,
     Paced,
+    ReplaceWorker,
     SamplerExhausted,
     SamplerFailed,
     Submit,
@@ -32,9 +34,10 @@ from rayloader.messages import (
     TaskState,
     WorkerExhausted,
     WorkerLost,
+    WorkerReady,
 )
 from rayloader.pace import CALLS_UNDER_WAY
-from rayloader.schedule import Schedule
+from rayloader.schedule import KILLS, Schedule
 
 
 def in_words(commands: list[Command]) -> list[tuple[object, ...]]:
@@ -52,6 +55,8 @@ def in_words(commands: list[Command]) -> list[tuple[object, ...]]:
                 words.append(("forget", *task_ids))
             case Drop(worker_id, first_task_id):
                 words.append(("drop", worker_id, first_task_id))
+            case ReplaceWorker(worker_id, cause):
+                words.append(("replace", worker_id, cause))
             case Fail(worker_id, cause, lost):
                 words.append(("fail", worker_id, cause, None if lost is None else lost.task_id))
     return words
@@ -325,7 +330,62 @@ def test_a_task_that_is_nobodys_yet_is_not_lost_with_a_worker():
     schedule.handle(Opened())
     draw(schedule, 4)
     assert in_words(schedule.handle(WorkerLost(0, "killed"))) == [("fail", 0, "killed", 0)]
-    assert [task.worker_id for task in schedule.outstanding] == [ANY_WORKER, ANY_WORKER]
+    states = [(task.worker_id, task.state) for task in schedule.outstanding]
+    assert states == [(0, TaskState.LOST)] * 2 + [(ANY_WORKER, TaskState.QUEUED)] * 2
+
+
+def test_a_lost_worker_is_replaced_and_its_tasks_go_with_its_calls():
+    schedule = Schedule(2, 2, max_restarts=1)
+    schedule.handle(Opened())
+    draw(schedule, 4)
+    schedule.handle(TasksDone((1,)))
+    assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("replace", 1, "killed")]
+    assert schedule.handle(WorkerReady(1, calls=1)) == []
+    assert in_words(schedule.handle(TasksDone((0, 3)))) == [("deliver", 0), ("deliver", 1)]
+    assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("replace", 1, "killed")]  # it had finished one
+    assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("fail", 1, "killed", None)]
+
+
+def test_a_task_that_kills_its_worker_twice_alone_is_at_fault():
+    schedule = Schedule(2, 2, max_restarts=100)
+    schedule.handle(Opened())
+    draw(schedule, 4)
+    assert in_words(schedule.handle(WorkerLost(0, "killed", suspect=2))) == [("replace", 0, "killed")]
+    schedule.handle(WorkerReady(0, calls=2))
+    assert in_words(schedule.handle(WorkerLost(0, "killed", suspect=2))) == [("fail", 0, "killed", 2)]
+
+
+def test_whoever_is_blameless_may_be_lost_ever_so_often():
+    schedule = Schedule(1, 2, max_restarts=0)
+    schedule.handle(Opened())
+    draw(schedule, 2)
+    for _ in range(5):
+        assert in_words(schedule.handle(WorkerLost(0, "moved", blameless=True))) == [("replace", 0, "moved")]
+        assert schedule.handle(WorkerReady(0, calls=2)) == []
+
+
+def test_a_worker_without_a_process_gets_none_of_the_tasks_for_any():
+    schedule = Schedule(2, 2, dynamic=True, max_restarts=3)
+    schedule.handle(Opened())
+    draw(schedule, 4)
+    schedule.handle(WorkerLost(0, "killed"))
+    schedule.handle(TasksDone((1,)))
+    schedule.handle(CallAnswered(1))
+    schedule.handle(TasksDone((3,)))
+    assert in_words(schedule.handle(CallAnswered(1))) == []
+    assert schedule.handle(WorkerReady(0, calls=2)) == []
+    schedule.handle(TasksDone((0,)))
+    schedule.handle(BatchTaken(0))
+    assert draw(schedule, 1) == [("submit", 1, (4, None))]
+
+
+def test_an_epoch_goes_on_where_another_was_and_leaves_out_what_is_done():
+    schedule = Schedule(2, 1, first_task_id=5, first_worker_id=1)
+    assert in_words(schedule.handle(Opened())) == [("draw", 2)]
+    assert draw(schedule, 1) == [("submit", 1, (5, None))]
+    assert in_words(schedule.handle(IndicesSkipped())) == [("draw", 1)]
+    assert draw(schedule, 1) == [("submit", 0, (7, None))]
+    assert schedule.torch_draws == 7
 
 
 def test_an_impossible_event_is_refused():
@@ -347,11 +407,13 @@ class WorkerModel:
     length: int | None  # batches until it is exhausted; None: map-style
     queue: list[int] = dataclasses.field(default_factory=list)
     calls: int = 0  # unanswered
-    built: int = 0
+    given: int = 0  # tasks, ever
+    away: bool = False
+    restarts: int = 0  # since it last finished a task
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Random interleavings of answers, takings and closings, against what must hold whatever happens."""
+    """Random interleavings of answers, takings, deaths and closings, against what must hold whatever happens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,24 +428,36 @@ class AnyOrder(RuleBasedStateMachine):
         dynamic=st.booleans(),
         num_batches=st.integers(0, 25),
         lengths=st.none() | st.lists(st.integers(0, 6), min_size=4, max_size=4),
+        max_restarts=st.sampled_from([0, 2, 100]),
+        first=st.integers(0, 5),
+        skips=st.sets(st.integers(0, 10)),
     )
-    def open(self, num_workers, prefetch_factor, in_order, elastic, dynamic, num_batches, lengths):
+    def open(
+        self, num_workers, prefetch_factor, in_order, elastic, dynamic, num_batches, lengths, max_restarts, first, skips
+    ):
         self.schedule = Schedule(
             num_workers,
             prefetch_factor,
             in_order=in_order,
             elastic=elastic and in_order,
             dynamic=dynamic and lengths is None,
+            max_restarts=max_restarts,
+            first_task_id=first,
+            first_worker_id=first % num_workers,
         )
+        self.first = self.drawn = first
+        self.max_restarts = max_restarts
         self.deepest = prefetch_factor
         self.iterable = lengths is not None
+        self.skips = set() if self.iterable else skips
         self.workers = [WorkerModel(lengths[k] if lengths else None) for k in range(num_workers)]
         self.prefetch_factor = prefetch_factor
         self.left_in_sampler = num_batches
         self.deliverable: list[int] = []
         self.taken: list[int] = []
         self.answers: list[tuple[int, int, bool]] = []  # (worker, task, exhausted), on their way
-        self.origin: dict[int, tuple[int, int]] = {}  # task -> (worker, how many it had built)
+        self.origin: dict[int, tuple[int, int]] = {}  # task -> (worker, which of its tasks that is)
+        self.kills: dict[int, int] = {}
         self.failed = False
         self.act(Opened())
 
@@ -397,12 +471,20 @@ class AnyOrder(RuleBasedStateMachine):
                             self.act(SamplerExhausted())
                             break
                         self.left_in_sampler -= 1
-                        self.act(IndicesDrawn(None))
+                        self.drawn += 1
+                        self.act(IndicesSkipped() if self.drawn - 1 in self.skips else IndicesDrawn(None))
                 case Submit(worker_id, tasks):
-                    self.workers[worker_id].queue.extend(task.task_id for task in tasks)
-                    self.workers[worker_id].calls += 1
+                    worker = self.workers[worker_id]
+                    for task in tasks:
+                        self.origin[task.task_id] = worker_id, worker.given
+                        worker.given += 1
+                    if not worker.away:
+                        worker.queue.extend(task.task_id for task in tasks)
+                        worker.calls += 1
                 case Deliver(task):
                     self.deliverable.append(task.task_id)
+                case ReplaceWorker(worker_id):
+                    self.workers[worker_id].away = True
                 case Fail():
                     self.failed = True
 
@@ -412,18 +494,19 @@ class AnyOrder(RuleBasedStateMachine):
         self.build_next(data.draw(st.sampled_from([k for k, worker in enumerate(self.workers) if worker.queue])))
 
     def build_next(self, k: int) -> None:
-        worker = self.workers[k]
-        task_id = worker.queue.pop(0)
-        exhausted = worker.length is not None and worker.built >= worker.length
-        if not exhausted:
-            self.origin[task_id] = (k, worker.built)
-            worker.built += 1
-        self.answers.append((k, task_id, exhausted))
+        task_id = self.workers[k].queue.pop(0)
+        length = self.workers[k].length
+        self.answers.append((k, task_id, length is not None and self.origin[task_id][1] >= length))
 
     @precondition(lambda self: self.schedule and self.answers)
     @rule(data=st.data())
     def answer(self, data):
-        _, task_id, exhausted = self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))
+        self.tell(self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1))))
+
+    def tell(self, answer: tuple[int, int, bool]) -> None:
+        k, task_id, exhausted = answer
+        if any(task.task_id == task_id for task in self.schedule.outstanding) and not exhausted:
+            self.workers[k].restarts = 0
         self.act(WorkerExhausted(task_id) if exhausted else TasksDone((task_id,)))
 
     @precondition(lambda self: self.schedule and any(worker.calls for worker in self.workers))
@@ -457,15 +540,41 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.schedule.handle(WorkerExhausted(task_id)) == []
 
     @precondition(lambda self: self.schedule and not self.failed)
-    @rule(k=st.integers(0, 3), rarely=st.integers(0, 9))
-    def lose(self, k, rarely):
-        if rarely == 0 and k < len(self.workers):
-            had_work = any(task.worker_id == k for task in self.schedule.outstanding)
-            self.act(WorkerLost(k, "killed"))
-            assert self.failed or not had_work
-            if self.failed:
-                self.act(Closed())
-                assert self.schedule.finished
+    @rule(k=st.integers(0, 3), rarely=st.integers(0, 5), blameless=st.booleans(), alone=st.booleans())
+    def lose(self, k, rarely, blameless, alone):
+        """Its process, and every answer that has not come."""
+        if rarely or k >= len(self.workers):
+            return
+        worker = self.workers[k]
+        suspect = worker.queue[0] if alone and worker.queue and not blameless else None
+        had_work = any(t.worker_id == k and t.state is not TaskState.QUEUED for t in self.schedule.outstanding)
+        worker.queue.clear()
+        worker.calls = 0
+        self.answers = [answer for answer in self.answers if answer[0] != k]
+        worker.restarts += not blameless
+        if suspect is not None:
+            self.kills[suspect] = self.kills.get(suspect, 0) + 1
+        hopeless = worker.restarts > self.max_restarts or self.kills.get(suspect, 0) >= KILLS
+        self.act(WorkerLost(k, "killed", suspect, blameless))
+        assert self.failed == hopeless or not had_work
+        assert self.failed or worker.away or not had_work
+        if self.failed:
+            self.act(Closed())
+            assert self.schedule.finished
+
+    @precondition(lambda self: self.schedule and any(worker.away for worker in self.workers))
+    @rule(data=st.data())
+    def replace(self, data):
+        self.revive(data.draw(st.sampled_from([k for k, worker in enumerate(self.workers) if worker.away])))
+
+    def revive(self, k: int) -> None:
+        """What it had to do it is told again, one task a call."""
+        worker = self.workers[k]
+        worker.away = False
+        mine = [t for t in self.schedule.outstanding if t.worker_id == k and t.state is not TaskState.QUEUED]
+        worker.queue = [task.task_id for task in mine]
+        worker.calls = len(mine)
+        self.act(WorkerReady(k, len(mine)))
 
     @invariant()
     def the_window_holds(self):
@@ -487,7 +596,8 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def it_never_sticks(self):
         if self.schedule is not None and not self.schedule.finished:
-            assert self.deliverable or self.answers or any(worker.queue or worker.calls for worker in self.workers)
+            busy = any(worker.queue or worker.calls or worker.away for worker in self.workers)
+            assert self.deliverable or self.answers or busy
 
     def teardown(self):
         """Drain: everything that was built must come out, and then the epoch is finished."""
@@ -498,11 +608,12 @@ class AnyOrder(RuleBasedStateMachine):
                 self.take()
             else:
                 for k, worker in enumerate(self.workers):
+                    if worker.away:
+                        self.revive(k)
                     if worker.queue:
                         self.build_next(k)
                 while self.answers:
-                    _, task_id, exhausted = self.answers.pop()
-                    self.act(WorkerExhausted(task_id) if exhausted else TasksDone((task_id,)))
+                    self.tell(self.answers.pop())
                 for k, worker in enumerate(self.workers):
                     if worker.calls:
                         worker.calls -= 1
@@ -513,10 +624,10 @@ class AnyOrder(RuleBasedStateMachine):
                 mine = [self.origin[task_id][1] for task_id in self.taken if self.origin[task_id][0] == k]
                 assert sorted(mine) == list(range(worker.length or 0))
         else:
-            assert sorted(self.taken) == list(range(len(self.taken)))
+            assert sorted(self.taken) == [i for i in range(self.first, self.drawn) if i not in self.skips]
             assert self.left_in_sampler == 0
             for task_id in self.taken:
-                if self.schedule.in_order and not self.schedule.dynamic:
+                if self.schedule.in_order and not self.schedule.dynamic and not self.skips:
                     assert self.origin[task_id][0] == task_id % len(self.workers)
 
 

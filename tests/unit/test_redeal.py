@@ -1,0 +1,46 @@
+"""The rest of an epoch for another number of ranks."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from rayloader.redeal import Stage, rest
+
+
+def sampler_of(length, num_replicas, rank, *, shuffle=True, drop_last=False):
+    sampler = DistributedSampler(range(length), num_replicas, rank, shuffle=shuffle, drop_last=drop_last)
+    sampler.set_epoch(3)
+    return sampler
+
+
+@given(
+    length=st.integers(1, 60),
+    worlds=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=100)
+def test_what_one_world_has_not_taken_another_gets_once(length, worlds, shuffle, drop_last, data):
+    stages, seen = [], []
+    for number, world in enumerate(worlds):
+        dealt = [rest(sampler_of(length, world, r, shuffle=shuffle, drop_last=drop_last), stages) for r in range(world)]
+        if number == 0:  # then it is what the sampler itself gives
+            assert dealt == [
+                list(sampler_of(length, world, r, shuffle=shuffle, drop_last=drop_last)) for r in range(world)
+            ]
+        assert len({len(mine) for mine in dealt}) == 1
+        last = number == len(worlds) - 1
+        taken = [len(mine) if last else data.draw(st.integers(0, len(mine))) for mine in dealt]
+        seen += [sample for mine, count in zip(dealt, taken, strict=True) for sample in mine[:count]]
+        stages.append(Stage(taken))
+    counts = Counter(seen)
+    repeated = sum(counts.values()) - len(counts)
+    if drop_last:
+        assert repeated == 0
+        assert length - len(counts) < worlds[-1]
+    else:
+        assert sorted(counts) == list(range(length))
+        assert repeated <= sum(world - 1 for world in worlds)
