@@ -17,7 +17,7 @@ PYTEST := $(PY) -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-full bench bench-quick bench-check lint format types clean
+.PHONY: help demo test test-full chaos bench bench-quick bench-check lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +32,9 @@ test: lint types ## lint, types, tests (sampled where a full run takes long) and
 test-full: lint types ## the same with every test
 	$(call run_tests,)
 	@$(PY) benchmarks/check.py
+
+chaos: $(READY) ## kill workers and whole Ray nodes at random for some minutes; every batch must come, once and the same
+	@$(PY) tests/chaos/chaos.py
 
 bench: $(BENCH_READY) ## every benchmark, beside torch's loader and others: table, JSON and plot in benchmarks/results
 	@$(PY) benchmarks/run_all.py

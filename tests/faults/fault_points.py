@@ -1,0 +1,256 @@
+"""Where faults strike, and how: the datasets of the fault tests, and a worker with places in rayloader's own code.
+
+A fault is asked for by a file named after its place, which holds the way. Whoever comes to the place first takes the
+file away, leaves its process id behind and strikes; a fault that is to strike always leaves the file where it is.
+"""
+
+import ctypes
+import logging
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+
+import rayloader.worker
+
+EXIT_LIMIT = 30.0  # seconds for a process to end; on expiry the test fails
+SAMPLES = 16  # of the map-style dataset; and of all workers of the iterable one
+BATCH_SIZE = 2
+STRUCK = 1  # the worker that is struck, of two
+POISONED = 10  # the sample that is struck, in batch 5, which is the third of worker STRUCK
+SHAPE = (128, 128)  # of a sample: a batch of two is more than Ray sends inline
+
+
+class PlannedError(Exception):
+    """Raised by a fault."""
+
+
+def raise_planned():
+    raise PlannedError("as planned")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def run_out_of_memory():
+    """As Python notices it, at a limit of the process's own."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30, before[1]))
+    try:
+        bytearray(2**31)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def be_killed():
+    """By another process, as the kernel and Ray kill when memory is short."""
+    subprocess.run(["sh", "-c", "kill -KILL $PPID"])
+    threading.Event().wait()
+
+
+HOW = {
+    "raise": raise_planned,
+    "MemoryError": run_out_of_memory,
+    "unpicklable result": threading.Lock,  # it becomes part of the batch
+    "sys.exit": lambda: sys.exit("as planned"),
+    "KeyboardInterrupt": interrupt,
+    "os._exit": lambda: os._exit(0),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": lambda: ctypes.string_at(0),
+    "killed": be_killed,
+    "hang": lambda: threading.Event().wait(),
+    "hang, restart": lambda: threading.Event().wait(),
+}
+
+
+class Faults:
+    """The faults that a test asks for, in one folder for all processes; none strikes in the test's own."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.driver = os.getpid()
+
+    def plan(self, where, how, *, always=False):
+        (self.folder / f"{where}{' always' * always}").write_text(how)
+
+    def strike(self, where):
+        """Called at the place; what it returns belongs into the batch."""
+        how = self._take(where) if os.getpid() != self.driver else None
+        if how is None:
+            return None
+        with open(self.folder / "struck", "a") as struck:
+            struck.write(f"{os.getpid()}\n")
+        return HOW[how]()
+
+    def _take(self, where):
+        for path in (self.folder / where, self.folder / f"{where} always"):
+            try:
+                how = path.read_text()
+                if not path.name.endswith("always"):
+                    path.unlink()
+            except FileNotFoundError:  # not planned, or another process was faster
+                continue
+            return how
+        return None
+
+    def struck(self):
+        """The processes that were struck, in order."""
+        path = self.folder / "struck"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def started(self, worker_id):
+        """A worker notes its process."""
+        (self.folder / f"process of {worker_id}").write_text(str(os.getpid()))
+
+    def process_of(self, worker_id):
+        return int((self.folder / f"process of {worker_id}").read_text())
+
+    def clear(self):
+        for path in self.folder.iterdir():
+            path.unlink()
+
+
+class Augmented:
+    """Samples with random augmentation from every generator that a worker has; with the places of user code.
+
+    The dataset's own generator, which seeds of the batches don't reach, can be done without.
+    """
+
+    def __init__(self, faults, own_generator=True):
+        self.faults = faults
+        self.generator = np.random.default_rng(7) if own_generator else np.random
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.faults.strike("unpickling")
+
+    def __del__(self):
+        self.faults.strike("close")
+
+    def worker_init(self, worker_id):
+        self.faults.started(worker_id)
+        if worker_id == STRUCK:
+            self.faults.strike("worker_init_fn")
+            if self.faults.struck():
+                self.faults.strike("replacement's worker_init_fn")
+
+    def sample(self, index, where):
+        extra = self.faults.strike(where) if index == POISONED else None
+        noise = torch.rand(SHAPE)
+        return index, noise, random.random(), np.random.rand(), self.generator.random(), extra
+
+    def collate(self, samples):
+        *columns, extras = zip(*samples, strict=True)
+        faults = self.faults if POISONED in columns[0] else None
+        extra = faults and faults.strike("collate_fn")
+        return Batch([default_collate(column) for column in columns], [*extras, extra], faults)
+
+
+class MapStyle(Augmented, Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.sample(index, "__getitem__")
+
+
+class Stream(Augmented, IterableDataset):
+    """The same samples, each worker's in the order in which it would get them of the map-style dataset."""
+
+    def __iter__(self):
+        worker_id = get_worker_info().id
+        if worker_id == STRUCK:
+            self.faults.strike("__iter__")
+            if self.faults.struck():
+                self.faults.strike("replay")
+        for first in range(BATCH_SIZE * worker_id, SAMPLES, 2 * BATCH_SIZE):
+            for index in range(first, first + BATCH_SIZE):
+                yield self.sample(index, "__next__")
+
+
+DATASETS = {"map": MapStyle, "iterable": Stream}
+
+
+class Batch:
+    """Of a type of the user's; its pickling and its end in the worker are places."""
+
+    def __init__(self, columns, extras, faults=None):
+        self.columns = columns
+        self.extras = extras
+        self.faults = faults
+
+    def __reduce__(self):
+        if self.faults is not None:
+            self.faults.strike("encode")
+        return Batch, (self.columns, self.extras)
+
+    def __del__(self):
+        if self.faults is not None:
+            self.faults.strike("between batches")
+
+    def pin_memory(self):
+        self.columns = [column.pin_memory() for column in self.columns]
+        return self
+
+    def content(self):
+        return [column.tolist() if column.ndim == 1 else column.numpy().tobytes() for column in self.columns]
+
+
+def striking_worker(faults):
+    """The class of the pool's actors, with places where no code of the user's runs."""
+    here, packed = str(Path(__file__).parent), pickle.dumps(faults)
+
+    class Worker(rayloader.worker.Worker):  # of this name, for Ray names the process after it
+        def __init__(self):
+            sys.path.insert(0, here)  # its process does not know this module yet
+            self.faults = pickle.loads(packed)
+            self.faults.strike("init")
+            super().__init__()
+
+        def start(self, *arguments):
+            self.calls = 0
+            return super().start(*arguments)
+
+        def run(self, *arguments):
+            self.calls += 1
+            if self.calls > 1:
+                self.faults.strike("between calls")
+            reply = super().run(*arguments)
+            if self.calls > 1:
+                self.faults.strike("reply")
+            return reply
+
+    return Worker
+
+
+def epoch(loader, seed=0):
+    """What the batches of an epoch from this seed hold, all of them held to the end, and where the generator ends."""
+    torch.manual_seed(seed)
+    return [batch.content() for batch in list(loader)], torch.get_rng_state().tolist()
+
+
+def wait_for_exit(pids):
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
+
+
+def kill(*pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_for_exit(pids)
+
+
+def warned(caplog):
+    """What rayloader has told in its log."""
+    return [r.getMessage() for r in caplog.records if r.name.startswith("rayloader") and r.levelno >= logging.WARNING]
