@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import random
 import signal
 
 import pytest
@@ -67,7 +68,10 @@ def test_from_every_point_the_batches_are_those_of_the_undisturbed_run(case, opt
         check(epochs, point, make(CASES[case], num_workers, seed=2, **options))
 
 
-@pytest.mark.parametrize("case", CASES)
+SAVED = {"augmented", "raising map", "skipping stream", "shuffled stream"}  # in a sample
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in SAVED else pytest.mark.full) for c in CASES])
 def test_saving_changes_nothing(case):
     epochs, _ = undisturbed(case, seeding="worker", persistent_workers=False)
     loader = make(CASES[case])
@@ -91,6 +95,42 @@ def test_a_chain_of_resumed_runs_is_the_undisturbed_run(case, persistent, step):
         saved = save(loader)
     assert found == expected[: len(found)]
     assert len(found) > len(expected) - step
+
+
+def walks():
+    """A case each for a sample, of a seed of its own."""
+    for seed in range(5):
+        for number, case in enumerate(CASES):
+            in_sample = number % 5 == 0 and seed == number // 5
+            yield pytest.param(case, seed, marks=() if in_sample else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("case", "seed"), list(walks()))
+def test_random_walks(case, seed):
+    """Forward, back to any state that was saved on the way, and on other numbers of actors: always the same batches."""
+    chance = random.Random(seed)
+    options = {"persistent_workers": chance.random() < 0.5}
+    epochs, _ = undisturbed(case, seeding="worker", **options)
+    expected = [batch for epoch in epochs for batch in epoch]
+    loader = make(CASES[case], **options)
+    stream, place, saved = endless(loader), 0, {0: save(loader)}
+    for _ in range(25):
+        match chance.choice(["take", "take", "save", "resize", "load"]):
+            case "take":
+                count = min(chance.randrange(1, 7), len(expected) - place)
+                assert list(itertools.islice(stream, count)) == expected[place : place + count]
+                place += count
+            case "save":
+                saved[place] = save(loader)
+            case "resize":
+                loader.resize(chance.choice([1, 2, 3]))
+            case "load":
+                place = chance.choice(list(saved))
+                if chance.random() < 0.7:
+                    loader = make(CASES[case], chance.choice([1, 2, 3]), seed=2, **options)
+                loader.load_state_dict(read(saved[place]))
+                stream = endless(loader)
+    assert len(saved) > 1
 
 
 # ---- where in a run
@@ -281,6 +321,19 @@ def test_a_map_style_dataset_is_not_read_again(tmp_path):
     mail.close()
 
 
+def test_skipped_samples_are_counted_on():
+    loader = make(CASES["skipping map"])
+    iterator = batches(loader)
+    next(iterator), next(iterator)
+    saved = save(loader)
+    rest = list(iterator)
+    assert loader.skipped == 5
+    loader = make(CASES["skipping map"], 2, seed=2)
+    loader.load_state_dict(read(saved))
+    assert list(batches(loader)) == rest
+    assert loader.skipped == 5
+
+
 @pytest.mark.parametrize("arenas", [True, False])
 def test_batches_of_a_resumed_run_are_kept_while_it_goes_on(calls_of, arenas):
     """Memory of batches that were built again and not delivered is given to others."""
@@ -444,3 +497,54 @@ def test_without_order_no_sample_is_lost_or_repeated(tmp_path, stream, num_worke
         assert [index for index, _ in samples(following)] == list(range(20))
         if stream:
             assert samples(found[:taken] + rest) == samples(found)
+
+
+UNORDERED = {
+    "map": lambda: {"dataset": data.Indices(44), "shuffle": True},
+    "persistent map": lambda: {"dataset": data.Indices(44), "shuffle": True, "persistent_workers": True},
+    "dynamic": lambda: {"dataset": data.Indices(44), "seeding": "batch", "scheduling": "dynamic"},
+    "stream": lambda: {"dataset": Stream(lambda worker: range(worker, 44, data.WORKERS))},
+    "persistent stream": lambda: {**UNORDERED["stream"](), "persistent_workers": True},
+}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
+@pytest.mark.parametrize("name", UNORDERED)
+def test_a_chain_of_unordered_runs(name, seed):
+    chance = random.Random(seed)
+    loader = make(UNORDERED[name], in_order=False)
+    for _ in range(3):
+        found, resumes = [], True
+        while resumes:
+            resumes = False
+            for batch in loader:
+                found += batch.tolist()
+                if chance.random() < 0.2:
+                    saved, resumes = save(loader), True
+                    break
+            if resumes:
+                loader = make(UNORDERED[name], chance.choice([1, 2, 3]), seed=2, in_order=False)
+                loader.load_state_dict(read(saved))
+        assert sorted(found) == list(range(44))
+
+
+class Known(data.Shuffled):
+    """A stream that knows how long it is."""
+
+    def __len__(self):
+        return sum(map(data.stream_length, range(data.WORKERS)))
+
+
+def test_a_length_is_not_taken_for_too_small():
+    """torch warns of a length by which too many samples came; here that would be an error."""
+
+    def arguments():
+        return {"dataset": Known(), "batch_size": None}
+
+    loader = make(arguments)
+    assert len(loader) == 27
+    epochs, points = run(loader)
+    for point in points[5::6]:
+        loader = make(arguments, 2, seed=2)
+        assert len(loader) == 27
+        check(epochs, point, loader)
