@@ -471,8 +471,9 @@ class Epoch:
         """Waits for answers, for about `wait` seconds, and takes them in.
 
         In order the one call that the head is in is waited for, Ray's cheapest wait; only when it does not come the
-        others are looked at. Without order, or with a timeout (which each arrival extends, as in torch), any answer
-        is waited for. Of each worker only the oldest call counts: it answers them one after the other.
+        others are looked at. Without order, with a timeout (which each arrival extends, as in torch), and where
+        whoever is done gets the next task, any answer is waited for. Of each worker only the oldest call counts: it
+        answers them one after the other.
         """
         with self._changed:
             head = self._schedule.head
@@ -480,7 +481,7 @@ class Epoch:
             return
         first = self._oldest_call(head.worker_id) if head.worker_id != ANY_WORKER else None
         count = 1
-        if first is not None and self._schedule.in_order and not self._timeout:
+        if first is not None and self._schedule.in_order and not self._schedule.dynamic and not self._timeout:
             if self._await_call(head.worker_id, first, wait):
                 return
             count, wait = len(self._calls), 0.0
