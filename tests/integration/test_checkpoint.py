@@ -536,7 +536,7 @@ class Known(data.Shuffled):
 
 
 def test_a_length_is_not_taken_for_too_small():
-    """torch warns of a length by which too many samples came; here that would be an error."""
+    """Of a length that is too small torch warns; here that would be an error."""
 
     def arguments():
         return {"dataset": Known(), "batch_size": None}
