@@ -250,8 +250,10 @@ class Crew:
 
     def _start_worker(self, worker_id: int, contents: list[Ref]) -> None:
         actor = self._hosts[worker_id]
-        source, state = self._source(actor, contents), self.journals[worker_id].state
-        self._started[worker_id] = actor.start(self._setups[worker_id], source, state)
+        setup, journal = self._setups[worker_id], self.journals[worker_id]
+        if journal.shared_seed is not None:
+            setup = replace(setup, shared_seed=journal.shared_seed)
+        self._started[worker_id] = actor.start(setup, self._source(actor, contents), journal.state)
         self._away.discard(worker_id)
 
     def _source(self, actor: Actor, contents: list[Ref]) -> Source:

@@ -39,6 +39,7 @@ class Journal:
         self._since: deque[WorkerState] = deque()  # snapshots after `base`, oldest first
         self._taken: deque[int] = deque()  # tasks after `base` that the user has taken, oldest first
         self._last_taken = -1
+        self.shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
         self.begun = True  # `base` is of this epoch
         self.resumed: Any = None  # until it is: where the snapshot of the epoch's begin will come from
 
@@ -65,8 +66,10 @@ class Journal:
     def reached_begin(self, state: WorkerState) -> None:
         """The snapshot of the epoch's begin has come, a whole one."""
         self.begun, self.resumed = True, None
-        while not isinstance(self.entries.popleft(), Resumed) or any(isinstance(e, Resumed) for e in self.entries):
-            pass
+        while any(isinstance(entry, Resumed) for entry in self.entries):
+            entry = self.entries.popleft()
+            if isinstance(entry, Resumed):
+                self.shared_seed = entry.shared_seed
         self.state = self.base = state
 
     def reached(self, state: WorkerState) -> None:
