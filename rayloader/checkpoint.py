@@ -155,6 +155,7 @@ class Position:
         self._sampler_states: dict[int, tuple[Any, int]] = {}  # and checksum; by next task
         self._stateful = False
         self._total: int | None = None  # tasks of the epoch, once the sampler has ended
+        self._sampler_end: Any = None  # its state then
 
     def sampler_begins(self, iterator: Any) -> None:
         """The sampler's iterator is about to be asked."""
@@ -172,6 +173,7 @@ class Position:
     def sampler_ended(self, total: int) -> None:
         """It has given the indices of so many tasks, and has no more."""
         self._total = total
+        self._sampler_end = self.samplers.state(None)
 
     def has(self, task_id: int) -> bool:
         """Whether the user has this task's batch already."""
@@ -223,6 +225,7 @@ class Position:
             "sampler_epoch": self.samplers.epoch,
             "stages": [stage.taken for stage in self.stages],
             "sampler_begin": {"task": begin, "checksum": checksum, "state": sampler} if self._stateful else None,
+            "sampler_end": self._sampler_end if self._total == self.next_task else None,
             "workers": [
                 {"state": _pack_worker(journal.base), "replay": journal.replay} for journal in self.journals
             ],
@@ -288,8 +291,10 @@ class Position:
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
             replay = [Told(task_id, told[task_id]) for task_id in worker["replay"] if task_id in told]
             journal.starts_at(_unpack_worker(worker["state"]), replay)
-        # A sampler that tells its state may do so for the next epoch as soon as it has ended.
-        return iter(()) if self._stateful and packed["at_end"] else iterator
+        if self._stateful and packed["at_end"]:  # asked again, it might begin its next epoch
+            samplers.load_state(packed["sampler_end"])
+            return iter(())
+        return iterator
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
