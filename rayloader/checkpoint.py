@@ -8,12 +8,14 @@ it the user has taken, and a snapshot of each worker. What does not fit is refus
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import threading
 import zlib
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
@@ -26,6 +28,7 @@ from rayloader.snapshot import WorkerState, has_state
 from rayloader.transport import codec
 
 FORMAT, VERSION = "rayloader", 1
+_ARRAY = "rayloader: NumPy array of dtype"
 # What a state and a loader must have in common: with another value of these, the stream is another one.
 _FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order", "persistent_workers")
 
@@ -310,8 +313,8 @@ def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
         **state._asdict(),
         "random": state.random.pack(),
         "begin": None if state.begin is None else state.begin.pack(),
-        "dataset": None if state.dataset is None else {"state": pickle.loads(state.dataset)},
-        "iterator": None if state.iterator is None else {"state": pickle.loads(state.iterator)},
+        "dataset": None if state.dataset is None else {"state": _pack_arrays(pickle.loads(state.dataset))},
+        "iterator": None if state.iterator is None else {"state": _pack_arrays(pickle.loads(state.iterator))},
     }
 
 
@@ -323,10 +326,34 @@ def _unpack_worker(packed: dict[str, Any] | None) -> WorkerState | None:
             **packed,
             "random": RandomState.unpack(packed["random"]),
             "begin": None if packed["begin"] is None else RandomState.unpack(packed["begin"]),
-            "dataset": None if packed["dataset"] is None else cloudpickle.dumps(packed["dataset"]["state"]),
-            "iterator": None if packed["iterator"] is None else cloudpickle.dumps(packed["iterator"]["state"]),
+            "dataset": _unpack_object(packed["dataset"]),
+            "iterator": _unpack_object(packed["iterator"]),
         }
     )
+
+
+def _unpack_object(packed: dict[str, Any] | None) -> bytes | None:
+    return None if packed is None else cloudpickle.dumps(_unpack_arrays(packed["state"]))
+
+
+def _pack_arrays(state: Any) -> Any:
+    """With tensors in place of NumPy's arrays, which `torch.load(weights_only=True)` refuses."""
+    if isinstance(state, (np.ndarray, np.generic)) and not state.dtype.hasobject:
+        content = torch.frombuffer(bytearray(state.tobytes()) or bytearray(1), dtype=torch.uint8)
+        return {_ARRAY: state.dtype.str, "shape": list(state.shape), "content": content}
+    if type(state) is dict:
+        return {key: _pack_arrays(value) for key, value in state.items()}
+    return type(state)(map(_pack_arrays, state)) if type(state) in (list, tuple) else state
+
+
+def _unpack_arrays(packed: Any) -> Any:
+    if type(packed) is dict and _ARRAY in packed:
+        count = math.prod(packed["shape"])
+        array = np.frombuffer(bytearray(packed["content"].numpy().tobytes()), packed[_ARRAY], count)
+        return array.reshape(packed["shape"])[() if not packed["shape"] else ...]
+    if type(packed) is dict:
+        return {key: _unpack_arrays(value) for key, value in packed.items()}
+    return type(packed)(map(_unpack_arrays, packed)) if type(packed) in (list, tuple) else packed
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
