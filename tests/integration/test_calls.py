@@ -10,34 +10,9 @@ from torch.utils.data import SequentialSampler
 from latches import HANG_LIMIT, Gate
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
-from rayloader.crew import Actor
-from rayloader.pace import Pace
 from rayloader.transport.control_page import PAGE_BYTES
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-
-@pytest.fixture
-def calls_of(monkeypatch):
-    """Fixes the size of calls, as far as they may carry so many, and gives a list of the sizes that were made."""
-    sizes = []
-    run = Actor.run
-
-    def counted(self, worker_id, tasks, *rest, **named):
-        sizes.append(len(tasks))
-        return run(self, worker_id, tasks, *rest, **named)
-
-    def fix(tasks_per_call):
-        def saw(pace, *_, **__):
-            before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
-            pace.places = 3 * pace.tasks_per_call
-            return pace.tasks_per_call != before
-
-        monkeypatch.setattr(Pace, "saw", saw)
-        return sizes
-
-    monkeypatch.setattr(Actor, "run", counted)
-    return fix
 
 
 @pytest.mark.parametrize("arenas", [False, True])

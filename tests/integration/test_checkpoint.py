@@ -17,8 +17,6 @@ from checkpoint_data import batches, check, endless, make, plain, read, resumed,
 from latches import Gate, Mail
 from probes import Calls, Stream, oversubscribed
 from rayloader import ReplayError
-from rayloader.crew import Actor
-from rayloader.pace import Pace
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 
@@ -134,29 +132,6 @@ def test_random_walks(case, seed):
 
 
 # ---- where in a run
-
-
-@pytest.fixture
-def calls_of(monkeypatch):
-    """Fixes how many tasks calls carry, and gives a list of the numbers that they did."""
-    sizes = []
-    actor_run = Actor.run
-
-    def counted(self, worker_id, told, *rest, **options):
-        sizes.append(len(told))
-        return actor_run(self, worker_id, told, *rest, **options)
-
-    def fix(tasks_per_call):
-        def saw(pace, *_, **__):
-            before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
-            pace.places = 3 * pace.tasks_per_call
-            return pace.tasks_per_call != before
-
-        monkeypatch.setattr(Pace, "saw", saw)
-        return sizes
-
-    monkeypatch.setattr(Actor, "run", counted)
-    return fix
 
 
 LONG = {

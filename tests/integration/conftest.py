@@ -1,0 +1,29 @@
+"""What several files of integration tests use."""
+
+import pytest
+
+
+@pytest.fixture
+def calls_of(monkeypatch):
+    """Fixes the size of calls, as far as they may carry so many, and gives a list of the sizes that were made."""
+    from rayloader.crew import Actor
+    from rayloader.pace import Pace
+
+    sizes = []
+    run = Actor.run
+
+    def counted(self, worker_id, tasks, *rest, **named):
+        sizes.append(len(tasks))
+        return run(self, worker_id, tasks, *rest, **named)
+
+    def fix(tasks_per_call):
+        def saw(pace, *_, **__):
+            before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
+            pace.places = 3 * pace.tasks_per_call
+            return pace.tasks_per_call != before
+
+        monkeypatch.setattr(Pace, "saw", saw)
+        return sizes
+
+    monkeypatch.setattr(Actor, "run", counted)
+    return fix
