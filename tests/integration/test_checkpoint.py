@@ -536,7 +536,7 @@ class Known(data.Shuffled):
 
 
 def test_a_length_is_not_taken_for_too_small():
-    """torch warns of a length by which too many samples came; here that would be an error."""
+    """More samples than its length make torch warn, which is an error here."""
 
     def arguments():
         return {"dataset": Known(), "batch_size": None}
