@@ -146,6 +146,7 @@ class Position:
         self.begin = self.samplers.capture()  # before the epoch's sampler is asked for its iterator
         self.next_task = 0  # all before it are taken
         self.next_worker = 0
+        self.delivered = 0  # batches
         self.checksum = 0  # of the indices before `next_task`
         self.skipped = 0  # samples
         self.stages: list[redeal.Stage] = []  # that the epoch went through with other numbers of ranks
@@ -180,6 +181,7 @@ class Position:
         """The user has this task's batch now."""
         self.journals[worker_id].taken(task_id)
         self.next_worker = (worker_id + 1) % self.num_workers
+        self.delivered += 1
         if (
             task_id == self.next_task or self.iterable
         ):  # there, what an exhausted worker was to build is in nobody's way
@@ -211,6 +213,7 @@ class Position:
             "epoch": self.epoch,
             "next_task": self.next_task,
             "next_worker": self.next_worker,
+            "delivered": self.delivered,
             "ahead": sorted(self._ahead),
             "checksum": self.checksum,
             "skipped": self.skipped,
@@ -234,7 +237,16 @@ class Position:
         Raises:
             StateError: the sampler does not give the indices that it gave.
         """
-        for name in ("base_seed", "shared_seed", "epoch", "next_task", "next_worker", "skipped", "finished"):
+        for name in (
+            "base_seed",
+            "shared_seed",
+            "epoch",
+            "next_task",
+            "next_worker",
+            "delivered",
+            "skipped",
+            "finished",
+        ):
             setattr(self, name, packed[name])
         self._ahead = dict.fromkeys(packed["ahead"], packed["checksum"])
         self.stages = [redeal.Stage(taken) for taken in packed["stages"]]

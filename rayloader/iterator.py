@@ -127,7 +127,7 @@ class EpochIterator(_BaseDataLoaderIter):
                     position.stages = [Stage(taken) for taken in self._redeal["stages"]]
                     self._sampler_iter, self._redeal = position.samplers.iterator(position.stages), None
             else:
-                self._sampler_iter, self._num_yielded = saved, position.next_task
+                self._sampler_iter, self._num_yielded = saved, position.delivered
             if again:
                 self._resume_workers(by_worker=by_worker, fresh=fresh)
             if elastic:

@@ -79,6 +79,8 @@ class Recorder:
         self._dataset = dataset
         self._seeded = seeded
         self._generators = find_generators(dataset)
+        self._looked_again = False  # for generators, after the first tasks
+        self._error = ""
         self._random = seeded  # as last told
         self._begin: RandomState | None = None  # not told yet
         self._states: dict[str, bytes] = {}  # as last told
@@ -108,15 +110,26 @@ class Recorder:
     def snapshot(self, iterator: Any, **position: Any) -> WorkerState:
         """The state at this moment, where it is another than the last."""
         before, self._random = self._random, self.capture()
+        if position["tasks"] and not self._looked_again and iterator is None:  # else it is read again from its begin
+            self._look_again()
         state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
         self._begin = None
         try:
             return state._replace(
+                error="" if has_state(self._dataset) else self._error,
                 dataset=self._changed("dataset", self._dataset),
                 iterator=self._changed("iterator", iterator) if iterator is not self._dataset else None,
             )
         except Exception:  # the user's state_dict() may raise anything
             return state._replace(error=traceback.format_exc())
+
+    def _look_again(self) -> None:
+        self._looked_again = True
+        if [id(g) for g in find_generators(self._dataset)] != [id(g) for g in self._generators]:
+            self._error = (
+                "the dataset has made a random generator of its own while loading, which another process would make "
+                "anew; make it in __init__ or in worker_init_fn, or give the dataset state_dict() and load_state_dict()"
+            )
 
     def _changed(self, name: str, obj: Any) -> bytes | None:
         if not has_state(obj):

@@ -43,7 +43,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import rayloader
 
 WORKERS = 4
-BATCHES = 80  # of an epoch
+BATCHES = 200  # of an epoch
 BATCH_SIZE = 8
 READING_S = 0.002  # that a sample is as if it were read from a disk
 HANG_LIMIT = 120.0  # seconds without a batch; on expiry the loader raises
@@ -84,7 +84,7 @@ def started(folder: Path, worker_id: int) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "map": {"dataset": Images(own=True), "shuffle": True},
+    "map": {"dataset": Images(own=True), "shuffle": True, "prefetch_factor": 3},
     "map, batch seeds, dynamic, persistent": {
         "dataset": Images(own=False),
         "shuffle": True,
@@ -92,7 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
         "scheduling": "dynamic",
         "persistent_workers": True,
     },
-    "stream, persistent": {"dataset": Stream(own=True), "persistent_workers": True},
+    "stream, persistent": {"dataset": Stream(own=True), "persistent_workers": True, "prefetch_factor": 3},
     "stream, batch seeds": {"dataset": Stream(own=False), "seeding": "batch"},
 }
 

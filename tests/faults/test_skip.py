@@ -164,7 +164,7 @@ def test_errors_of_collate_fn_and_of_other_loaders_are_raised():
         list(load(Numbers(4, {1}), on_error="raise"))
 
 
-@pytest.mark.parametrize("dataset", [Numbers, NumberStream])
+@pytest.mark.parametrize("dataset", [pytest.param(Numbers, marks=pytest.mark.full), NumberStream])
 def test_what_a_worker_builds_again_is_counted_and_told_once(dataset, tmp_path, caplog):
     """The worker of the last sample dies; what it skipped before is skipped by its replacement too."""
     faults = Faults(tmp_path)
