@@ -112,14 +112,14 @@ def test_batches_are_torchs_and_not_copied_epoch_after_epoch(persistent):
 
 def test_several_batches_share_a_slot_and_outlive_each_other():
     held, addresses = {}, set()
-    for number, batch in enumerate(batches_of(300, prefetch_factor=None)):
+    for number, batch in enumerate(batches_of(2400, prefetch_factor=None)):
         assert same(batch, expected(number))
-        if number % 60 == 50:
+        if number % 480 == 50:
             held[number] = batch
         addresses.add(batch.data_ptr())
         batch = None
-    assert number == 299
-    assert len(addresses) < 300
+    assert number == 2399
+    assert len(addresses) < 2400
     assert all(map(in_arena, held.values()))
     while held:
         assert all(same(batch, expected(number)) for number, batch in held.items())
