@@ -6,8 +6,8 @@ memory, open descriptors and threads, of this process and of the worker processe
 the threads of gRPC's pools, which come and go; and the size of the loader's state. The first quarter is the warm-up.
 After it no count may be above the highest of the warm-up, memory at most by `MEMORY_BOUND`, the state by `STATE_BOUND`.
 Command: python benchmarks/long_run.py [--batches N] [--epochs N] [--workers N] [--persistent]; exit status 1 on growth
-Last results, two workers on two cores: after 250,000 and after 1,000,000 batches 334.9 and 335.7 MB in the driver, 653.3
-and 653.9 MB in the workers, 45 and 86 descriptors, 21 and 36 threads, a state of 8 KB.
+Last results, two workers on two cores, after 250,000 and after 1,000,000 batches: 334.9 and 335.7 MB in the driver,
+653.3 and 653.9 MB in the workers; 45 and 86 descriptors, 21 and 36 threads, a state of 8 KB all the time.
 """
 
 from __future__ import annotations
