@@ -9,8 +9,8 @@ new one. No worker is struck twice over one batch: a batch that kills twice is b
 Epoch for epoch what is inside the batches is compared, and their order.
 Command: python tests/chaos/chaos.py [--seed N] [--epochs N] [--kills N] [--nodes N]; `make chaos` takes minutes.
 Last results, --epochs 1 --kills 6 --nodes 1 --seed 3: 6 workers killed, 1 node removed, 10 recoveries; from a kill to
-the replacement's first batch 2.1 s in the median, 17.3 s at worst (a node: Ray needs 15 s to know); 0 lost, 0 repeated, 0
-different.
+the replacement's first batch 2.1 s in the median, 17.3 s at worst (a node: Ray needs 15 s to know); 0 batches lost, 0
+repeated, 0 different.
 Exit status: 0 if something was killed and no batch was lost, repeated or different; else 1.
 """
 
