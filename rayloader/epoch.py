@@ -243,13 +243,11 @@ class Epoch:
         with self._changed:
             for worker_id in range(len(self._calls)):
                 self._take_published(worker_id)
-            for worker_id in self._crew.resize(count):
-                self._drop_calls(worker_id)
-                self._handle(WorkerLost(worker_id, "it moves to another process", blameless=True))
+            self._have_moved(self._crew.resize(count))
         self._revive()
 
-    def close(self, *, resuming: bool = False) -> None:
-        """Drops what is under way; callable more than once.
+    def close(self, *, resuming: bool = False, wait: bool = True) -> None:
+        """Drops what is under way; callable more than once. `wait`: until the pin thread has ended.
 
         With `resuming` the workers are to go on with another epoch, from where torch's would be by now: they finish
         their first tasks, and `dropped` says which are to be undone.
@@ -260,7 +258,7 @@ class Epoch:
             for calls in self._calls:
                 calls.clear()
         if self._pin_thread is not None:
-            self._pin_thread.close()
+            self._pin_thread.close(wait=wait)
 
     # ---- events in, commands out
 
@@ -365,6 +363,13 @@ class Epoch:
                 self._drop_calls(worker_id)
                 blameless = at_work not in (None, worker_id)
                 self._handle(WorkerLost(worker_id, cause, None if blameless else suspect, blameless))
+
+    def _have_moved(self, worker_ids: list[int]) -> None:
+        """Takes in that these workers are to go on in other processes."""
+        with self._changed:
+            for worker_id in worker_ids:
+                self._drop_calls(worker_id)
+                self._handle(WorkerLost(worker_id, "it moves to another process", blameless=True))
 
     def _alone(self, worker_id: int) -> int | None:
         """The task that a worker must be at: the only one of its oldest call."""
@@ -498,7 +503,11 @@ class Epoch:
         if awaited:
             self._revive()
         if not answered and not sum(self._take_published(worker_id) for worker_id in oldest):
-            self._crew.check_started()
+            with self._changed:
+                moved = self._crew.check_started()
+                self._have_moved(moved)
+            if moved:
+                self._revive()
 
     def _await_call(self, worker_id: int, call: _Call, wait: float) -> bool:
         """Waits for a worker's oldest call, or for results of it that come before; False if nothing came."""

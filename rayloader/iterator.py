@@ -32,7 +32,7 @@ from rayloader.epoch import Epoch, describe
 from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed
 from rayloader.pace import MAX_PLACES, Pace
-from rayloader.pool import Pool, exit_begins, get_pool
+from rayloader.pool import Pool, get_pool
 from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
 from rayloader.process_state import ProcessState
 from rayloader.random_state import RandomState
@@ -298,11 +298,22 @@ class EpochIterator(_BaseDataLoaderIter):
             self._release()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # by then threads are frozen, globals may be gone, and `_at_exit` has done it
-            self._close()
+        if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
+            self._crew.later(functools.partial(_leave, self._crew, self._epoch, reuse=not self._fresh_processes))
+
+
+def _leave(crew: Crew, epoch: Epoch | None, *, reuse: bool) -> None:
+    """Ends what an iterator had under way that nobody refers to any more."""
+    busy = epoch is None or not epoch.finished
+    try:
+        if epoch is not None:
+            epoch.close(wait=False)
+    finally:
+        crew.release(busy=busy, reuse=reuse)
 
 
 _live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+_abandoned: list[dict[str, Any]] = []  # what the iterators of the parent of this forked process have
 
 
 def close_all() -> None:
@@ -312,10 +323,11 @@ def close_all() -> None:
             iterator._close()
 
 
-def _at_exit() -> None:
-    exit_begins()
-    close_all()
+def _keep_after_fork() -> None:
+    """In a forked child: to drop the references to Ray's objects would call Ray."""
+    _abandoned.extend(vars(iterator) for iterator in list(_live_iterators))
 
 
+os.register_at_fork(after_in_child=_keep_after_fork)
 # Runs before the pool's handler, which was registered before it: threads end while there is still something to talk to.
-atexit.register(_at_exit)
+atexit.register(close_all)

@@ -7,14 +7,24 @@ NOTE [sessions]
 After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, also at interpreter exit, and in a
 new session the handles of the old one are refused or worse. So each use of a handle is preceded by a comparison of
 the session's and the job's name (1 us), and where they differ Ray is not called at all.
+
+NOTE [our thread and Ray's shutdown]
+While one thread runs `ray.shutdown()`, another that calls Ray, or drops the last reference to an object of Ray's, may
+end the process or start a new cluster: the session may end between the comparison and the call (measured: one of ten
+shutdowns that followed a finalizer at once). So `ray.shutdown` is wrapped here: it waits until the janitor's thread is
+between two jobs, and that thread waits until the shutdown is over. At interpreter exit Ray calls its own function, not
+the wrapper; by then the janitor has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import ray
 import ray.util.client
@@ -38,6 +48,7 @@ SessionName = tuple[str, str]
 
 _started: SessionName | None = None  # of the Ray that was started here
 _forked = False  # from a process that was connected to Ray
+_shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
 
 
 def current() -> SessionName | None:
@@ -95,9 +106,29 @@ def end() -> None:
     _started = None
 
 
+def no_shutdown() -> contextlib.AbstractContextManager[Any]:
+    """Keeps `ray.shutdown` waiting, or waits for its end; see NOTE [our thread and Ray's shutdown]."""
+    return _shutdown_lock
+
+
+def _wrap_shutdown() -> None:
+    shutdown = ray.shutdown
+
+    @functools.wraps(shutdown)
+    def waits_for_our_thread(*args: Any, **kwargs: Any) -> Any:
+        with no_shutdown():
+            return shutdown(*args, **kwargs)
+
+    ray.shutdown = waits_for_our_thread
+
+
+_wrap_shutdown()
+
+
 def forget() -> None:
     """In a forked child: the parent's Ray is not ours to end, nor to use."""
-    global _started, _forked
+    global _started, _forked, _shutdown_lock
+    _shutdown_lock = threading.RLock()  # the parent's may have been held
     _started = None
     _forked = ray.is_initialized()
 
@@ -105,6 +136,14 @@ def forget() -> None:
 def node_id() -> str:
     """The node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
+
+
+def cpus_of_this_process() -> float:
+    """What Ray has assigned to the task or actor that this process runs; none in a driver."""
+    try:
+        return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
+    except AssertionError:  # how Ray says that this process is a driver
+        return 0.0
 
 
 @contextlib.contextmanager

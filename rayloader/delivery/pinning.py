@@ -47,10 +47,10 @@ class PinThread(Generic[T]):
             raise self._error
         return item
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Ends the thread and waits for it (it looks at least every TICK_S, given that `produce` does)."""
         self._closed.set()
-        if threading.current_thread() is not self._thread:  # a collector may run us in there
+        if wait and threading.current_thread() is not self._thread:  # a collector may run us in there
             self._thread.join()
 
     def _loop(self) -> None:

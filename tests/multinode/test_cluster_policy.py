@@ -186,10 +186,10 @@ def test_one_worker_without_a_place_ends_the_wait_of_all(short_limit):
 
 def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
     """And not what another asked for meanwhile."""
-    known = set(get_pool()._actors)
+    known = set(get_pool().actors)
     with ThreadPoolExecutor(1) as thread:  # in a cluster `iter()` waits for the workers
         waiting = thread.submit(list, load(1, ray_remote_args={"resources": {"nowhere": 1}}))
-        wait_until(lambda: set(get_pool()._actors) - known, "the first loader has asked for its worker")
+        wait_until(lambda: set(get_pool().actors) - known, "the first loader has asked for its worker")
         list(load(1, ray_remote_args={"resources": {"away": 1}}))
         monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "0.1")
         with pytest.raises(WorkerStartError, match=r"Each asks for .*nowhere 1"):
