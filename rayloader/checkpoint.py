@@ -362,14 +362,14 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     Args:
         loader: whose.
         position: of its last iterator; None: it has not begun one.
-        num_workers: that the stream depends on.
+        num_workers: that the next epoch depends on.
     """
     samplers = Samplers(loader)
     packed = None
     if position is not None:
         with position.lock:
             if not position.finished or loader.persistent_workers:
-                packed = position.pack()
+                packed, num_workers = position.pack(), position.num_workers
     now = samplers.capture()
     return {
         "format": FORMAT,
