@@ -14,7 +14,6 @@ import logging
 import math
 import reprlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from rayloader.checkpoint import Position
 from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
+from rayloader.draws import Drawn, drawn
 from rayloader.errors import BatchTimeoutError, RayloaderError, SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed, Told
 from rayloader.messages import (
@@ -57,7 +57,6 @@ from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
-from rayloader.transport import codec
 from rayloader.transport.lanes import Lent, from_wire, unplaced
 from rayloader.worker import CARRY, Result, ResultKind, result_of
 
@@ -77,14 +76,6 @@ class Delivery(NamedTuple):
     task: Task
     data: Any
     skipped: tuple[tuple[str, str], ...] = ()
-
-
-class Drawn(NamedTuple):
-    """What the sampler gave, and the same as it was then, encoded; and what a checkpoint needs of that draw."""
-
-    indices: Any
-    encoded: codec.Encoded
-    checksum: int  # of all the indices of the epoch, up to these
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +289,7 @@ class Epoch:
             self._sampler_iter.reach(self._schedule.torch_draws)
         while self._schedule.owed_draws:
             try:
-                drawn = self._draw()
+                indices = self._draw()
             except StopIteration:
                 self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
@@ -307,15 +298,14 @@ class Epoch:
                 raise
             else:
                 skip = self._position.has(self._draws - 1)
-                self._handle(IndicesSkipped() if skip else IndicesDrawn(drawn))
+                self._handle(IndicesSkipped() if skip else IndicesDrawn(indices))
 
     def _draw(self) -> Drawn:
-        indices = next(self._sampler_iter)
-        encoded = codec.encode(indices, carry=CARRY)
-        self._checksum = zlib.crc32(encoded.skeleton, self._checksum)
+        result = drawn(next(self._sampler_iter), self._checksum, CARRY)
+        self._checksum = result.checksum
         self._draws += 1
         self._position.drawn(self._draws - 1, self._sampler_iter, self._checksum)
-        return Drawn(indices, encoded, self._checksum)
+        return result
 
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""
