@@ -11,7 +11,6 @@ import copy
 import math
 import pickle
 import threading
-import zlib
 from typing import Any
 
 import cloudpickle
@@ -20,6 +19,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from rayloader import redeal
+from rayloader.draws import drawn
 from rayloader.errors import StateError
 from rayloader.journal import Journal, Told
 from rayloader.prefetch import QUIET_SAMPLERS
@@ -282,12 +282,12 @@ class Position:
             task_id, self.checksum = self.next_task, packed["checksum"]
         while task_id < self.next_task:
             try:
-                encoded = codec.encode(next(iterator))
+                indices = drawn(next(iterator), self.checksum)
             except StopIteration:
                 break  # the checksum says so
-            self.checksum = zlib.crc32(encoded.skeleton, self.checksum)
+            self.checksum = indices.checksum
             if task_id in replays:
-                told[task_id] = encoded
+                told[task_id] = indices.encoded
             self.drawn(task_id, iterator, self.checksum)
             task_id += 1
         for journal, worker in zip(self.journals, packed["workers"], strict=True):
@@ -362,14 +362,14 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     Args:
         loader: whose.
         position: of its last iterator; None: it has not begun one.
-        num_workers: that the stream depends on.
+        num_workers: that the next epoch depends on.
     """
     samplers = Samplers(loader)
     packed = None
     if position is not None:
         with position.lock:
             if not position.finished or loader.persistent_workers:
-                packed = position.pack()
+                packed, num_workers = position.pack(), position.num_workers
     now = samplers.capture()
     return {
         "format": FORMAT,

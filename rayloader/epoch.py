@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import reprlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from rayloader.checkpoint import Position
 from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
+from rayloader.draws import Drawn, drawn
 from rayloader.errors import BatchTimeoutError, RayloaderError, SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed, Told
 from rayloader.messages import (
@@ -58,9 +57,8 @@ from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
-from rayloader.transport import codec
 from rayloader.transport.lanes import Lent, from_wire, unplaced
-from rayloader.worker import CARRY, Result, ResultKind
+from rayloader.worker import CARRY, Result, ResultKind, result_of
 
 logger = logging.getLogger("rayloader")
 
@@ -78,14 +76,6 @@ class Delivery(NamedTuple):
     task: Task
     data: Any
     skipped: tuple[tuple[str, str], ...] = ()
-
-
-class Drawn(NamedTuple):
-    """What the sampler gave, and the same as it was then, encoded; and what a checkpoint needs of that draw."""
-
-    indices: Any
-    encoded: codec.Encoded
-    checksum: int  # of all the indices of the epoch, up to these
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +287,7 @@ class Epoch:
             self._sampler_iter.reach(self._schedule.torch_draws)
         while self._schedule.owed_draws:
             try:
-                drawn = self._draw()
+                indices = self._draw()
             except StopIteration:
                 self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
@@ -306,15 +296,14 @@ class Epoch:
                 raise
             else:
                 skip = self._position.has(self._draws - 1)
-                self._handle(IndicesSkipped() if skip else IndicesDrawn(drawn))
+                self._handle(IndicesSkipped() if skip else IndicesDrawn(indices))
 
     def _draw(self) -> Drawn:
-        indices = next(self._sampler_iter)
-        encoded = codec.encode(indices, carry=CARRY)
-        self._checksum = zlib.crc32(encoded.skeleton, self._checksum)
+        result = drawn(next(self._sampler_iter), self._checksum, CARRY)
+        self._checksum = result.checksum
         self._draws += 1
         self._position.drawn(self._draws - 1, self._sampler_iter, self._checksum)
-        return Drawn(indices, encoded, self._checksum)
+        return result
 
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""
@@ -530,28 +519,26 @@ class Epoch:
         with self._changed:
             if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # closed meanwhile, or the worker was given up: a late answer is nobody's
-            results = [Result(*fields) for fields in reply.results]
-            nbytes = sum(result.nbytes for result in results)
+            results = [result_of(final) for task_id, final in reply.results if task_id in self._unanswered]
             for result in results:
                 lane.saw(result.nbytes)
-            exhausted = bool(results) and results[-1].kind is ResultKind.EXHAUSTED
             self._take_in(worker_id, results, call.lent)
             if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # it exited
             self._note_state(worker_id, WorkerState(*reply.state))
             self._calls[worker_id].popleft()  # only now: after a Ctrl-C before this it is fetched again
-            self._left_over[worker_id] += call.num_tasks - len(results)
+            self._left_over[worker_id] += call.num_tasks - len(reply.results)
             lane.release(call.lent, reuse=reply.reuse)
             if reply.no_arena:
                 lane.refused(reply.no_arena)
-            if exhausted:  # it writes nothing any more, and will say nothing new
+            if reply.exhausted:  # it writes nothing any more, and will say nothing new
                 for later in self._calls[worker_id]:
                     lane.release(later.lent, reuse=True)
                 self._calls[worker_id].clear()
                 self._crew.journals[worker_id].entries.clear()
             else:
                 self._handle(CallAnswered(worker_id))
-                if pace.saw(len(results), reply.seconds, nbytes, publishes=reply.publishes):
+                if pace.saw(len(reply.results), reply.seconds, reply.nbytes, publishes=reply.publishes):
                     self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
         return True
 
@@ -594,7 +581,7 @@ class Epoch:
             entries = page.read(call.number)
             if entries:
                 self._last_arrival = time.monotonic()
-                self._take_in(worker_id, [Result(*pickle.loads(entry)) for entry in entries], call.lent)
+                self._take_in(worker_id, [result_of(entry) for entry in entries], call.lent)
         return bool(entries)
 
     def _take_in(self, worker_id: int, results: list[Result], lent: Lent | None) -> None:

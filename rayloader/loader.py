@@ -161,6 +161,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.on_error = on_error
         self.max_skipped = max_skipped
         self._stream_workers = num_workers  # that the batches depend on
+        self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
         self._position: Any = None  # of the last iterator
         self._state: dict[str, Any] | None = None  # loaded, for the next iter()
         self._last_iterator: weakref.ref[Any] | None = None
@@ -198,6 +199,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             return super()._get_iterator()
         from rayloader.iterator import EpochIterator
 
+        self._check_changed_attributes()
         _check_remote_args(self.ray_remote_args)
         _check_scheduling(self.seeding, self.scheduling, self.dataset)
         self.check_worker_number_rationality()
@@ -226,6 +228,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             return copy.deepcopy(self._state)
         from rayloader.checkpoint import make_state
 
+        self._note_num_workers()
         iterator = self._last_iterator() if self._last_iterator is not None else None
         if iterator is not None:
             iterator.tell_positions()
@@ -253,7 +256,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             state_dict = redealt(self, state_dict)
         check_state(self, state_dict)
         self._state = copy.deepcopy(state_dict)
-        self._stream_workers = state_dict["num_workers"]
+        self._stream_workers, self._known_workers = state_dict["num_workers"], self.num_workers
         self._iterator = None
 
     def resize(self, num_workers: int) -> None:
@@ -266,12 +269,28 @@ class DataLoader(TorchDataLoader[_T_co]):
             ValueError: it is not a whole number >= 1.
         """
         self._check_workers("resize()")
-        if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
-            raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
-        self.num_workers = num_workers
+        _check_num_workers(num_workers)
+        self._note_num_workers()
+        self.num_workers = self._known_workers = num_workers
         iterator = self._last_iterator() if self._last_iterator is not None else None
         if iterator is not None:
             iterator.resize(num_workers)
+
+    def _check_changed_attributes(self) -> None:
+        """What the program may have set since the loader was made counts from this `iter()` on, as torch has it."""
+        _check_num_workers(self.num_workers)
+        if self.prefetch_factor is None:
+            raise TypeError(
+                f"prefetch_factor must be a whole number where num_workers={self.num_workers}, got None: the loader "
+                "was made with num_workers=0; set its prefetch_factor too, or make it with num_workers"
+            )
+        self._note_num_workers()
+
+    def _note_num_workers(self) -> None:
+        """A number that the program has set is that of the stream too, unless a loaded state says otherwise."""
+        if self.num_workers != self._known_workers and self._state is None:
+            self._stream_workers = self.num_workers
+        self._known_workers = self.num_workers
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_position": None, "_last_iterator": None}  # of this process
@@ -314,6 +333,11 @@ def _check_remote_args(remote_args: Any) -> None:
             raise ValueError(
                 f"ray_remote_args: {name} must be a number >= 0, got {amount!r}; leave it out for the default"
             )
+
+
+def _check_num_workers(num_workers: Any) -> None:
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+        raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
 
 
 def _check_choice(name: str, value: Any, values: tuple[str, str]) -> None:

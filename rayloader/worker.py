@@ -49,6 +49,9 @@ from rayloader.transport.memory import no_collection
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
 from rayloader.transport.replica import Image, image_from_contents
 
+# What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
+IN_BAND_BYTES = 1 << 16
+
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.
 CARRY = (ray.ObjectRef,)
 
@@ -145,7 +148,9 @@ class Reply:
     Tasks may be left over for the next call; results may have been published before (see control_page.py).
     """
 
-    results: list[tuple[Any, ...]]  # fields of `Result`: plain tuples travel faster
+    results: list[tuple[int, Any]]  # each task and its result as it travels, see NOTE [final]
+    nbytes: int  # that their batches take in a slot
+    exhausted: bool  # the last of them says that the iterable dataset has ended
     state: tuple[Any, ...]  # fields of `WorkerState`: the worker after these tasks, where it has changed
     seconds: float  # spent on the tasks
     publishes: bool  # whether this worker's control page works
@@ -227,9 +232,11 @@ class Worker:
         seconds = time.perf_counter() - began
         reuse = writer is None or writer.close()
         self._kept |= not reuse
-        fields = [tuple(result) for result in results]
-        reply = Reply(fields, tuple(state), seconds, self._page is not None, reuse, self._lane.error)
-        return pack(reply, [result.wire for result in results if result.wire is not None])
+        sent = [(result.task_id, final) for result, final in results]
+        nbytes = sum(result.nbytes for result, _ in results)
+        exhausted = bool(results) and results[-1][0].kind is ResultKind.EXHAUSTED
+        reply = Reply(sent, nbytes, exhausted, tuple(state), seconds, self._page is not None, reuse, self._lane.error)
+        return pack(reply, [result.wire for result, final in results if result.wire and not isinstance(final, bytes)])
 
     def leave(self, worker_id: int) -> None:
         """This process is that worker no longer; another one is."""
@@ -398,12 +405,12 @@ class _Hosted:
         writer: SlotWriter | None,
         *,
         wanted: bool,
-    ) -> list[Result]:
-        """One result a task, whatever happens, up to the first that cannot be published while others wait."""
+    ) -> list[tuple[Result, Any]]:
+        """One result a task, and what travels of it, up to the first that cannot be published while others wait."""
         self._left.extend(map(_Task, itertools.repeat(call), task_ids, indices, itertools.repeat(wanted)))
         if self._page is not None:
             self._page.begin(call)
-        results: list[Result] = []
+        results: list[tuple[Result, Any]] = []
         while self._left:
             task = self._left.popleft()
             if self._page is not None and self._page.dropped(task.call, task.task_id):
@@ -411,19 +418,21 @@ class _Hosted:
             if self._rewind is not None:
                 self._rewind.task_begins(task.task_id)
             result = self._build(task.task_id, task.indices, writer)
-            results.append(result if task.wanted else result._replace(wire=None, nbytes=0, skipped=()))
+            if not task.wanted:
+                result = result._replace(wire=None, nbytes=0, skipped=())
+            others_wait = bool(self._left) and not self._exhausted
+            final = _final(result, PAGE_BYTES if others_wait else IN_BAND_BYTES)
+            results.append((result, final))
             if result.kind in (ResultKind.EXITED, ResultKind.NOT_STARTED) or (
-                self._left and not self._exhausted and not self._publish(results[-1])
+                others_wait and not self._publish(final)
             ):
                 break
         self._collate = self._collate_to = None
         return results
 
-    def _publish(self, result: Result) -> bool:
+    def _publish(self, final: Any) -> bool:
         """Shows a result to the driver before the call ends; False if it does not fit, or must go through Ray."""
-        if self._page is None or (result.wire is not None and not fits_in_band(result.wire, PAGE_BYTES)):
-            return False
-        return self._page.publish(pickle.dumps(tuple(result), pickle.HIGHEST_PROTOCOL))
+        return self._page is not None and isinstance(final, bytes) and self._page.publish(final)
 
     def _build(self, task_id: int, indices: Wire, writer: SlotWriter | None) -> Result:
         if self._exhausted:
@@ -533,6 +542,24 @@ def _open_replica(source: Source, *, here: bool) -> Any:
             opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
     with no_collection():
         return codec.decode(*opened, source.carried)
+
+
+# NOTE [final]. A dataset may write to what it returned as soon as it is asked for the next: a reader that reuses its
+# buffer does. So a result is final when its task ends. It is pickled once, with copies of what does not lie in a slot,
+# and these bytes are what the page and the reply show. Only what is too large for that, or must be looked into by Ray,
+# keeps views of the batch's memory: its call ends with it, and Ray copies them before the next one begins.
+
+
+def _final(result: Result, in_band: int) -> Any:
+    """What travels of a result: bytes if at most `in_band` bytes of it must be copied, else its fields."""
+    if result.wire is None or fits_in_band(result.wire, in_band):
+        return pickle.dumps(tuple(result), pickle.HIGHEST_PROTOCOL)
+    return tuple(result)
+
+
+def result_of(final: Any) -> Result:
+    """The result, of what travelled of it."""
+    return Result(*(pickle.loads(final) if isinstance(final, bytes) else final))
 
 
 def _error(task_id: int, where: str) -> Result:

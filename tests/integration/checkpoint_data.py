@@ -310,6 +310,21 @@ class UnseededSampler(Sampler):
         return iter(np.random.default_rng().permutation(LENGTH).tolist())
 
 
+class TensorBatches(Sampler):
+    """Gives its batches as tensors, views of one permutation; of another seed another one."""
+
+    def __init__(self, seed, kind=torch.Tensor):
+        self.seed = seed
+        self.kind = kind
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(self.seed))
+        return iter((order.numpy() if self.kind is np.ndarray else order).reshape(7, 3))
+
+
 # ---- runs
 
 EVERY = pytest.param(slice(None), id="every", marks=pytest.mark.full)

@@ -1,5 +1,6 @@
 """What a state holds and whom it fits: samplers of every kind, its size, and loaders that refuse it."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -142,6 +143,21 @@ def test_an_order_that_nobody_can_draw_again_is_refused():
     next(iter(loader))
     with pytest.raises(StateError, match=r"sampler|indices"):
         resumed(make(arguments, 2), save(loader))
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
+def test_indices_in_tensors_and_arrays_are_compared_too(kind):
+    def arguments(seed):
+        return lambda: {"dataset": data.Augmented(), "batch_sampler": data.TensorBatches(seed, kind)}
+
+    loader = make(arguments(1), 2)
+    expected = list(batches(loader))
+    torch.manual_seed(1)
+    next(iter(loader))
+    saved = save(loader)
+    assert resumed(make(arguments(1), 2), saved)[0] == expected[1:]
+    with pytest.raises(StateError, match="indices"):
+        resumed(make(arguments(2), 2), saved)
 
 
 @pytest.mark.parametrize("state", [None, [], {}, "state", {"_snapshot": {"_main_snapshot": {}}, "_num_yielded": 3}])
