@@ -441,7 +441,6 @@ class Crew:
             for actor in self.actors:
                 actor.drop(from_task=0)
             self._pool.end(lease, busy=busy, reuse=reuse)
-            self._pool.wait()
 
     def later(self, job: Callable[[], object]) -> None:
         """Has something done by the thread that no finalizer can hinder; for finalizers."""

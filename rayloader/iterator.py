@@ -52,10 +52,11 @@ class EpochIterator(_BaseDataLoaderIter):
     forked child.
     """
 
+    _crew: Crew | None = None  # here, for `__del__` may run after an interrupt in the first line of `__init__`
+    _epoch: Epoch | None = None
+
     def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
         self._pid = os.getpid()
-        self._crew: Crew | None = None
-        self._epoch: Epoch | None = None
         samplers = Samplers(loader)
         saved = state["position"] if state is not None else None
         if state is not None and saved is None:  # between two epochs

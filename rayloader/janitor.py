@@ -49,6 +49,14 @@ class Janitor:
         if os.getpid() == self._pid:
             self._jobs.put(job)
 
+    def do(self, job: Job) -> None:
+        """Has a job done and waits for it; in the thread itself it is done at once. Not for finalizers."""
+        if threading.current_thread() is self._thread:
+            job()
+        else:
+            self.later(job)
+            self.wait()
+
     def wait(self) -> None:
         """Waits until all jobs that came so far are done; at once in the thread itself. Not for finalizers."""
         thread = self._thread

@@ -113,14 +113,14 @@ class Pool:
         return actors
 
     def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
-        """Ends a lease soon.
+        """Ends a lease. Not for finalizers, nor under a lock.
 
         Args:
             lease: the caller's.
             busy: calls may be unanswered.
             reuse: whether others may have the processes.
         """
-        self.later(functools.partial(self._lifetimes.end, lease, busy=busy, reuse=reuse))
+        self._janitor.do(functools.partial(self._lifetimes.end, lease, busy=busy, reuse=reuse))
 
     def give_back(self, actor: Actor) -> None:
         """Takes back soon one that may be at work."""
@@ -191,8 +191,7 @@ class Pool:
     def shutdown(self) -> None:
         """Kills every actor; callable more than once."""
         self._lifetimes.closed = True
-        self.later(self._lifetimes.kill_all)
-        self.wait()
+        self._janitor.do(self._lifetimes.kill_all)
         with self._lock:
             self._loaders = []  # and their images
         if self._probe is not None:

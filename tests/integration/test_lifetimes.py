@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import linecache
 import os
 import sys
 import threading
@@ -77,6 +78,7 @@ def test_all_that_answered_in_time_stay_warm_after_a_break(own):
     assert len(ray.get([actor.stopped for actor in stopping])) == 2
     for actor in stopping:
         actor.stop_by = 0.0  # late, had they not answered
+    get_pool().later(get_pool().tidy)
     get_pool().wait()
     assert {actor.state for actor in stopping} == {ActorState.IDLE}
     assert set(loader) == first
@@ -105,7 +107,9 @@ class Interrupt:
         return self.line if frame.f_code.co_filename in self.FILES else None
 
     def line(self, frame, event, argument):
-        if event == "line" and self.left:
+        # Python handles no signal between the end of a `with` block and the call of `__exit__`.
+        in_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        if event == "line" and self.left and not in_with:
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt
@@ -118,7 +122,7 @@ def lent(own):
     return [a for a in get_pool().actors if a.options.get("memory") == memory and a.state is ActorState.LENT]
 
 
-@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(own, step):
     loader = load(pid, 4, num_workers=1, **own)
     seen = set(loader)
@@ -128,10 +132,12 @@ def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(own, step):
             with interrupt:
                 iterator = iter(loader)
         except KeyboardInterrupt:
-            gc.collect()
-            assert lent(own) == [], line
+            pass
         else:
             break
+        if lent(own):
+            gc.collect()  # the exception and what it refers to may be a cycle
+        assert lent(own) == [], line
     assert line > 60
     assert interrupt.left
     assert set(iterator) == set(loader) == seen, "the interrupts have cost no process"
