@@ -45,7 +45,8 @@ class DataLoader(TorchDataLoader[_T_co]):
     Every positional and keyword argument up to `in_order` is torch's and is checked by torch. Without workers
     (`num_workers=0`) this is torch's own loader, in-process, and Ray is neither imported nor started. With workers,
     Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay warm
-    between epochs and are shared by the loaders of the process.
+    between epochs, and for a minute after the last loader (2 seconds in a Ray that ran already), and are shared by the
+    loaders of the process.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has an object of its own, anew at each `iter()` unless
@@ -70,8 +71,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         pin_memory_device: deprecated in torch.
         in_order: deliver the batches in order; otherwise as they are finished.
         ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that runs already
-            while it has as many CPUs as this process has workers, else 0), `num_gpus`, `memory`, `resources`,
-            `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
+            while it has as many CPUs as this process has workers, else 0, and 0 too if others keep all CPUs for 10
+            seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
         fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones (seconds instead of
             milliseconds; for datasets that leave traces in module globals).
         prefetch_bytes: bytes of batches that may be under way where the depth is automatic, of all workers together;
