@@ -178,6 +178,10 @@ class Position:
         self._total = total
         self._sampler_end = self.samplers.state(None)
 
+    def undrawn(self) -> None:
+        """What was drawn early is to be drawn again."""
+        self._total = None
+
     def has(self, task_id: int) -> bool:
         """Whether the user has this task's batch already."""
         return task_id in self._ahead

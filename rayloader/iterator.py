@@ -33,7 +33,7 @@ from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed
 from rayloader.pace import MAX_PLACES, Pace
 from rayloader.pool import Pool, exit_begins, get_pool
-from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
+from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead, start
 from rayloader.process_state import ProcessState
 from rayloader.random_state import RandomState
 from rayloader.redeal import Stage
@@ -107,13 +107,14 @@ class EpochIterator(_BaseDataLoaderIter):
         by_worker = self._seeding == "worker"  # then what a worker has built shows in what it builds next
         if self._epoch is not None:
             self._epoch.close(resuming=not fresh and by_worker)
+        continued = self._redeal is not None or (saved is not None and not position.finished)
         # Without order, what a worker gets depends on when it is given it; and how far a stream was read ahead shows
         # where persistent workers go on. In both cases no deeper than torch.
         elastic = (
             isinstance(self._prefetch_factor, AutomaticPrefetch)
             and (self._in_order or self._dynamic)
             and not (self._persistent_workers and self._dataset_kind == _DatasetKind.Iterable)
-            and may_draw_ahead(self._index_sampler)
+            and may_draw_ahead(self._index_sampler, resumed=continued)
         )
         try:
             if fresh:
@@ -130,9 +131,11 @@ class EpochIterator(_BaseDataLoaderIter):
                 self._sampler_iter, self._num_yielded = saved, position.delivered
             if again:
                 self._resume_workers(by_worker=by_worker, fresh=fresh)
-            if elastic:
+            if elastic and continued:
                 self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
                 self._sampler_iter.skipped(position.next_task)
+            elif elastic:
+                self._sampler_iter = start(self._index_sampler)
             self._epoch = Epoch(
                 self._crew,
                 Schedule(
@@ -207,7 +210,7 @@ class EpochIterator(_BaseDataLoaderIter):
                     shared_seed=self._shared_seed,
                     dataset_kind=self._dataset_kind,
                     auto_collation=self._auto_collation,
-                    batch_size=loader.batch_size,
+                    batch_size=getattr(loader.batch_sampler, "batch_size", None),  # as it is now
                     drop_last=self._drop_last,
                     skip_errors=loader.on_error == "skip",  # type: ignore[attr-defined]
                     max_undone=max_undone if self._persistent_workers else 0,
