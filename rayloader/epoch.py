@@ -15,7 +15,6 @@ import math
 import pickle
 import reprlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch._utils import ExceptionWrapper
 
-from rayloader.checkpoint import Position
+from rayloader.checkpoint import Position, draw_checksum
 from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
@@ -297,6 +296,7 @@ class Epoch:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
         if isinstance(self._sampler_iter, DrawAhead):
             self._sampler_iter.reach(self._schedule.torch_draws)
+            self._position.drawn_by_torch = self._schedule.torch_draws
         while self._schedule.owed_draws:
             try:
                 drawn = self._draw()
@@ -313,9 +313,9 @@ class Epoch:
     def _draw(self) -> Drawn:
         indices = next(self._sampler_iter)
         encoded = codec.encode(indices, carry=CARRY)
-        self._checksum = zlib.crc32(encoded.skeleton, self._checksum)
+        self._checksum = draw_checksum(encoded, self._checksum)
         self._draws += 1
-        self._position.drawn(self._draws - 1, self._sampler_iter, self._checksum)
+        self._position.drawn(self._draws - 1, self._sampler_iter, indices, self._checksum)
         return Drawn(indices, encoded, self._checksum)
 
     def _check_integrity(self) -> None:
