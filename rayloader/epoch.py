@@ -293,6 +293,8 @@ class Epoch:
         ahead = self._sampler_iter if isinstance(self._sampler_iter, DrawAhead) else None
         if ahead is not None and (changed := ahead.reach(self._schedule.torch_draws)) is not None:
             self._undo(changed)
+        if ahead is not None:
+            self._position.drawn_by_torch = self._schedule.torch_draws
         while self._schedule.owed_draws:
             if ahead is not None and not ahead.may_draw:
                 self._handle(DrawsPutOff())
@@ -310,10 +312,11 @@ class Epoch:
                 self._handle(IndicesSkipped() if skip else IndicesDrawn(indices))
 
     def _draw(self) -> Drawn:
-        result = drawn(next(self._sampler_iter), self._checksum, CARRY)
+        indices = next(self._sampler_iter)
+        result = drawn(indices, self._checksum, CARRY)
         self._checksum = result.checksum
         self._draws += 1
-        self._position.drawn(self._draws - 1, self._sampler_iter, self._checksum)
+        self._position.drawn(self._draws - 1, self._sampler_iter, indices, self._checksum)
         return result
 
     def _undo(self, from_task: int) -> None:
@@ -327,7 +330,7 @@ class Epoch:
             before = [task for task in self._schedule.tasks if task.task_id < from_task]
             self._checksum = before[-1].indices.checksum if before else self._position.checksum
             self._draws = from_task
-            self._position.undrawn()
+            self._position.undrawn(from_task)
             self._deliverable = deque(entry for entry in self._deliverable if entry[0].task_id < from_task)
             self._handle(DrawsUndone(from_task))
             for worker_id, journal in enumerate(self._crew.journals):
