@@ -203,7 +203,7 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return super()._get_iterator()
+            return self._get_local_iterator()
         from rayloader.iterator import EpochIterator
 
         self._check_changed_attributes()
@@ -213,6 +213,14 @@ class DataLoader(TorchDataLoader[_T_co]):
         iterator = EpochIterator(self, self._stream_workers, self._state)
         self._state, self._of_other_workers = None, iterator.num_workers != self._stream_workers
         self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
+        return iterator
+
+    def _get_local_iterator(self) -> Any:
+        from rayloader.local import LocalIterator
+
+        iterator = LocalIterator(self, self._state)
+        self._state, self._of_other_workers = None, False
+        self._position, self._last_iterator = iterator.position, None
         return iterator
 
     @property
@@ -230,7 +238,6 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             StateError: the loader has no workers, or a dataset could not tell its state.
         """
-        self._check_workers("state_dict()")
         from rayloader.checkpoint import make_state, still
 
         self._note_num_workers()
@@ -263,7 +270,6 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             StateError: the state does not fit this loader; where only the sampler's indices show it, `iter()` raises.
         """
-        self._check_workers("load_state_dict()")
         from rayloader.checkpoint import load
 
         self._state = load(self, state_dict)
@@ -278,7 +284,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             ValueError: it is not a whole number >= 1.
         """
-        self._check_workers("resize()")
+        if self.num_workers == 0:
+            raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
         _check_num_workers(num_workers)
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
@@ -303,10 +310,6 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_position": None, "_last_iterator": None}  # of this process
-
-    def _check_workers(self, what: str) -> None:
-        if self.num_workers == 0:
-            raise StateError(f"{what} needs workers: num_workers=0 is torch's own loader; use num_workers >= 1")
 
 
 def shutdown() -> None:
