@@ -350,6 +350,13 @@ def make(arguments, num_workers=WORKERS, seed=1, **options):
     return DataLoader(**{**batch_size, "num_workers": num_workers, **given})
 
 
+def hosted(arguments, actors, of=WORKERS, **options):
+    """A loader that goes on: the same `of` workers, hosted by so many actors at most; seeded otherwise than a run."""
+    loader = make(arguments, of, **{"seed": 2, **options})
+    loader.resize(actors)
+    return loader
+
+
 def save(loader):
     """The loader's state as a file holds it."""
     file = io.BytesIO()
