@@ -26,8 +26,8 @@ import operator
 import pickle
 import types
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 import numpy as np
@@ -60,11 +60,13 @@ class Encoded:
         skeleton: All but the buffers.
         buffers: The object's own memory as flat bytes, kept alive. Not to be written to, whatever they say.
         carried: Parts of the object that travel as they are.
+        shared: Of a replica: the storages in torch's shared memory, whole, by the number of their buffer.
     """
 
     skeleton: bytes
     buffers: list[memoryview]
     carried: list[Any]
+    shared: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +99,7 @@ def encode(
     pickler = _Pickler(file, known_classes, carry, mapped)
     pickler.dump(obj)
     buffers: list[memoryview] = []
+    shared: dict[int, torch.UntypedStorage] = {}
     uses: list[int] = []
     places: list[tuple[int, int]] = []
     for reference in pickler.references:
@@ -109,6 +112,8 @@ def encode(
         elif span.index is None:
             span.index, start = len(buffers), span.start & -_ALIGN
             raw = memoryview(memory(span.storage.data_ptr() + start, span.end - start, span.storage))
+            if span.shared:
+                shared[span.index] = span.storage
         else:
             uses.append(span.index)
             continue
@@ -118,17 +123,18 @@ def encode(
     header = pickle.dumps((uses, places), _PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
-    return Encoded(file.getvalue(), buffers, pickler.carried_objects)
+    return Encoded(file.getvalue(), buffers, pickler.carried_objects, shared)
 
 
-def decode(skeleton: Buffer, buffers: Sequence[Buffer], carried: Sequence[Any] = ()) -> Any:
+def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], carried: Sequence[Any] = ()) -> Any:
     """Puts an object together again.
 
     Args:
         skeleton: What `encode` made.
         buffers: One for each of `Encoded.buffers`, same order and sizes. Tensors and arrays become views of
             them. Over a read-only buffer an array is read-only; a tensor can't be, and writing to it crashes, as
-            with `torch.from_numpy` of a read-only memory map.
+            with `torch.from_numpy` of a read-only memory map. A storage stands for its memory, and tensors get that
+            very storage.
         carried: `Encoded.carried`, or what stands for it here.
 
     Raises:
@@ -136,12 +142,16 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer], carried: Sequence[Any] =
     """
     tail = memoryview(skeleton)
     if tail[0] == plain.MARK:
-        return plain.decode(bytes(skeleton), buffers)
+        return plain.decode(bytes(skeleton), cast("Sequence[Buffer]", buffers))  # of a batch, not a replica
     uses, places = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
     if len(buffers) != len(places):
         raise ValueError(f"decode needs the skeleton's {len(places)} buffers, got {len(buffers)}")
     sources: list[object] = []
     for buffer, (nbytes, start) in zip(buffers, places, strict=True):
+        if isinstance(buffer, torch.UntypedStorage):
+            view = memory(buffer.data_ptr(), nbytes, buffer)
+            sources.append(view if start < 0 else (buffer, start))
+            continue
         view = flat_bytes(buffer, nbytes, len(sources))
         sources.append(view if start < 0 else (storage_over(view), start))
     return pickle.loads(skeleton, buffers=[sources[index] if index >= 0 else carried[-1 - index] for index in uses])
@@ -171,10 +181,11 @@ def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
 class _Span:
     """The bytes `start` to `end` of one storage, and the token that stands for them."""
 
-    __slots__ = ("end", "index", "start", "storage", "token")
+    __slots__ = ("end", "index", "shared", "start", "storage", "token")
 
-    def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int, *, shared: bool) -> None:
         self.storage = storage  # kept: else another storage could get its identity
+        self.shared = shared
         self.start, self.end = start, end
         self.token = pickle.PickleBuffer(bytearray())  # writable: a read-only one has an opcode of its own
         self.index: int | None = None
@@ -266,7 +277,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _token(self, storage: torch.UntypedStorage, start: int, end: int) -> pickle.PickleBuffer:
         span = self.spans.get(storage._cdata)
         if span is None:
-            span = self.spans[storage._cdata] = _Span(storage, start, end)
+            # Of shared memory in a replica, the whole storage: it is opened again, not copied.
+            shared = self.mapped is not None and storage.is_shared()
+            start, end = (0, storage.nbytes()) if shared else (start, end)
+            span = self.spans[storage._cdata] = _Span(storage, start, end, shared=shared)
             self.tokens[span.token] = span
         else:
             span.start, span.end = min(span.start, start), max(span.end, end)

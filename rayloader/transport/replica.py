@@ -229,7 +229,8 @@ class _Contents:
         for index in np.unique(found[found >= 0]).tolist():
             inside = np.flatnonzero(found == index)
             low, high = int(addresses[inside].min()), int((addresses[inside] + self.buffer_sizes[inside]).max())
-            reached = mappings.region(index, low, high)
+            storages = [self._encoded.shared[n] for n in inside.tolist() if n in self._encoded.shared]
+            reached = mappings.region(index, low, high, storages)
             if reached is None:
                 continue
             region, held, start = reached
