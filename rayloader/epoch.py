@@ -359,9 +359,7 @@ class Epoch:
 
     def _call(self, worker_id: int, told: list[Told], *, wanted: bool = True) -> None:
         actor = self._crew.actor(worker_id)
-        window = self._schedule.window // len(self._crew.actors)
-        count = max(1, len(told) + self._left_over[worker_id])
-        lent = actor.lane.lend(count, window) if self._arenas and wanted else None
+        lent = actor.lane.lend() if self._arenas and wanted else None
         ref = actor.run(worker_id, told, lent.room if lent is not None else None, wanted=wanted)
         self._calls[worker_id].append(_Call(actor, ref, actor.calls, len(told), lent, wanted))
 
@@ -543,20 +541,17 @@ class Epoch:
             if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # closed meanwhile, or the worker was given up: a late answer is nobody's
             results = [result_of(final) for task_id, final in reply.results if task_id in self._unanswered]
-            for result in results:
-                lane.saw(result.nbytes)
             self._take_in(worker_id, results, call.lent)
             if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # it exited
             self._note_state(worker_id, WorkerState(*reply.state))
             self._calls[worker_id].popleft()  # only now: after a Ctrl-C before this it is fetched again
             self._left_over[worker_id] += call.num_tasks - len(reply.results)
-            lane.release(call.lent, reuse=reply.reuse)
+            if reply.full:
+                lane.was_full()
             if reply.no_arena:
                 lane.refused(reply.no_arena)
             if reply.exhausted:  # it writes nothing any more, and will say nothing new
-                for later in self._calls[worker_id]:
-                    lane.release(later.lent, reuse=True)
                 self._calls[worker_id].clear()
                 self._crew.journals[worker_id].entries.clear()
             else:

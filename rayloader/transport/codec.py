@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import io
+import mmap
 import operator
 import pickle
 import types
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 _PROTOCOL = 5
 _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span stay whole
+_MAPPED = 1 << 20  # bytes; copies from this size on are not taken from the heap
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 
 _NO_BUFFERS = pickle.dumps(([], [], [], []), _PROTOCOL)
@@ -196,13 +198,17 @@ def _header(
 def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
     """Copies each buffer once, for readers of read-only memory such as Ray's object store.
 
-    One allocation a buffer, so that a small tensor that is kept does not keep a whole batch.
+    One allocation a buffer, so that a small tensor that is kept does not keep a whole batch. Large ones are mapped: the
+    heap would cut what is kept out of the room that they leave, and could give nothing of it back.
     """
     copies = []
     for buffer in buffers:
         source = np.frombuffer(memoryview(buffer), np.uint8)
-        # torch's allocator aligns to 64 bytes and does not fill with zeros first.
-        copy: Any = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu").numpy()
+        copy: Any
+        if source.nbytes >= _MAPPED:
+            copy = np.frombuffer(mmap.mmap(-1, source.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+        else:  # torch's allocator aligns to 64 bytes and does not fill with zeros first
+            copy = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu").numpy()
         copy[:] = source
         copies.append(memoryview(copy))
     return copies
