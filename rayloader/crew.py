@@ -328,7 +328,6 @@ class Crew:
         old = self._hosts[worker_id]
         if old in self._dead:
             (new,) = self._pool.more(self._remote_args, 1, fresh=True)  # idle ones may be as dead
-            new.lane.take_after(old.lane)
             self.actors[self.actors.index(old)] = new
             self._hosts = [new if host is old else host for host in self._hosts]
             return True
@@ -349,7 +348,7 @@ class Crew:
             old = self._hosts[worker_id]
             if old in kept:
                 old.leave(worker_id)
-                old.lane.abandon_unanswered()
+                old.lane.abandon(worker_id)
         self._hosts = hosts
         self._away.update(moved)
         for actor in spare:

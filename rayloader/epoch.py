@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import reprlib
 import time
 from collections import deque
@@ -62,7 +61,7 @@ from rayloader.prefetch import DrawAhead
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
 from rayloader.transport.lanes import Lent, from_wire, unplaced
-from rayloader.worker import CARRY, Result, ResultKind
+from rayloader.worker import CARRY, Result, ResultKind, result_of
 
 logger = logging.getLogger("rayloader")
 
@@ -352,9 +351,7 @@ class Epoch:
 
     def _call(self, worker_id: int, told: list[Told], *, wanted: bool = True) -> None:
         actor = self._crew.actor(worker_id)
-        window = self._schedule.window // len(self._crew.actors)
-        count = max(1, len(told) + self._left_over[worker_id])
-        lent = actor.lane.lend(count, window) if self._arenas and wanted else None
+        lent = actor.lane.lend() if self._arenas and wanted else None
         ref = actor.run(worker_id, told, lent.room if lent is not None else None, wanted=wanted)
         self._calls[worker_id].append(_Call(actor, ref, actor.calls, len(told), lent, wanted))
 
@@ -535,28 +532,23 @@ class Epoch:
         with self._changed:
             if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # closed meanwhile, or the worker was given up: a late answer is nobody's
-            results = [Result(*fields) for fields in reply.results]
-            nbytes = sum(result.nbytes for result in results)
-            for result in results:
-                lane.saw(result.nbytes)
-            exhausted = bool(results) and results[-1].kind is ResultKind.EXHAUSTED
+            results = [result_of(final) for task_id, final in reply.results if task_id in self._unanswered]
             self._take_in(worker_id, results, call.lent)
             if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # it exited
             self._note_state(worker_id, WorkerState(*reply.state))
             self._calls[worker_id].popleft()  # only now: after a Ctrl-C before this it is fetched again
-            self._left_over[worker_id] += call.num_tasks - len(results)
-            lane.release(call.lent, reuse=reply.reuse)
+            self._left_over[worker_id] += call.num_tasks - len(reply.results)
+            if reply.full:
+                lane.was_full()
             if reply.no_arena:
                 lane.refused(reply.no_arena)
-            if exhausted:  # it writes nothing any more, and will say nothing new
-                for later in self._calls[worker_id]:
-                    lane.release(later.lent, reuse=True)
+            if reply.exhausted:  # it writes nothing any more, and will say nothing new
                 self._calls[worker_id].clear()
                 self._crew.journals[worker_id].entries.clear()
             else:
                 self._handle(CallAnswered(worker_id))
-                if pace.saw(len(results), reply.seconds, nbytes, publishes=reply.publishes):
+                if pace.saw(len(reply.results), reply.seconds, reply.nbytes, publishes=reply.publishes):
                     self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
         return True
 
@@ -599,7 +591,7 @@ class Epoch:
             entries = page.read(call.number)
             if entries:
                 self._last_arrival = time.monotonic()
-                self._take_in(worker_id, [Result(*pickle.loads(entry)) for entry in entries], call.lent)
+                self._take_in(worker_id, [result_of(entry) for entry in entries], call.lent)
         return bool(entries)
 
     def _take_in(self, worker_id: int, results: list[Result], lent: Lent | None) -> None:

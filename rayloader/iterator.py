@@ -181,7 +181,7 @@ class EpochIterator(_BaseDataLoaderIter):
                 actor = self._crew.actor(worker_id)
                 if not by_worker:
                     actor.drop(from_task=0)
-                actor.lane.abandon_unanswered()
+                actor.lane.abandon(worker_id)
                 journal.resumed = actor.resume(worker_id, resumed)
 
     def _paces_of(self, loader: TorchDataLoader[Any], *, elastic: bool) -> list[Pace]:

@@ -24,7 +24,8 @@ def pack(state: Any) -> Any:
     match state:
         case np.ndarray() | np.generic() if not state.dtype.hasobject and state.dtype.names is None:
             content = torch.frombuffer(bytearray(state.tobytes()) or bytearray(1), dtype=torch.uint8)
-            return {_TYPE: "array", "dtype": state.dtype.str, "shape": list(state.shape), "content": content}
+            name = "array" if isinstance(state, np.ndarray) else "scalar"
+            return {_TYPE: name, "dtype": state.dtype.str, "shape": list(state.shape), "content": content}
         case np.dtype() if state.names is None and not state.hasobject:
             return {_TYPE: "dtype", "dtype": state.str}
         case collections.defaultdict() if type(state) is collections.defaultdict and _names_type(state.default_factory):
@@ -61,10 +62,10 @@ def unpack(packed: Any) -> Any:
 def _rebuilt(name: str, packed: dict[str, Any]) -> Any:
     parts = [unpack(part) for part in packed.get("items", ())]
     match name:
-        case "array":
+        case "array" | "scalar":
             count = math.prod(packed["shape"])
             array = np.frombuffer(bytearray(packed["content"].numpy().tobytes()), packed["dtype"], count)
-            return array.reshape(packed["shape"])[() if not packed["shape"] else ...]
+            return array.reshape(packed["shape"])[() if name == "scalar" else ...]
         case "dtype":
             return np.dtype(packed["dtype"])
         case "defaultdict":

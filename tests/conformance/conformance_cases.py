@@ -561,6 +561,20 @@ add(
 
 # Streams: declared lengths and their warning.
 
+for kind in ("memory", "file"):
+    add(
+        f"shares_again_{kind}",
+        "2 2p",
+        lambda kind=kind: {"dataset": streams.SharesAgain(kind), "batch_size": 3},
+        script=scripts.dataset_epochs,
+    )
+add(
+    "hugging_face_stream",
+    "0 2p",
+    lambda: {"dataset": streams.hugging_face(), "batch_size": 3},
+    script=scripts.dataset_epochs,
+)
+
 for declared in (5, 19, 30):
     add(
         f"declared_{declared}",

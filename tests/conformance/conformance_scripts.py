@@ -26,6 +26,13 @@ def epochs(count):
     return script
 
 
+def dataset_epochs(rec, loader):
+    """The dataset's own `set_epoch` before each epoch."""
+    for epoch in range(3):
+        loader.dataset.set_epoch(epoch)
+        rec.epoch(loader)
+
+
 def abandon(*takes):
     """Epochs that stop after so many batches (None: to the end); a stopped iterator is dropped at once."""
 
