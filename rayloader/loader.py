@@ -43,9 +43,10 @@ class DataLoader(TorchDataLoader[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
     Every positional and keyword argument up to `in_order` is torch's and is checked by torch. Without workers
-    (`num_workers=0`) this is torch's own loader, in-process, and Ray is neither imported nor started. With workers,
-    Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay warm
-    between epochs and are shared by the loaders of the process.
+    (`num_workers=0`) batches are made in this process, as torch makes them, and Ray is neither imported nor started;
+    of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there, the others nothing. With
+    workers, Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay
+    warm between epochs and are shared by the loaders of the process.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has an object of its own, anew at each `iter()` unless
@@ -78,7 +79,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             256 MiB by default. At least two batches per worker are, whatever their size.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
             NumPy anew before each batch, by base seed, epoch and the batch's number, so that random augmentation does
-            not depend on the number of workers, as long as there are any: `num_workers=0` is torch's own path.
+            not depend on the number of workers, none included. A stream without workers is that of one worker.
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
             whoever is idle, so that a slow sample does not idle the others. Batches still come in order. Dynamic needs
             `seeding="batch"` and a map-style dataset.
@@ -236,7 +237,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         `state_dict` of the dataset or sampler gives, where they have one.
 
         Raises:
-            StateError: the loader has no workers, or a dataset could not tell its state.
+            StateError: a dataset or a sampler could not tell its state.
         """
         from rayloader.checkpoint import make_state, still
 
@@ -255,6 +256,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         seeds are drawn from, and the samplers with their epoch. What the program does to them afterwards counts; the
         next `iter()` moves no generator that torch's would not. Of several loaders the one that is loaded last says
         where the global generators are.
+
+        Without workers these are all global generators, those that the dataset and `collate_fn` hold, and what the
+        dataset's own `state_dict` tells: the objects that do the work are the program's. Such a state is for a loader
+        without workers, and one with workers for a loader with some; with `seeding="batch"`, and a map-style dataset
+        that keeps no state, either is for both.
 
         The rest of the epoch is that of the loader that was saved, whatever `num_workers` and `persistent_workers` this
         one has: its workers are hosted by at most `num_workers` processes. The epochs after it have this loader's own
