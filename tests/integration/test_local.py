@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import checkpoint_data as data
-from checkpoint_data import batches, check, endless, make, plain, read, resumed, run, save
+from checkpoint_data import batches, check, endless, make, plain, read, resumed, run, save, some
 from probes import Calls, as_is, oversubscribed
 from rayloader import DataLoader, ReplayError, SkipLimitError, StateError
 from test_checkpoint import CASES
@@ -73,23 +73,25 @@ def elsewhere(arguments, **options):
 # ---- from every point of a run
 
 
-@pytest.mark.parametrize("seeding", ["worker", "batch"])
+@some(1, 4)
+@pytest.mark.parametrize("seeding", ["worker", pytest.param("batch", marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", LOCAL)
-def test_from_every_point_the_batches_are_those_of_the_undisturbed_run(case, seeding):
+def test_from_every_point_the_batches_are_those_of_the_undisturbed_run(case, seeding, which):
     epochs, points = run(make(LOCAL[case], 0, seeding=seeding))
     assert epochs[0]
-    for point in points:
+    for point in points[which]:
         check(epochs, point, elsewhere(LOCAL[case], seeding=seeding))
 
 
+@some(2, 4)
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_go_on(name):
+def test_samplers_go_on(name, which):
     def arguments(seed):
         return lambda: {"dataset": data.Augmented(), **SAMPLERS[name](seed)}
 
     epochs, points = run(make(arguments(1), 0))
     assert epochs[0]
-    for point in points:
+    for point in points[which]:
         check(epochs, point, elsewhere(arguments(2)))
 
 
@@ -127,7 +129,7 @@ class Saving:
             self.loader.state_dict()
 
 
-@pytest.mark.parametrize("step", [1, 2, 5, 7])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.full) for step in (1, 2, 5, 7))])
 @pytest.mark.parametrize("case", ["augmented", "own generators", "stateful map", "shuffled stream", "own iterator"])
 def test_a_chain_of_resumed_runs_is_the_undisturbed_run(case, step):
     epochs, points = run(make(LOCAL[case], 0))
