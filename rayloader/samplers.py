@@ -269,7 +269,8 @@ def _chain(sampler: Any) -> list[Any]:
     chain: list[Any] = []
     while sampler is not None and all(sampler is not known for known in chain):
         chain.append(sampler)
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        inner = getattr(sampler, "sampler", None)  # a tensor, perhaps: it has no truth
+        sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
     return chain
 
 
