@@ -86,6 +86,59 @@ def test_little_is_pickled_for_each():
     assert len(encoded.skeleton) < 5000 * 30
 
 
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("order", ["rows", "reversed", "one distance", "any"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64])
+def test_views(dtype, order, inference):
+    base = (torch.arange(20 * MANY) % 100).to(dtype).view(MANY, 20)
+    views = {
+        "rows": list(base),
+        "reversed": list(base[:, 3:5])[::-1],
+        "one distance": list(base[5::2, 1:4:2]),
+        "any": [base[number * 7 % MANY, number % 3 :][:5] for number in range(MANY)],
+    }[order]
+    encoded, _ = take(views)
+    assert (len(encoded.buffers), encoded.gathered) == (1, [])
+    assert encoded.buffers[0].nbytes <= base.nbytes
+    assert len(encoded.skeleton) < 20 * MANY
+    image = write(views)
+    with torch.inference_mode(inference):
+        found = read(image)
+    for one, other in zip(found, views, strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert torch.equal(one, other)
+        assert not one._is_view()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
+    with torch.inference_mode(inference):
+        found[77].zero_()
+    assert torch.equal(found[78], views[78])
+    assert image.updated(*take(views)) is image
+    assert not torch.equal(found[77], views[77])
+
+
+def test_views_that_are_not_what_they_seem():
+    negative = torch.full((MANY, 1), 1 + 2j).conj().imag
+    shrunk = torch.ones(2 * MANY, 4)
+    rows = list(shrunk)
+    shrunk.untyped_storage().resize_(16 * MANY)
+    found = read(write([list(negative), rows[:MANY], torch.ones(MANY, 4)[20:].unbind(0)]))
+    assert all(tensor.item() == -2 and tensor.is_neg() for tensor in found[0])
+    assert all(torch.equal(tensor, torch.ones(4)) for tensor in (*found[1], *found[2]))
+    groups = bulk.Groups()
+    assert [groups.tensor(row) is None for row in rows] == [True] * 16 + [False] * (MANY - 16) + [True] * MANY
+
+
+def test_views_of_files_are_theirs(tmp_path):
+    cells = torch.from_file(str(tmp_path / "cells"), shared=True, size=4 * MANY).zero_()
+    shared = torch.zeros(MANY, 4).share_memory_()
+    found = read(write([list(cells.view(MANY, 4)), shared, list(shared)]))
+    for row in (*found[0], *found[2]):
+        row += 1
+    assert (cells == 1).all()
+    assert (shared == 1).all()
+    assert torch.equal(found[1], shared)
+
+
 def test_one_object_stays_one():
     tensor, array = torch.ones(3), np.ones(3)
     found = read(write([[torch.ones(3), np.ones(3)] for _ in range(MANY)] + [[tensor, array]] * 2))
