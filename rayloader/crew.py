@@ -339,7 +339,6 @@ class Crew:
         old = self._hosts[worker_id]
         if old in self._dead:
             (new,) = self.lend(1, fresh=True)  # idle ones may be as dead
-            new.lane.take_after(old.lane)
             self._move([old], [new])
             return True
         return False
@@ -360,13 +359,23 @@ class Crew:
             old = self._hosts[worker_id]
             if old in kept:
                 old.leave(worker_id)
-                old.lane.abandon_unanswered()
+                old.lane.abandon(worker_id)
         self._hosts = hosts
         self._away.update(moved)
         for actor in spare:
             actor.drop(from_task=0)
             self._pool.give_back(actor)
         return moved
+
+    def restart(self, worker_id: int) -> None:
+        """The worker is to be started anew where it is, as its journal says; it is away until then."""
+        host = self._hosts[worker_id]
+        if worker_id not in self._away:
+            if len(self.hosted_by(host)) == 1:
+                host.drop(from_task=0)
+            host.leave(worker_id)
+            host.lane.abandon(worker_id)
+        self._away.add(worker_id)
 
     def _move(self, old: list[Actor], new: list[Actor]) -> list[int]:
         """Deals out the workers of some actors, which leave the crew, to others.

@@ -97,11 +97,12 @@ class Lifetimes:
         alive = []
         for actor, probe in zip(actors, probes, strict=True):
             try:
-                let_go, _ = ray.get([actor.stopped, probe], timeout=0)
+                ray.get([actor.stopped, probe], timeout=0)
             except RayError:  # GetTimeoutError included: it neither answers nor ends
                 self._janitor.later(functools.partial(self.kill, actor))
             else:
-                actor.lane.settle(reuse=let_go)
+                actor.lane.abandon()  # all its calls are answered
+                actor.lane.rest(False)
                 alive.append(actor)
         return alive
 
@@ -143,6 +144,7 @@ class Lifetimes:
         except Exception:  # Ray's reasons are many; without this call it could be neither reused nor waited for
             self.kill(actor)
             return
+        actor.lane.rest(True)
         actor.lease, actor.stop_by, actor.keep_until = None, time.monotonic() + STOP_TIMEOUT_S, math.inf
         actor.state = ActorState.STOPPING if busy else ActorState.IDLE
 
