@@ -16,12 +16,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import cloudpickle
-
-from rayloader import plain_state, redeal
+from rayloader import local_state, plain_state, redeal
 from rayloader.draws import drawn
 from rayloader.errors import StateError
 from rayloader.journal import Journal, Told
+from rayloader.local_state import Stream, pack_object, unpack_object
 from rayloader.random_state import RandomState
 from rayloader.samplers import RANK, Moment, OwnState, Samplers
 from rayloader.snapshot import WorkerState, has_state
@@ -43,22 +42,26 @@ class Start(NamedTuple):
     own: OwnState = OwnState()
     first: Any = None  # after the first draw: what that gave
     checksum: int = 0  # of that
+    drawing: Moment | None = None  # before the first draw, where the sampler's iterator was made some time before
 
     def pack(self) -> dict[str, Any]:
         """As part of a state."""
         return {
             "moment": self.moment.pack(),
-            "sampler": _pack_object(self.own.sampler),
-            "iterator": _pack_object(self.own.iterator),
+            "sampler": pack_object(self.own.sampler),
+            "iterator": pack_object(self.own.iterator),
             "first": plain_state.pack(self.first),
             "checksum": self.checksum,
+            "drawing": None if self.drawing is None else self.drawing.pack(),
         }
 
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> Start:
         """The inverse of `pack`."""
-        own = OwnState(_unpack_object(packed["sampler"]), _unpack_object(packed["iterator"]))
-        return cls(Moment.unpack(packed["moment"]), own, plain_state.unpack(packed["first"]), packed["checksum"])
+        own = OwnState(unpack_object(packed["sampler"]), unpack_object(packed["iterator"]))
+        drawing = None if packed["drawing"] is None else Moment.unpack(packed["drawing"])
+        first = plain_state.unpack(packed["first"])
+        return cls(Moment.unpack(packed["moment"]), own, first, packed["checksum"], drawing)
 
 
 class Checksums:
@@ -142,6 +145,8 @@ class Position:
         self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
         self._checksums: dict[int, int] = {}  # of the indices up to each task that is drawn and not taken
         self.stateful = False
+        self.stream: Stream | None = None  # without workers
+        self.error = ""  # why the position can't be told
         self._draws = 0  # from the sampler; the one that found its end among them
 
     def redeals(self, epoch: int | None, stages: list[redeal.Stage]) -> Any:
@@ -160,6 +165,11 @@ class Position:
             own = self.samplers.own_state(iterator)
             start = self.starts[0]
             self.starts = [start._replace(own=start.own._replace(iterator=own.iterator, error=own.error))]
+
+    def first_draw(self, iterator: Any) -> None:
+        """The same, where that is some time after the iterator was made."""
+        self.starts = [self.starts[0]._replace(drawing=self.samplers.capture())]
+        self.sampler_begins(iterator)
 
     def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> None:
         """The sampler has given the indices of this task."""
@@ -207,6 +217,8 @@ class Position:
         """The position, as part of a state."""
         if not all(journal.begun for journal in self.journals):
             raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
+        if self.error:
+            raise StateError(f"the position in the epoch can't be told: {self.error}")
         for start in self.starts:
             if start.own.error:
                 raise StateError(f"the sampler could not tell its state:\n{start.own.error}")
@@ -227,6 +239,7 @@ class Position:
             "drawn": {"tasks": last + 1, "checksum": self._checksums.get(last, self.checksum)},
             "starts": [start.pack() for start in self.starts],
             "stages": [stage.taken for stage in self.stages],
+            "stream": None if self.stream is None else self.stream.pack(),
             "workers": [
                 {"state": _pack_worker(journal.base), "replay": journal.replay} for journal in self.journals
             ],
@@ -272,6 +285,8 @@ class Position:
         for start in self.starts:
             with self.samplers.at(start.moment):
                 iterator = self._iterator_at(start)
+                if start.drawing is not None:
+                    self.samplers.move_to(start.drawing)
                 if self.iterable:  # its indices stand for nothing, and are all the same
                     told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
                     return iterator
@@ -309,8 +324,8 @@ def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
         **state._asdict(),
         "random": state.random.pack(),
         "begin": None if state.begin is None else state.begin.pack(),
-        "dataset": _pack_object(state.dataset),
-        "iterator": _pack_object(state.iterator),
+        "dataset": pack_object(state.dataset),
+        "iterator": pack_object(state.iterator),
     }
 
 
@@ -322,18 +337,10 @@ def _unpack_worker(packed: dict[str, Any] | None) -> WorkerState | None:
             **packed,
             "random": RandomState.unpack(packed["random"]),
             "begin": None if packed["begin"] is None else RandomState.unpack(packed["begin"]),
-            "dataset": _unpack_object(packed["dataset"]),
-            "iterator": _unpack_object(packed["iterator"]),
+            "dataset": unpack_object(packed["dataset"]),
+            "iterator": unpack_object(packed["iterator"]),
         }
     )
-
-
-def _pack_object(state: bytes | None) -> dict[str, Any] | None:
-    return None if state is None else {"state": plain_state.pack(pickle.loads(state))}
-
-
-def _unpack_object(packed: dict[str, Any] | None) -> bytes | None:
-    return None if packed is None else cloudpickle.dumps(plain_state.unpack(packed["state"]))
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -359,7 +366,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         "version": VERSION,
         "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
         "fits": _fits(loader, samplers),
-        **_program(samplers, stateful=stateful),
+        **_program(loader, samplers, stateful=stateful),
         "position": packed,
         "redeal": None,
     }
@@ -368,20 +375,21 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
 def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
     samplers = Samplers(loader)
-    return {**copy.deepcopy(state), **_program(samplers, stateful=state["sampler"]["tells"])}
+    return {**copy.deepcopy(state), **_program(loader, samplers, stateful=state["sampler"]["tells"])}
 
 
-def _program(samplers: Samplers, *, stateful: bool) -> dict[str, Any]:
-    """What is the program's own: the generators and samplers as they are now."""
+def _program(loader: Any, samplers: Samplers, *, stateful: bool) -> dict[str, Any]:
+    """What is the program's own: the generators and samplers as they are now; without workers the dataset too."""
     own = samplers.own_state()
     if own.error:
         raise StateError(f"the sampler could not tell its state:\n{own.error}")
     sampler = {
-        "own": _pack_object(own.sampler),
+        "own": pack_object(own.sampler),
         "progress": samplers.progress(),
         "tells": stateful or samplers.is_stateful(None),
     }
-    return {"now": samplers.capture().pack(), "sampler": sampler}
+    process = None if loader.num_workers else local_state.capture(loader)
+    return {"now": samplers.capture().pack(), "sampler": sampler, "process": process}
 
 
 def load(loader: Any, state: Any) -> dict[str, Any]:
@@ -396,7 +404,10 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
     if isinstance(state, list):
         state = redealt(loader, state)
     progress = check_state(loader, state)
-    samplers, own = Samplers(loader), _unpack_object(state["sampler"]["own"])
+    _check_workers(loader, state, loader.num_workers)
+    samplers, own = Samplers(loader), unpack_object(state["sampler"]["own"])
+    if loader.num_workers == 0 and state["process"] is not None:
+        local_state.restore(loader, state["process"])
     if state["redeal"] is None and (state["position"] is None or state["position"]["finished"]):
         samplers.load_between_epochs(own)
     else:
@@ -413,6 +424,8 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     number; persistent ones of the same number go on. Where the batches do not depend on the workers, it is the
     loader's own number at once.
     """
+    if state is not None:
+        _check_workers(loader, state, num_workers)
     position = state["position"] if state is not None else None
     if state is None or position is None or (position["finished"] and not loader.persistent_workers):
         return None, num_workers
@@ -422,8 +435,33 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     if loader.seeding == "batch" and is_map and not any(map(_depends_on_worker, position["workers"])):
         new = WorkerState(epoch=position["epoch"]) if position["epoch"] and not position["finished"] else None
         workers: list[Any] = [{"state": _pack_worker(new), "replay": []} for _ in range(num_workers)]
-        return {**position, "workers": workers, "next_worker": position["next_task"] % num_workers}, num_workers
+        return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
     return (None, num_workers) if position["finished"] else (position, state["num_workers"])
+
+
+def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None:
+    """Raises StateError where a state with workers is for a loader without, or the other way round, and that matters.
+
+    Without workers the samples draw from the program's own generators.
+    """
+    if bool(state["num_workers"]) == bool(num_workers):
+        return
+    what = f"the state is of a loader with num_workers={state['num_workers']}, this one has {num_workers}"
+    remedy = "make the loader with workers, or without, as the one that was saved"
+    if loader.seeding != "batch":
+        raise StateError(
+            f"{what}: without workers the samples draw from the program's own random generators, and with workers each "
+            f'worker has a stream of its own; {remedy}. With seeding="batch" both give the same batches'
+        )
+    position, process = state["position"], state["process"]
+    past = any(map(_depends_on_worker, position["workers"])) if position is not None else False
+    if process is not None:
+        past = past or local_state.depends_on_the_past(process)
+    if state["fits"]["dataset_kind"] == "iterable" or past:
+        raise StateError(
+            f"{what}: its dataset is a stream, or has a state or random generators of its own, which the process that "
+            f"does the work has; {remedy}"
+        )
 
 
 def _depends_on_worker(packed: dict[str, Any]) -> bool:

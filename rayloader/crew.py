@@ -363,7 +363,7 @@ class Crew:
             if len(self.hosted_by(host)) == 1:
                 host.drop(from_task=0)
             host.leave(worker_id)
-            host.lane.abandon_unanswered()
+            host.lane.abandon(worker_id)
         self._away.add(worker_id)
 
     def check_started(self) -> None:

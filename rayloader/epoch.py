@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 from torch._utils import ExceptionWrapper
 
+from rayloader import skipping
 from rayloader.checkpoint import Position
 from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
 from rayloader.draws import Drawn, drawn
-from rayloader.errors import BatchTimeoutError, RayloaderError, SkipLimitError, WorkerDiedError, add_note
+from rayloader.errors import BatchTimeoutError, RayloaderError, WorkerDiedError, add_note
 from rayloader.journal import Resumed, Told
 from rayloader.messages import (
     ANY_WORKER,
@@ -73,7 +74,7 @@ SHARED_PATIENCE_S = 30.0
 
 
 class Delivery(NamedTuple):
-    """A task and its batch, or the user's exception in its place; `Epoch.NOTHING` where all was skipped."""
+    """A task and its batch, or the user's exception in its place; `skipping.NOTHING` where all was skipped."""
 
     task: Task
     data: Any
@@ -151,8 +152,6 @@ class Epoch:
         self._cut_short = False  # closed before its last batch
         self._warned = False  # of workers that share a process
 
-    NOTHING = object()
-
     def open(self, *, fresh: bool = True) -> None:
         """Fills the window. What the sampler raises is raised here. `fresh`: the workers have only just started."""
         self._position.sampler_begins(self._sampler_iter)
@@ -198,7 +197,7 @@ class Epoch:
                 if not self._schedule.has(delivery.task):
                     continue  # it was drawn again while it was being pinned
                 self._take(delivery)
-                if delivery.data is not self.NOTHING:
+                if delivery.data is not skipping.NOTHING:
                     return delivery
                 began = 0.0
                 continue
@@ -221,16 +220,9 @@ class Epoch:
             self._count_skipped(delivery.skipped)
         self._draw_owed()
 
-    def _count_skipped(self, skipped: tuple[tuple[str, str], ...]) -> None:
+    def _count_skipped(self, skipped: tuple[skipping.Skipped, ...]) -> None:
         self._position.skipped += len(skipped)
-        for index, reason in skipped:
-            logger.warning("rayloader: skipped sample %s: %s", index, reason)
-        if skipped and self._position.skipped > self._max_skipped:
-            raise SkipLimitError(
-                f"{self._position.skipped} samples have raised in this epoch, max_skipped={self._max_skipped} are "
-                f"skipped at most; the last is sample {skipped[-1][0]}: {skipped[-1][1]}. "
-                "Mend the data, or raise max_skipped"
-            )
+        skipping.tell(skipped, self._position.skipped, self._max_skipped)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""
@@ -460,7 +452,7 @@ class Epoch:
         if not self._deliverable:
             return None
         task, result = self._deliverable[0]
-        data = self.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
+        data = skipping.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
         delivery = Delivery(task, data, result.skipped)
         self._deliverable.popleft()  # only now: a Ctrl-C while it was opened does not lose it
         return delivery
@@ -478,7 +470,7 @@ class Epoch:
             delivery = self._receive(self._tick)
             if delivery is None:
                 continue
-            if isinstance(delivery.data, ExceptionWrapper) or delivery.data is self.NOTHING:
+            if isinstance(delivery.data, ExceptionWrapper) or delivery.data is skipping.NOTHING:
                 return delivery
             try:
                 return delivery._replace(data=self._pin(delivery.data))

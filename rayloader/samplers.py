@@ -137,19 +137,20 @@ class Samplers:
             {name: simple[name] for name in names if name in simple}
             for simple, names in zip(moment.attributes, progress, strict=True)
         ]
-        self._set(Moment(moment.random, changed))
+        self.move_to(Moment(moment.random, changed))
 
     @contextlib.contextmanager
     def at(self, moment: Moment) -> Iterator[None]:
         """For a while all is as it was at that moment; afterwards as it was before."""
         before = self.capture()
-        self._set(moment)
+        self.move_to(moment)
         try:
             yield
         finally:
-            self._set(before)
+            self.move_to(before)
 
-    def _set(self, moment: Moment) -> None:
+    def move_to(self, moment: Moment) -> None:
+        """All is as it was at that moment."""
         for sampler, simple in zip(self._chain, moment.attributes, strict=True):
             if "epoch" in simple and hasattr(sampler, "set_epoch") and sampler.epoch != simple["epoch"]:
                 sampler.set_epoch(simple["epoch"])
@@ -231,7 +232,7 @@ class Samplers:
         if is_at_end:
             before.random.restore(self._generators)
         else:
-            self._set(before)
+            self.move_to(before)
             self.load(state)
 
 
@@ -268,7 +269,8 @@ def _chain(sampler: Any) -> list[Any]:
     chain: list[Any] = []
     while sampler is not None and all(sampler is not known for known in chain):
         chain.append(sampler)
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        inner = getattr(sampler, "sampler", None)  # a tensor, perhaps: it has no truth
+        sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
     return chain
 
 
