@@ -68,10 +68,10 @@ def in_all_ways():
     """Each case in one way, in turn, and in all others in a full run; without workers there is no way."""
     for number, case in enumerate(CASES):
         if case.name.endswith("-w0"):
-            yield pytest.param(case, "store", "one", id=case.name)
+            yield pytest.param(case, "store", "one", id=case.name, marks=pytest.mark.full if case.full else ())
             continue
         for place, (lane, calls) in enumerate(WAYS):
-            marks = () if number % len(WAYS) == place else pytest.mark.full
+            marks = () if number % len(WAYS) == place and not case.full else pytest.mark.full
             yield pytest.param(case, lane, calls, id=f"{case.name}-{lane}-{calls}", marks=marks)
 
 
