@@ -356,6 +356,16 @@ class Crew:
         self._pool.post(Returned([a for a in spare if a not in self._dead], [], busy=True))
         return moved
 
+    def restart(self, worker_id: int) -> None:
+        """The worker is to be started anew where it is, as its journal says; it is away until then."""
+        host = self._hosts[worker_id]
+        if worker_id not in self._away:
+            if len(self.hosted_by(host)) == 1:
+                host.drop(from_task=0)
+            host.leave(worker_id)
+            host.lane.abandon(worker_id)
+        self._away.add(worker_id)
+
     def check_started(self) -> None:
         """Notes which actors run by now.
 

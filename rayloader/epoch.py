@@ -14,7 +14,6 @@ import logging
 import math
 import reprlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from rayloader.checkpoint import Position
 from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
+from rayloader.draws import Drawn, drawn
 from rayloader.errors import BatchTimeoutError, RayloaderError, SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed, Told
 from rayloader.messages import (
@@ -35,6 +35,8 @@ from rayloader.messages import (
     Closed,
     Deliver,
     DrawIndices,
+    DrawsPutOff,
+    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -57,7 +59,6 @@ from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
-from rayloader.transport import codec
 from rayloader.transport.lanes import Lent, from_wire, unplaced
 from rayloader.worker import CARRY, Result, ResultKind, result_of
 
@@ -77,14 +78,6 @@ class Delivery(NamedTuple):
     task: Task
     data: Any
     skipped: tuple[tuple[str, str], ...] = ()
-
-
-class Drawn(NamedTuple):
-    """What the sampler gave, and the same as it was then, encoded; and what a checkpoint needs of that draw."""
-
-    indices: Any
-    encoded: codec.Encoded
-    checksum: int  # of all the indices of the epoch, up to these
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +195,8 @@ class Epoch:
                 wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
                 delivery = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
             if delivery is not None:
+                if not self._schedule.has(delivery.task):
+                    continue  # it was drawn again while it was being pinned
                 self._take(delivery)
                 if delivery.data is not self.NOTHING:
                     return delivery
@@ -294,11 +289,17 @@ class Epoch:
 
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
-        if isinstance(self._sampler_iter, DrawAhead):
-            self._sampler_iter.reach(self._schedule.torch_draws)
+        ahead = self._sampler_iter if isinstance(self._sampler_iter, DrawAhead) else None
+        if ahead is not None and (changed := ahead.reach(self._schedule.torch_draws)) is not None:
+            self._undo(changed)
+        if ahead is not None:
+            self._position.drawn_by_torch = self._schedule.torch_draws
         while self._schedule.owed_draws:
+            if ahead is not None and not ahead.may_draw:
+                self._handle(DrawsPutOff())
+                break
             try:
-                drawn = self._draw()
+                indices = self._draw()
             except StopIteration:
                 self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
@@ -307,15 +308,36 @@ class Epoch:
                 raise
             else:
                 skip = self._position.has(self._draws - 1)
-                self._handle(IndicesSkipped() if skip else IndicesDrawn(drawn))
+                self._handle(IndicesSkipped() if skip else IndicesDrawn(indices))
 
     def _draw(self) -> Drawn:
         indices = next(self._sampler_iter)
-        encoded = codec.encode(indices, carry=CARRY)
-        self._checksum = zlib.crc32(encoded.skeleton, self._checksum)
+        result = drawn(indices, self._checksum, CARRY)
+        self._checksum = result.checksum
         self._draws += 1
-        self._position.drawn(self._draws - 1, self._sampler_iter, self._checksum)
-        return Drawn(indices, encoded, self._checksum)
+        self._position.drawn(self._draws - 1, self._sampler_iter, indices, self._checksum)
+        return result
+
+    def _undo(self, from_task: int) -> None:
+        """The workers go back to before they were given this task, and build what is drawn instead."""
+        self.note_begins()
+        with self._changed:
+            if self._failure is not None:
+                return
+            for worker_id in range(len(self._calls)):
+                self._take_published(worker_id)
+            before = [task for task in self._schedule.tasks if task.task_id < from_task]
+            self._checksum = before[-1].indices.checksum if before else self._position.checksum
+            self._draws = from_task
+            self._position.undrawn(from_task)
+            self._deliverable = deque(entry for entry in self._deliverable if entry[0].task_id < from_task)
+            self._handle(DrawsUndone(from_task))
+            for worker_id, journal in enumerate(self._crew.journals):
+                if journal.untell(from_task):
+                    self._crew.restart(worker_id)
+                    self._drop_calls(worker_id)
+                    self._handle(WorkerLost(worker_id, "it was given what was not to come", blameless=True))
+        self._revive()
 
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from rayloader.transport import raw, unpicklable
 from rayloader.transport.codec import decode, encode, writable_copies
+from rayloader.transport.mapped import Mappings
 
 ROOT = Path(__file__).parents[2]
 STRIDED = list(raw.NAMES)
@@ -364,7 +365,6 @@ ARRAYS = {
     "reversed": np.arange(100.0)[::-1],
     "broadcast": np.broadcast_to(np.arange(50.0), (4, 50)),
     "half": np.arange(500, dtype=np.float16),
-    "big endian": np.arange(100, dtype=">i4"),
     "dates": np.arange(100).astype("datetime64[ns]"),
     "deltas": np.arange(100).astype("timedelta64[D]"),
     "text": np.array(["a", "bcd", "ü"] * 40),
@@ -533,12 +533,12 @@ def test_excessive_depth_is_a_pickling_error():
 @pytest.mark.parametrize("shape", [(3,), (40, 20)])
 def test_byte_order_is_what_pickling_between_torchs_processes_makes_of_it(dtype, shape):
     array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
-    for given in (array, array[::2], np.asfortranarray(array), array.T):
-        want = pickle.loads(pickle.dumps(given, 4))
-        got = through(given)
+    for one in (array, array[::2], np.asfortranarray(array), array.T):
+        want = pickle.loads(pickle.dumps(one, 4))
+        got = through(one)
         assert (got.dtype, got.shape, got.strides) == (want.dtype, want.shape, want.strides)
         assert np.array_equal(got, want)
-    kept = encode(array, mapped=set())
+    kept = encode(array, mapped=Mappings())
     assert decode(kept.skeleton, [bytearray(b) for b in kept.buffers]).dtype == array.dtype  # a dataset's
 
 
