@@ -26,6 +26,7 @@ import io
 import mmap
 import operator
 import pickle
+import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ _PROTOCOL = 5
 _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span stay whole
 _MAPPED = 1 << 20  # bytes; copies from this size on are not taken from the heap
+_SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not this machine's
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 
 _NO_BUFFERS = pickle.dumps(([], [], [], [], []), _PROTOCOL)
@@ -286,9 +288,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
-        if self.known_classes and issubclass(kind, type):
-            return classes.reduce_by_id(obj, super().reducer_override)
-        if not issubclass(kind, (type, types.FunctionType)):  # cloudpickle's own are of these
+        if issubclass(kind, type):
+            if self.known_classes:
+                return classes.reduce_by_id(obj, super().reducer_override)
+            return classes.with_slots(obj, super().reducer_override(obj))
+        if not issubclass(kind, types.FunctionType):  # cloudpickle's own are of these
             self.ordinary.add(kind)
             return NotImplemented
         return super().reducer_override(obj)
@@ -360,6 +364,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dtype, strides = array.dtype, None
         if dtype.hasobject or dtype.itemsize == 0:
             return NotImplemented
+        if self.mapped is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
+            dtype = dtype.newbyteorder("=")
+            array = array.astype(dtype)
         if self.mapped is not None and array.nbytes and not array.flags.c_contiguous:
             low, high = byte_bounds(array)
             if low in self.mapped or high - low <= array.nbytes:
