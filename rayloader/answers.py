@@ -3,10 +3,10 @@
 Promise: `wait` returns when answers have come, and lets through whatever a signal handler raises meanwhile.
 
 NOTE [waiting]
-Python runs signal handlers in the main thread. If that waits in `ray.get` or `ray.wait`, Ray calls them and changes what
-they raise: SystemExit loses its code, and any other exception of the program's ends as SystemError, or is printed and
-dropped. So Ray is only asked to tell when a call is answered, which it does in a thread of its own, and the wait is one
-for a `Bell`. It costs the same. A thread that waits here is not within Ray either while another one shuts Ray down.
+Python runs signal handlers in the main thread. If that waits in `ray.get` or `ray.wait`, Ray calls them and changes
+what they raise: SystemExit loses its code, and any other exception of the program's ends as SystemError, or is printed
+and dropped. So Ray is only asked to tell when a call is answered, which it does in a thread of its own, and the wait is
+one for a `Bell`. It costs the same. A thread that waits here is not within Ray either while another shuts Ray down.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How one thread wakes another, also where a signal handler may raise.
 
-Promise: `wait` is one call of a lock that CPython implements in C. A handler that raises in the main thread breaks it off
-and leaves nothing locked. `threading.Condition`, and with it `Event` and `queue.Queue`, take their lock in Python code,
-where an exception may come right after: then it is held for ever.
+Promise: `wait` is one call of a lock that CPython implements in C. A handler that raises in the main thread breaks it
+off and leaves nothing locked. `threading.Condition`, and with it `Event` and `queue.Queue`, take their lock in Python
+code, where an exception may come right after: then it is held for ever.
 """
 
 from __future__ import annotations

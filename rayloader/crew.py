@@ -196,11 +196,13 @@ class Crew:
         Raises:
             ActorLost: it never will.
         """
-        give_up = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.ready([ref], count=1, timeout=min(SESSION_TICK_S, max(0.0, give_up - time.monotonic()))):
+        self.check_session()
+        answers, give_up = self._answers, math.inf if timeout is None else time.monotonic() + timeout
+        while not answers.wait([ref], 1, min(SESSION_TICK_S, max(0.0, give_up - time.monotonic()))):
             if time.monotonic() >= give_up:
                 return None
-        answer = self._answers[ref]
+            self.check_session()
+        answer = answers[ref]
         if isinstance(answer, RayError):
             self.check_session()  # Ray's shutdown is not the worker's fault
             raise ActorLost(actor, answer) from answer

@@ -130,7 +130,8 @@ class Schedule:
         self._opened = False
         self._sampler_exhausted = False
         self._failed = False  # a worker is lost for good
-        self._closed = False
+        self.closed = False
+        self._finished = False  # when it was closed
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             Opened: self._open,
             IndicesDrawn: self._assign,
@@ -175,8 +176,8 @@ class Schedule:
 
     @property
     def finished(self) -> bool:
-        """Whether every batch there is has been taken, or the epoch was closed."""
-        return self._closed or (self._opened and not self._tasks and not self.owed_draws)
+        """Whether every batch there is has been taken. An epoch that is closed before will never be finished."""
+        return self._finished if self.closed else (self._opened and not self._tasks and not self.owed_draws)
 
     def handle(self, event: Event) -> list[Command]:
         """Takes in what happened and returns what is to be done, in order.
@@ -184,7 +185,7 @@ class Schedule:
         Raises:
             RuntimeError: the event contradicts the state (a fault in the caller).
         """
-        if self._closed:
+        if self.closed:
             return []  # late news of an epoch that nobody listens to
         return self._handlers[type(event)](event)
 
@@ -402,11 +403,12 @@ class Schedule:
 
     def _close(self, event: Closed) -> list[Command]:
         """Whatever the state is, also one that a Ctrl-C left half-changed."""
+        self._finished = self.finished
         commands: list[Command] = self._finish_as_torch() if event.resuming else []
         if self._tasks:
             commands.append(Forget(tuple(self._tasks)))
         self._tasks.clear()
-        self._closed = True
+        self.closed = True
         self.owed_draws = 0
         return commands
 

@@ -226,9 +226,24 @@ def test_closing_forgets_everything_and_ends_all_news():
     schedule = opened(num_workers=2, prefetch_factor=1)
     schedule.handle(TasksDone((0,)))
     assert in_words(schedule.handle(Closed())) == [("forget", 0, 1)]
-    assert schedule.finished
+    assert schedule.closed
     assert schedule.handle(TasksDone((1,))) == []
     assert schedule.handle(Closed()) == []
+
+
+def test_closed_and_finished_are_different_answers():
+    schedule = opened(num_workers=1, prefetch_factor=1, draw=1)
+    schedule.handle(SamplerExhausted())
+    schedule.handle(TasksDone((0,)))
+    schedule.handle(Closed())
+    assert schedule.closed
+    assert not schedule.finished  # the last batch was not taken
+    schedule = opened(num_workers=1, prefetch_factor=1, draw=0)
+    schedule.handle(SamplerExhausted())
+    schedule.handle(Closed())
+    schedule.handle(Closed())
+    assert schedule.closed
+    assert schedule.finished
 
 
 def draw(schedule: Schedule, count: int) -> list[tuple[object, ...]]:
@@ -560,7 +575,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.failed or worker.away or not had_work
         if self.failed:
             self.act(Closed())
-            assert self.schedule.finished
+            assert self.schedule.closed
 
     @precondition(lambda self: self.schedule and any(worker.away for worker in self.workers))
     @rule(data=st.data())
@@ -595,7 +610,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def it_never_sticks(self):
-        if self.schedule is not None and not self.schedule.finished:
+        if self.schedule is not None and not self.schedule.finished and not self.schedule.closed:
             busy = any(worker.queue or worker.calls or worker.away for worker in self.workers)
             assert self.deliverable or self.answers or busy
 
