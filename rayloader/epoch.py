@@ -459,13 +459,15 @@ class Epoch:
             self._take_published(worker_id)
         numbers = {w: self._calls[w][0].number for w in worker_ids if self._calls[w]}
         at_work = min(numbers, key=numbers.__getitem__, default=None)  # it makes one call after the other
+        admitted = suspect is not None
         if suspect is None and at_work is not None:
             suspect = self._alone(at_work)
         self._crew.lose(actor)
         for worker_id in worker_ids:
             self._drop_calls(worker_id)
             blameless = at_work not in (None, worker_id)
-            self._handle(WorkerLost(worker_id, cause, None if blameless else suspect, blameless))
+            lost = WorkerLost(worker_id, cause, suspect, admitted) if not blameless else None
+            self._handle(lost or WorkerLost(worker_id, cause, blameless=True))
 
     def _alone(self, worker_id: int) -> int | None:
         """The task that a worker must be at: the only one of its oldest call."""

@@ -70,9 +70,12 @@ _DELIVERED = TRANSITIONS[TaskState.READY]["Deliver"]
 CALLS_AHEAD = 2
 #
 # NOTE [blame]
-# What was lost is sent again one task a call, so that the next loss shows which task was at work. A task that was at
-# work, alone in its call, when its worker died, and then again, is at fault, not the machine. A worker that dies
-# `max_restarts` times in a row without finishing anything ends the epoch too.
+# What was lost is sent again one task a call, so that the next loss shows which task was at work. What killed the
+# process is not known: Ray says the same of a crash in the task and of a kill from outside. So a worker may die
+# `max_restarts` times in a row without finishing anything, whatever it was at; one more death ends the epoch. However
+# large that number is, a task ends it that was at work, alone in its call, at so many deaths:
+DEATHS = 5
+# And one whose process said itself that the task ended it (SystemExit), so that chance has no part in it, at so many:
 KILLS = 2
 
 
@@ -382,7 +385,8 @@ class Schedule:
             self._restarts[worker_id] += 1
         if suspect is not None:
             self._kills[suspect.task_id] = self._kills.get(suspect.task_id, 0) + 1
-        if self._restarts[worker_id] > self._max_restarts or (suspect and self._kills[suspect.task_id] >= KILLS):
+        hopeless = suspect is not None and self._kills[suspect.task_id] >= (KILLS if event.admitted else DEATHS)
+        if hopeless or self._restarts[worker_id] > self._max_restarts:
             self._failed, self._active[worker_id] = True, False
             self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
             return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
