@@ -23,15 +23,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import pickle
 import reprlib
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch._utils import ExceptionWrapper
 
@@ -40,6 +38,7 @@ from rayloader.checkpoint import Position
 from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
+from rayloader.draws import Drawn, drawn
 from rayloader.errors import (
     BatchTimeoutError,
     RayloaderError,
@@ -56,6 +55,8 @@ from rayloader.messages import (
     Closed,
     Deliver,
     DrawIndices,
+    DrawsPutOff,
+    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -78,10 +79,9 @@ from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
-from rayloader.transport import codec
 from rayloader.transport.control_page import ControlPage
 from rayloader.transport.lanes import Lent, from_wire, unplaced
-from rayloader.worker import CARRY, Result, ResultKind
+from rayloader.worker import CARRY, Result, ResultKind, result_of
 
 logger = logging.getLogger("rayloader")
 
@@ -102,14 +102,6 @@ class Delivery:
     skipped: tuple[tuple[str, str], ...] = ()
     taken: bool = False  # the schedule knows
     counted: bool = False  # the position knows: the user has it
-
-
-class Drawn(NamedTuple):
-    """What the sampler gave, and the same as it was then, encoded; and what a checkpoint needs of that draw."""
-
-    indices: Any
-    encoded: codec.Encoded
-    checksum: int  # of all the indices of the epoch, up to these
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +255,9 @@ class Epoch:
                 wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
                 self._out = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
             if self._out is not None:
+                if self._is_stale(self._out):
+                    self._out = None
+                    continue
                 self._take(self._out)
                 if self._out.data is not self.NOTHING:
                     return self._out
@@ -293,6 +288,13 @@ class Epoch:
                 raise self._failure.with_traceback(None)
             self._crew.check_session()
             raise RaySessionError("this epoch was ended: iter() was called on the loader again meanwhile")
+
+    def _is_stale(self, delivery: Delivery) -> bool:
+        """Whether it was drawn again while it was being pinned; then the pin thread is to go on."""
+        stale = not delivery.taken and not self._schedule.has(delivery.task)
+        if stale and self._pin_thread is not None:
+            self._pin_thread.taken(delivery)
+        return stale
 
     def _take(self, delivery: Delivery) -> None:
         """The user gets the batch."""
@@ -390,14 +392,20 @@ class Epoch:
 
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
-        if isinstance(self._sampler_iter, DrawAhead):
+        ahead = self._sampler_iter if isinstance(self._sampler_iter, DrawAhead) else None
+        if ahead is not None:
             self._drawing = True
-            self._sampler_iter.reach(self._schedule.torch_draws)
+            if (changed := ahead.reach(self._schedule.torch_draws)) is not None:
+                self._undo(changed)
+            self._position.drawn_by_torch = self._schedule.torch_draws
             self._drawing = False
         while self._schedule.owed_draws:
+            if ahead is not None and not ahead.may_draw:
+                self._handle(DrawsPutOff())
+                break
             self._drawing = True
             try:
-                drawn = self._draw()
+                indices = self._draw()
             except StopIteration:
                 self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
@@ -408,16 +416,38 @@ class Epoch:
                 raise
             else:
                 skip = self._position.has(self._draws - 1)
-                self._handle(IndicesSkipped() if skip else IndicesDrawn(drawn))
+                self._handle(IndicesSkipped() if skip else IndicesDrawn(indices))
             self._drawing = False
 
     def _draw(self) -> Drawn:
         indices = next(self._sampler_iter)
-        encoded = codec.encode(indices, carry=CARRY)
-        self._checksum = zlib.crc32(encoded.skeleton, self._checksum)
+        result = drawn(indices, self._checksum, CARRY)
+        self._checksum = result.checksum
         self._draws += 1
-        self._position.drawn(self._draws - 1, self._sampler_iter, self._checksum)
-        return Drawn(indices, encoded, self._checksum)
+        self._position.drawn(self._draws - 1, self._sampler_iter, indices, self._checksum)
+        return result
+
+    def _undo(self, from_task: int) -> None:
+        """The workers go back to before they were given this task, and build what is drawn instead."""
+        self.note_begins()
+        with self._lock:
+            if self._failure is not None:
+                return
+            for worker_id in range(len(self._calls)):
+                self._take_published(worker_id)
+            before = [task for task in self._schedule.tasks if task.task_id < from_task]
+            last = before[-1] if before else self._out.task if self._out is not None else None
+            self._checksum = last.indices.checksum if last is not None else self._position.checksum
+            self._draws = from_task
+            self._position.undrawn(from_task)
+            self._deliverable = deque(entry for entry in self._deliverable if entry[0].task_id < from_task)
+            self._handle(DrawsUndone(from_task))
+            for worker_id, journal in enumerate(self._crew.journals):
+                if journal.untell(from_task):
+                    self._crew.restart(worker_id)
+                    self._drop_calls(worker_id)
+                    self._handle(WorkerLost(worker_id, "it was given what was not to come", blameless=True))
+        self._revive()
 
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""
@@ -439,9 +469,7 @@ class Epoch:
 
     def _call(self, worker_id: int, told: list[Told], *, wanted: bool = True) -> None:
         actor = self._crew.actor(worker_id)
-        window = self._schedule.window // len(self._crew.actors)
-        count = max(1, len(told) + self._left_over[worker_id])
-        lent = actor.lane.lend(count, window) if self._arenas and wanted else None
+        lent = actor.lane.lend() if self._arenas and wanted else None
         ref = actor.run(worker_id, told, lent.room if lent is not None else None, wanted=wanted)
         self._calls[worker_id].append(_Call(actor, ref, actor.calls, len(told), lent, wanted))
 
@@ -541,15 +569,18 @@ class Epoch:
 
     def _open_first(self) -> Delivery | None:
         """The next batch if it is there, and it stays there until `_drop_first`."""
-        if not self._deliverable:
+        with self._lock:
+            first = self._deliverable[0] if self._deliverable else None
+        if first is None:
             return None
-        task, result = self._deliverable[0]
+        task, result = first
         data = self.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
         return Delivery(task, data, result.skipped)
 
     def _drop_first(self, delivery: Delivery) -> None:
-        if self._deliverable and self._deliverable[0][0] is delivery.task:
-            self._deliverable.popleft()
+        with self._lock:
+            if self._deliverable and self._deliverable[0][0] is delivery.task:
+                self._deliverable.popleft()
 
     def _receive_and_pin(self) -> Delivery | None:
         """The next batch, pinned; None after the last. Waits while all that is under way waits for the user."""
@@ -632,29 +663,24 @@ class Epoch:
         lane, pace = self._crew.actor(worker_id).lane, self._paces[worker_id]
         if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
             return  # closed meanwhile, or the worker was given up: a late answer is nobody's
-        results = [Result(*fields) for fields in reply.results]
-        nbytes = sum(result.nbytes for result in results)
-        for result in results:
-            lane.saw(result.nbytes)
-        exhausted = bool(results) and results[-1].kind is ResultKind.EXHAUSTED
+        results = [result_of(final) for task_id, final in reply.results if task_id in self._unanswered]
         self._take_in(worker_id, results, call.lent)
         if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
             return  # it exited
         self._note_state(worker_id, WorkerState(*reply.state))
         self._calls[worker_id].popleft()
         self._crew.forget(call.ref)
-        self._left_over[worker_id] += call.num_tasks - len(results)
-        lane.release(call.lent, reuse=reply.reuse)
+        self._left_over[worker_id] += call.num_tasks - len(reply.results)
+        if reply.full:
+            lane.was_full()
         if reply.no_arena:
             lane.refused(reply.no_arena)
-        if exhausted:  # it writes nothing any more, and will say nothing new
-            for later in self._calls[worker_id]:
-                lane.release(later.lent, reuse=True)
+        if reply.exhausted:  # it writes nothing any more, and will say nothing new
             self._calls[worker_id].clear()
             self._crew.journals[worker_id].entries.clear()
         else:
             self._handle(CallAnswered(worker_id))
-            if pace.saw(len(results), reply.seconds, nbytes, publishes=reply.publishes):
+            if pace.saw(len(reply.results), reply.seconds, reply.nbytes, publishes=reply.publishes):
                 self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
 
     def _note_state(self, worker_id: int, state: WorkerState) -> None:
@@ -705,7 +731,7 @@ class Epoch:
         entries = page.read(call.number)
         if entries:
             self._last_arrival = time.monotonic()
-            self._take_in(worker_id, [Result(*pickle.loads(entry)) for entry in entries], call.lent)
+            self._take_in(worker_id, [result_of(entry) for entry in entries], call.lent)
         return bool(entries)
 
     def _take_in(self, worker_id: int, results: list[Result], lent: Lent | None) -> None:

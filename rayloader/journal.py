@@ -39,6 +39,7 @@ class Journal:
         self._since: deque[WorkerState] = deque()  # snapshots after `base`, oldest first
         self._taken: deque[int] = deque()  # tasks after `base` that the user has taken, oldest first
         self._last_taken = -1
+        self._since_base: deque[Told] = deque()  # all that it was told after `base`
         self.shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
         self.begun = True  # `base` is of this epoch
         self.resumed: Any = None  # until it is: where the snapshot of the epoch's begin will come from
@@ -50,7 +51,21 @@ class Journal:
 
     def told(self, entries: Iterable[Told | Resumed]) -> None:
         """The worker was given something more to do."""
-        self.entries.extend(entries)
+        for entry in entries:
+            self.entries.append(entry)
+            if isinstance(entry, Told):
+                self._since_base.append(entry)
+
+    def untell(self, from_task: int) -> bool:
+        """Back to before it was told this task of the current epoch, or a later one; whether it was."""
+        if not self._since_base or self._since_base[-1].task_id < from_task:
+            return False
+        self._since = deque(state for state in self._since if state.last_task < from_task)
+        self.state = self._since[-1] if self._since else self.base
+        self._since_base = deque(entry for entry in self._since_base if entry.task_id < from_task)
+        last_task = -1 if self.state is None else self.state.last_task
+        self.entries = deque(entry for entry in self._since_base if entry.task_id > last_task)
+        return True
 
     def begins(self, resumed: Resumed) -> None:
         """A new epoch begins."""
@@ -60,6 +75,7 @@ class Journal:
             self.state = self.state._replace(error="it died between an epoch that was broken off and the next")
         self.entries.append(resumed)
         self._since.clear()
+        self._since_base.clear()
         self._taken.clear()
         self._last_taken = -1
 
@@ -96,6 +112,7 @@ class Journal:
         self.state = self.base = base
         self.entries = deque(replay)
         self._taken = deque(entry.task_id for entry in self.entries if isinstance(entry, Told))
+        self._since_base = deque(entry for entry in self.entries if isinstance(entry, Told))
         self._last_taken = self._taken[-1] if self._taken else -1
 
     def _advance(self) -> None:
@@ -104,3 +121,5 @@ class Journal:
             del self._since[0]
         while self.base is not None and self._taken and self._taken[0] <= self.base.last_task:
             del self._taken[0]
+        while self.base is not None and self._since_base and self._since_base[0].task_id <= self.base.last_task:
+            del self._since_base[0]

@@ -310,6 +310,21 @@ class UnseededSampler(Sampler):
         return iter(np.random.default_rng().permutation(LENGTH).tolist())
 
 
+class TensorBatches(Sampler):
+    """Gives its batches as tensors, views of one permutation; of another seed another one."""
+
+    def __init__(self, seed, kind=torch.Tensor):
+        self.seed = seed
+        self.kind = kind
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(self.seed))
+        return iter((order.numpy() if self.kind is np.ndarray else order).reshape(7, 3))
+
+
 # ---- runs
 
 EVERY = pytest.param(slice(None), id="every", marks=pytest.mark.full)
@@ -333,6 +348,13 @@ def make(arguments, num_workers=WORKERS, seed=1, **options):
     given = {**arguments(), **options}
     batch_size = {} if "batch_sampler" in given else {"batch_size": 3}
     return DataLoader(**{**batch_size, "num_workers": num_workers, **given})
+
+
+def hosted(arguments, actors, of=WORKERS, **options):
+    """A loader that goes on: the same `of` workers, hosted by so many actors at most; seeded otherwise than a run."""
+    loader = make(arguments, of, **{"seed": 2, **options})
+    loader.resize(actors)
+    return loader
 
 
 def save(loader):
