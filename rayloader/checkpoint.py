@@ -111,7 +111,8 @@ class Position:
     """How far the user of one iterator is; kept up to date by the epoch, under `lock`."""
 
     def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
-        self.lock = threading.Condition()
+        self.lock = threading.RLock()  # taken and let go in C: no interrupt comes in between, as with a Condition
+        self.handed: Any = None  # the epoch's `Delivery` whose batch the user was given last
         self.samplers = samplers
         self.base_seed = base_seed
         self.shared_seed: int | None = None
@@ -142,8 +143,11 @@ class Position:
         self.skipped = 0  # samples
         self.stages: list[redeal.Stage] = []  # that the epoch went through with other numbers of ranks
         self.finished = False
+        self.handed = None
+        self._counted = -1  # the task that was taken last
         self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
         self._checksums: dict[int, int] = {}  # of the indices up to each task that is drawn and not taken
+        self._forgotten = 0  # no task before it is in there
         self.stateful = False
         self.stream: Stream | None = None  # without workers
         self.error = ""  # why the position can't be told
@@ -194,27 +198,40 @@ class Position:
         """Whether the user has this task's batch already."""
         return task_id in self._ahead
 
+    def settle(self) -> None:
+        """Counts the batch that was handed over last, if that is still to be done."""
+        with self.lock:
+            if self.handed is not None and not self.handed.counted:
+                task = self.handed.task
+                self.taken(task.worker_id, task.task_id, task.indices.checksum)
+                self.handed.counted = True
+
     def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
-        """The user has this task's batch now."""
+        """The user has this task's batch now. Telling it twice in a row does no harm, see `Journal.taken`."""
         if self.journals:
             self.journals[worker_id].taken(task_id)
             self.next_worker = (worker_id + 1) % self.num_workers
-        self.delivered += 1
-        before = self.next_task
-        if task_id == self.next_task or self.iterable:  # there nobody waits for what an exhausted worker was to build
-            self.next_task, self.checksum = task_id + 1, checksum
-        else:
-            self._ahead[task_id] = checksum
+        if task_id != self._counted:
+            if task_id == self.next_task or self.iterable:
+                # There nobody waits for what an exhausted worker was to build.
+                self.next_task, self.checksum = task_id + 1, checksum
+            else:
+                self._ahead[task_id] = checksum
+            self.delivered += 1
+            self._counted = task_id
         while self.next_task in self._ahead:
-            self.checksum = self._ahead.pop(self.next_task)
+            self.checksum = self._ahead[self.next_task]
+            del self._ahead[self.next_task]
             self.next_task += 1
-        for taken in range(before, self.next_task):
-            self._checksums.pop(taken, None)
+        while self._forgotten < self.next_task:
+            self._checksums.pop(self._forgotten, None)
+            self._forgotten += 1
 
     # ---- as a state
 
     def pack(self) -> dict[str, Any]:
         """The position, as part of a state."""
+        self.settle()
         if not all(journal.begun for journal in self.journals):
             raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
         if self.error:

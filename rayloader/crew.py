@@ -23,6 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from torch.utils.data import _DatasetKind
 
 from rayloader import session
+from rayloader.answers import Answers
 from rayloader.errors import RaySessionError
 from rayloader.journal import Journal, Resumed, Told
 from rayloader.placement import Verdict
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
+# How often a wait for one answer looks whether Ray is still there to give it, in seconds.
+SESSION_TICK_S = 1.0
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
 
@@ -156,6 +159,7 @@ class Crew:
         self._fresh = fresh  # no actor may have been another's before
         self._remote_args = remote_args
         self._pid = os.getpid()
+        self._answers = Answers()
         self._image: Image | None = None  # kept for workers that have yet to open it
         self._carried: list[Any] = []
         self._setups: list[Setup] = []
@@ -200,23 +204,28 @@ class Crew:
             ActorLost: it never will.
         """
         self.check_session()
-        try:
-            return unpack(ray.get(ref, timeout=timeout))
-        except GetTimeoutError:
-            return None
-        except RayError as error:
+        answers, give_up = self._answers, math.inf if timeout is None else time.monotonic() + timeout
+        while not answers.wait([ref], 1, min(SESSION_TICK_S, max(0.0, give_up - time.monotonic()))):
+            if time.monotonic() >= give_up:
+                return None
+            self.check_session()
+        answer = answers[ref]
+        if isinstance(answer, RayError):
             self.check_session()  # Ray's shutdown is not the worker's fault
-            raise ActorLost(actor, error) from error
-        except SystemExit as error:  # what Ray raises in a thread that waits while it is shut down
-            raise RaySessionError(SESSION_ENDED) from error
+            raise ActorLost(actor, answer) from answer
+        return unpack(answer)
 
     def ready(self, refs: Sequence[Ref], *, count: int, timeout: float) -> list[Ref]:
         """Those of `refs` that are answered (or lost), once `count` of them are or after `timeout` seconds."""
         self.check_session()
-        try:
-            return ray.wait(list(refs), num_returns=min(count, len(refs)), timeout=timeout)[0]
-        except SystemExit as error:  # as in fetch
-            raise RaySessionError(SESSION_ENDED) from error
+        return self._answers.wait(refs, min(count, len(refs)), timeout)
+
+    def forget(self, ref: Ref | None = None) -> None:
+        """Drops the answer to a call that was fetched; without one, all."""
+        if ref is None:
+            self._answers = Answers()  # those that still come go to the old one
+        else:
+            self._answers.forget(ref)
 
     def start(self, image: Image, carried: list[Any], setups: list[Setup], journals: list[Journal]) -> None:
         """Tells the actors which workers they are.

@@ -87,8 +87,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             `seeding="batch"` and a map-style dataset.
         max_worker_restarts: how often in a row, without a finished batch in between, a worker whose process died is
             given a new one that goes on where it was; 0: the first death ends the epoch. By default 3: what kills a
-            process over and over, before it finishes anything, does not get better. A batch that kills its worker
-            twice, alone at work, ends the epoch whatever this is.
+            process over and over, before it finishes anything, does not get better. Whatever this is, a batch ends the
+            epoch at which its worker died five times, alone at work, or exited twice (`SystemExit`).
         on_timeout: "raise" an error after `timeout` seconds without the next batch, as torch does, or "restart" the
             worker that it is waited for of: its process is killed and replaced as one that died.
         on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch is

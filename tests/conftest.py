@@ -68,8 +68,8 @@ def ray_session():
 def nothing_left():
     """After a test: no thread, descriptor, mapping or actor process of ours but those that were there before.
 
-    While `ray_session` lasts, the actors of the process's pool stay warm for it, each with its arena. The janitor's
-    thread runs while there is a pool.
+    While `ray_session` lasts, the actors of the process's pool stay warm for it, each with its arena, and the thread
+    that started Ray lives. The janitor's thread runs while there is a pool.
     """
     threads, files, actors = our_threads(), our_files(), pool_pids()
     yield
@@ -93,6 +93,8 @@ def check_threads(before):
     def left():
         pool = sys.modules.get("rayloader.pool")
         allowed = {"rayloader-janitor"} if pool is not None and pool._pool is not None else set()
+        if _keepers:
+            allowed.add("rayloader-session")
         return [thread for thread in our_threads() - before if thread.name not in allowed]
 
     if left():
