@@ -165,10 +165,8 @@ class Position:
         if isinstance(iterator, DrawnAgain):
             return
         self.stateful = self.samplers.is_stateful(iterator)
-        if self.stateful:
-            own = self.samplers.own_state(iterator)
-            start = self.starts[0]
-            self.starts = [start._replace(own=start.own._replace(iterator=own.iterator, error=own.error))]
+        start = self.starts[0]
+        self.starts = [start._replace(own=self.samplers.with_iterator(start.own, iterator))]
 
     def first_draw(self, iterator: Any) -> None:
         """The same, where that is some time after the iterator was made."""
@@ -182,7 +180,7 @@ class Position:
         if task_id in self._ahead:
             self._ahead[task_id] = checksum
         if task_id == 0 and self.stateful and len(self.starts) == 1:
-            own = self.samplers.own_state(iterator)
+            own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
             self.starts.append(Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum))
 
     def sampler_ended(self, total: int) -> None:
