@@ -21,9 +21,10 @@ from torch.utils.data import DistributedSampler
 
 from rayloader import redeal
 from rayloader.errors import StateError
+from rayloader.generators import find_generators
 from rayloader.journal import Journal, Told
 from rayloader.prefetch import QUIET_SAMPLERS
-from rayloader.random_state import RandomState, find_generators
+from rayloader.random_state import RandomState
 from rayloader.snapshot import WorkerState, has_state
 from rayloader.transport import codec
 

@@ -36,6 +36,7 @@ from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rayloader import generators
 from rayloader.transport import classes, plain
 from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 
@@ -83,7 +84,8 @@ def encode(
             process that they came from; see classes.py.
         carry: Types whose instances are left to whoever transports the rest, such as Ray's references.
         mapped: For replicas: addresses whose memory must not be copied, however small an array is, or in whatever
-            steps it goes through it. Arrays that go through the same memory more than once keep doing so.
+            steps it goes through it. Arrays that go through the same memory more than once keep doing so. And a
+            replica's random generators can be noted when it is decoded, see generators.py.
 
     Raises:
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -219,9 +221,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
+        if self.mapped is not None and issubclass(kind, generators.KINDS):
+            return generators.reduce_generator(obj, self._reduced)
         if self.known_classes and issubclass(kind, type):
             return classes.reduce_by_id(obj, super().reducer_override)
         return super().reducer_override(obj)
+
+    def _reduced(self, obj: Any) -> Any:
+        """As if this class had no `reducer_override`."""
+        if (reduced := super().reducer_override(obj)) is not NotImplemented:
+            return reduced
+        reduce = self.dispatch_table.get(type(obj))
+        return reduce(obj) if reduce is not None else obj.__reduce_ex__(_PROTOCOL)
 
     def _tensor(self, tensor: Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
