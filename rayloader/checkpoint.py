@@ -203,7 +203,7 @@ class Position:
                 del self._sampler_states[min(self._sampler_states)]
 
     def _oldest_replay(self) -> int:
-        return min([self.next_task, *(journal.replay[0] for journal in self.journals if journal.replay)])
+        return min([self.next_task, *(journal.replay[0].task_id for journal in self.journals if journal.replay)])
 
     # ---- as a state
 
@@ -231,7 +231,8 @@ class Position:
             "sampler_begin": {"task": begin, "checksum": checksum, "state": sampler} if self._stateful else None,
             "sampler_end": self._sampler_end if self._total == self.next_task else None,
             "workers": [
-                {"state": _pack_worker(journal.base), "replay": journal.replay} for journal in self.journals
+                {"state": _pack_worker(journal.base), "replay": [[t.task_id, t.digest] for t in journal.replay]}
+                for journal in self.journals
             ],
         }  # fmt: skip
 
@@ -276,7 +277,7 @@ class Position:
         task_id, self.checksum = (0, 0) if begin is None else (begin["task"], begin["checksum"])
         if self._stateful:
             self._sampler_states[task_id] = begin["state"], self.checksum
-        replays = {task_id for worker in packed["workers"] for task_id in worker["replay"]}
+        replays = {task_id for worker in packed["workers"] for task_id, _ in worker["replay"]}
         told: dict[int, codec.Encoded] = {}
         if self.iterable:  # its indices stand for nothing, and are all the same
             told = dict.fromkeys(replays, codec.encode(next(iterator)))
@@ -293,7 +294,7 @@ class Position:
             task_id += 1
         for journal, worker in zip(self.journals, packed["workers"], strict=True):
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
-            replay = [Told(task_id, told[task_id]) for task_id in worker["replay"] if task_id in told]
+            replay = [Told(t, told[t], checksum) for t, checksum in worker["replay"] if t in told]
             journal.starts_at(_unpack_worker(worker["state"]), replay)
         if self._stateful and packed["at_end"]:  # asked again, it might begin its next epoch
             samplers.load_state(packed["sampler_end"])

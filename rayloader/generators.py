@@ -96,7 +96,7 @@ def find_generators(obj: Any) -> list[Any]:
 def _globals() -> tuple[tuple[Any, Any, str], ...]:
     numpy = np.random.mtrand
     return (
-        (random._inst, random, "_inst"),  # type: ignore[attr-defined]
+        (random._inst, random, "_inst"),
         (numpy._rand, numpy, "_rand"),
         (numpy._rand._bit_generator, numpy._rand, "_bit_generator"),
         (torch.default_generator, torch, "default_generator"),
@@ -137,7 +137,7 @@ def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
     return _note, (make, *arguments), *rest
 
 
-def _without_state(kind: type[Any], attributes: dict[str, Any]) -> Any:
+def _without_state(kind: Any, attributes: dict[str, Any]) -> Any:
     generator = kind.__new__(kind)
     vars(generator).update(attributes)
     return generator
@@ -288,7 +288,8 @@ def _tracked(known: set[int]) -> set[int]:
 
 
 def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*(_with_subclasses(sub) for sub in type.__subclasses__(kind)))
+    below: list[type] = type.__subclasses__(kind)
+    return {kind}.union(*map(_with_subclasses, below))
 
 
 def _kind(generator: Any) -> str:
