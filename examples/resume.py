@@ -63,9 +63,12 @@ class Training:
         torch.manual_seed(seed)
         self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=3e-3)
-        # A generator of its own: whatever else draws from torch's global one must not change the batches.
+        # A generator of its own: whatever else draws from torch's global one must not change the batches. And random
+        # numbers by batch: the number of workers must not change them either.
         generator = torch.Generator().manual_seed(seed)
-        self.loader = DataLoader(MovedDigits(), 32, shuffle=True, num_workers=workers, generator=generator)
+        self.loader = DataLoader(
+            MovedDigits(), 32, shuffle=True, num_workers=workers, generator=generator, seeding="batch"
+        )
         self.epoch = self.step = 0
         if self.checkpoint.exists():
             self.restore()

@@ -8,118 +8,103 @@ it the user has taken, and a snapshot of each worker. What does not fit is refus
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import threading
-import zlib
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-import cloudpickle
-import numpy as np
-import torch
-from torch.utils.data import DistributedSampler
-
-from rayloader import redeal
+from rayloader import local_state, plain_state, redeal
+from rayloader.draws import drawn
 from rayloader.errors import StateError
-from rayloader.generators import find_generators
 from rayloader.journal import Journal, Told
-from rayloader.prefetch import QUIET_SAMPLERS
+from rayloader.local_state import Stream, pack_object, unpack_object
 from rayloader.random_state import RandomState
+from rayloader.samplers import RANK, Moment, OwnState, Samplers
 from rayloader.snapshot import WorkerState, has_state
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 1
-_ARRAY = "rayloader: NumPy array of dtype"
+FORMAT, VERSION = "rayloader", 2
 # What a state and a loader must have in common: with another value of these, the stream is another one.
-_FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order", "persistent_workers")
+_FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
 
 
-class Samplers:
-    """The sampler of a loader and those within it: who tells its state, and whose generators it draws from."""
+class Start(NamedTuple):
+    """A point of an epoch from which the sampler can be asked again: before its first draw, or after that.
 
-    def __init__(self, loader: Any) -> None:
-        self.index_sampler = loader._index_sampler
-        self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
-        chain: list[Any] = []
-        sampler = self.index_sampler
-        while sampler is not None and all(sampler is not known for known in chain):
-            chain.append(sampler)
-            sampler = getattr(sampler, "sampler", None)
-        self._chain = chain
-        self._stateful = next((sampler for sampler in chain if has_state(sampler)), None)
-        self.is_stock = type(chain[-1]) in QUIET_SAMPLERS
-        own = loader.generator is not None and getattr(chain[-1], "generator", loader.generator) is not None
-        self._needs_global = not (self.is_stock and own)
-        self._generators: list[Any] = [] if loader.generator is None else [loader.generator]
-        for sampler in chain:
-            inner = {k: v for k, v in _attributes(sampler).items() if k not in ("data_source", "dataset", "sampler")}
-            self._generators += [g for g in find_generators(inner) if all(g is not known for known in self._generators)]
+    The second is there for samplers that tell their state. Some go on exactly from what they tell between two epochs,
+    others only from what they tell in the middle of one.
+    """
+
+    moment: Moment
+    own: OwnState = OwnState()
+    first: Any = None  # after the first draw: what that gave
+    checksum: int = 0  # of that
+    drawing: Moment | None = None  # before the first draw, where the sampler's iterator was made some time before
+
+    def pack(self) -> dict[str, Any]:
+        """As part of a state."""
+        return {
+            "moment": self.moment.pack(),
+            "sampler": pack_object(self.own.sampler),
+            "iterator": pack_object(self.own.iterator),
+            "first": plain_state.pack(self.first),
+            "checksum": self.checksum,
+            "drawing": None if self.drawing is None else self.drawing.pack(),
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> Start:
+        """The inverse of `pack`."""
+        own = OwnState(unpack_object(packed["sampler"]), unpack_object(packed["iterator"]))
+        drawing = None if packed["drawing"] is None else Moment.unpack(packed["drawing"])
+        first = plain_state.unpack(packed["first"])
+        return cls(Moment.unpack(packed["moment"]), own, first, packed["checksum"], drawing)
+
+
+class Checksums:
+    """Of what a sampler gives: compared with what it gave before.
+
+    Args:
+        expected: checksums of the indices of the first so many tasks.
+    """
+
+    def __init__(self, expected: dict[int, int]) -> None:
+        self._expected = expected
+        self._found = {0: 0} if 0 in expected else {}
+        self._checksum = 0
+        self.count = 0  # tasks
+
+    def add(self, indices: Any) -> codec.Encoded:
+        """The indices of the next task."""
+        encoded, self._checksum = drawn(indices, self._checksum)
+        self.count += 1
+        if self.count in self._expected:
+            self._found[self.count] = self._checksum
+        return encoded
 
     @property
-    def name(self) -> str:
-        """Of the kinds of samplers."""
-        return " of ".join(type(sampler).__name__ for sampler in self._chain)
+    def as_expected(self) -> bool:
+        """Whether it gave the same."""
+        return self._found == self._expected
 
-    @property
-    def epoch(self) -> int | None:
-        """What `set_epoch` was told."""
-        return next((s.epoch for s in self._chain if hasattr(s, "set_epoch") and hasattr(s, "epoch")), None)
 
-    def set_epoch(self, epoch: int | None) -> None:
-        """Tells it to who wants to know."""
-        for sampler in self._chain:
-            if epoch is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+class DrawnAgain(Iterator[Any]):
+    """A sampler's iterator of a resumed epoch: first what was drawn, and not taken, before the state was saved."""
 
-    def is_stateful(self, iterator: Any) -> bool:
-        """Whether the sampler, or its iterator, tells its state."""
-        return has_state(iterator) or self._stateful is not None
+    def __init__(self, ahead: Iterable[Any], indices: Iterator[Any], *, ended: bool) -> None:
+        self._ahead = deque(ahead)
+        self._indices = indices
+        self._ended = ended  # asked again, the sampler might begin its next epoch
 
-    def state(self, iterator: Any) -> Any:
-        """The sampler's own state, None if it has none."""
-        stateful = iterator if has_state(iterator) else self._stateful
-        return None if stateful is None else copy.deepcopy(stateful.state_dict())
-
-    @property
-    def distributed(self) -> DistributedSampler[Any] | None:
-        """The sampler, if it is torch's for several ranks."""
-        return self._chain[-1] if type(self._chain[-1]) is DistributedSampler else None
-
-    def iterator(self, stages: list[redeal.Stage]) -> Any:
-        """The index sampler's; after stages, over what is left for this rank."""
-        if not stages:
-            return iter(self.index_sampler)
-        assert self.distributed is not None
-        return redeal.batches(self.distributed, stages, self._batch_size, drop_last=self._drop_last)
-
-    def load_state(self, state: Any) -> None:
-        """Gives the sampler its state back."""
-        if self._stateful is not None and state is not None:
-            self._stateful.load_state_dict(copy.deepcopy(state))
-
-    def iterator_at(self, state: Any) -> Any:
-        """An iterator that goes on from a state."""
-        self.load_state(state)
-        iterator = iter(self.index_sampler)
-        if has_state(iterator):
-            iterator.load_state_dict(copy.deepcopy(state))
-        return iterator
-
-    def capture(self) -> RandomState:
-        """The generators that `iter()` and the sampler draw from."""
-        random = RandomState.capture(self._generators)
-        if self.is_stock:
-            random = random._replace(python=None, numpy=None)
-        return random if self._needs_global else random._replace(torch=None)
-
-    def restore(self, random: RandomState) -> None:
-        """Puts them back."""
-        if random.others is not None and len(random.others) != len(self._generators):
-            raise StateError(
-                f"the state is of a loader whose sampler has {len(random.others)} random generators of its own, this "
-                f"one has {len(self._generators)}; make the loader as the one that was saved"
-            )
-        random.restore(self._generators)
+    def __next__(self) -> Any:
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._ended:
+            raise StopIteration
+        return next(self._indices)
 
 
 class Position:
@@ -134,20 +119,22 @@ class Position:
         self.iterable = iterable
         self.journals = [Journal() for _ in range(num_workers)]
         self.epoch = 0  # epochs of these workers before this one
-        self._begin_epoch()
+        self._forget_epoch()
 
     def begins(self, again: bool) -> None:
         """A new epoch, before the sampler is asked for its iterator; `again`: of workers that had one before."""
         self.epoch += again
-        self._begin_epoch()
+        self._forget_epoch()
+        self.starts.append(Start(self.samplers.capture(), self.samplers.own_state()))
 
     def restarts(self) -> None:
         """The workers are lost: new ones begin."""
         self.epoch, self.finished = 0, False
         self.journals = [Journal() for _ in range(self.num_workers)]
 
-    def _begin_epoch(self) -> None:
-        self.begin = self.samplers.capture()  # before the epoch's sampler is asked for its iterator
+    def _forget_epoch(self) -> None:
+        self.starts: list[Start] = []  # from the first on each is further
+        self.drawn_by_torch = math.inf  # draws that torch's loader would have made by now, if fewer were than here
         self.next_task = 0  # all before it are taken
         self.next_worker = 0
         self.delivered = 0  # batches
@@ -156,28 +143,52 @@ class Position:
         self.stages: list[redeal.Stage] = []  # that the epoch went through with other numbers of ranks
         self.finished = False
         self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
-        self._sampler_states: dict[int, tuple[Any, int]] = {}  # and checksum; by next task
-        self._stateful = False
-        self._total: int | None = None  # tasks of the epoch, once the sampler has ended
-        self._sampler_end: Any = None  # its state then
+        self._checksums: dict[int, int] = {}  # of the indices up to each task that is drawn and not taken
+        self.stateful = False
+        self.stream: Stream | None = None  # without workers
+        self.error = ""  # why the position can't be told
+        self._draws = 0  # from the sampler; the one that found its end among them
+
+    def redeals(self, epoch: int | None, stages: list[redeal.Stage]) -> Any:
+        """The epoch is one that other ranks have begun: the iterator over this rank's share of the rest."""
+        self.stages = stages
+        self.starts = [start._replace(moment=start.moment.with_epoch(epoch)) for start in self.starts]
+        with self.samplers.at(self.starts[0].moment):
+            return self.samplers.iterator(stages)
 
     def sampler_begins(self, iterator: Any) -> None:
-        """The sampler's iterator is about to be asked."""
-        self._stateful = self.samplers.is_stateful(iterator)
-        if self._stateful:
-            self._sampler_states[self.next_task] = self.samplers.state(iterator), self.checksum
+        """The sampler's iterator is about to be asked for the first time, or to go on."""
+        if isinstance(iterator, DrawnAgain):
+            return
+        self.stateful = self.samplers.is_stateful(iterator)
+        if self.stateful:
+            own = self.samplers.own_state(iterator)
+            start = self.starts[0]
+            self.starts = [start._replace(own=start.own._replace(iterator=own.iterator, error=own.error))]
 
-    def drawn(self, task_id: int, iterator: Any, checksum: int) -> None:
+    def first_draw(self, iterator: Any) -> None:
+        """The same, where that is some time after the iterator was made."""
+        self.starts = [self.starts[0]._replace(drawing=self.samplers.capture())]
+        self.sampler_begins(iterator)
+
+    def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> None:
         """The sampler has given the indices of this task."""
+        self._draws = max(self._draws, task_id + 1)
+        self._checksums[task_id] = checksum
         if task_id in self._ahead:
             self._ahead[task_id] = checksum
-        if self._stateful:
-            self._sampler_states[task_id + 1] = self.samplers.state(iterator), checksum
+        if task_id == 0 and self.stateful and len(self.starts) == 1:
+            own = self.samplers.own_state(iterator)
+            self.starts.append(Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum))
 
     def sampler_ended(self, total: int) -> None:
         """It has given the indices of so many tasks, and has no more."""
-        self._total = total
-        self._sampler_end = self.samplers.state(None)
+        self._draws = total + 1
+
+    def undrawn(self, from_task: int) -> None:
+        """What was drawn early, from this task on, is to be drawn again."""
+        self._draws = from_task
+        self._checksums = {task_id: c for task_id, c in self._checksums.items() if task_id < from_task}
 
     def has(self, task_id: int) -> bool:
         """Whether the user has this task's batch already."""
@@ -185,25 +196,20 @@ class Position:
 
     def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
         """The user has this task's batch now."""
-        self.journals[worker_id].taken(task_id)
-        self.next_worker = (worker_id + 1) % self.num_workers
+        if self.journals:
+            self.journals[worker_id].taken(task_id)
+            self.next_worker = (worker_id + 1) % self.num_workers
         self.delivered += 1
-        if (
-            task_id == self.next_task or self.iterable
-        ):  # there, what an exhausted worker was to build is in nobody's way
+        before = self.next_task
+        if task_id == self.next_task or self.iterable:  # there nobody waits for what an exhausted worker was to build
             self.next_task, self.checksum = task_id + 1, checksum
         else:
             self._ahead[task_id] = checksum
         while self.next_task in self._ahead:
             self.checksum = self._ahead.pop(self.next_task)
             self.next_task += 1
-        if self._stateful:
-            oldest = self._oldest_replay()
-            while min(self._sampler_states) < oldest:
-                del self._sampler_states[min(self._sampler_states)]
-
-    def _oldest_replay(self) -> int:
-        return min([self.next_task, *(journal.replay[0].task_id for journal in self.journals if journal.replay)])
+        for taken in range(before, self.next_task):
+            self._checksums.pop(taken, None)
 
     # ---- as a state
 
@@ -211,8 +217,13 @@ class Position:
         """The position, as part of a state."""
         if not all(journal.begun for journal in self.journals):
             raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
-        begin = min(self._sampler_states) if self._stateful else 0
-        sampler, checksum = self._sampler_states[begin] if self._stateful else (None, 0)
+        if self.error:
+            raise StateError(f"the position in the epoch can't be told: {self.error}")
+        for start in self.starts:
+            if start.own.error:
+                raise StateError(f"the sampler could not tell its state:\n{start.own.error}")
+        draws = min(self._draws, self.drawn_by_torch)
+        last = max((task_id for task_id in self._checksums if task_id < draws), default=self.next_task - 1)
         return {
             "base_seed": self.base_seed,
             "shared_seed": self.shared_seed,
@@ -224,14 +235,17 @@ class Position:
             "checksum": self.checksum,
             "skipped": self.skipped,
             "finished": self.finished,
-            "at_end": self._total == self.next_task,
-            "begin": self.begin.pack(),
-            "sampler_epoch": self.samplers.epoch,
+            "draws": draws,
+            "drawn": {"tasks": last + 1, "checksum": self._checksums.get(last, self.checksum)},
+            "starts": [start.pack() for start in self.starts],
             "stages": [stage.taken for stage in self.stages],
-            "sampler_begin": {"task": begin, "checksum": checksum, "state": sampler} if self._stateful else None,
-            "sampler_end": self._sampler_end if self._total == self.next_task else None,
+            "stream": None if self.stream is None else self.stream.pack(),
             "workers": [
-                {"state": _pack_worker(journal.base), "replay": [[t.task_id, t.digest] for t in journal.replay]}
+                {
+                    "state": _pack_worker(journal.base),
+                    "replay": [[told.task_id, told.digest] for told in journal.replay],
+                    "remembers": _remembers(journal),
+                }
                 for journal in self.journals
             ],
         }  # fmt: skip
@@ -258,52 +272,52 @@ class Position:
             setattr(self, name, packed[name])
         self._ahead = dict.fromkeys(packed["ahead"], packed["checksum"])
         self.stages = [redeal.Stage(taken) for taken in packed["stages"]]
-        self.begin = RandomState.unpack(packed["begin"])
-        self.samplers.restore(self.begin)
-        self.samplers.set_epoch(packed["sampler_epoch"])
-        iterator = self._fast_forward(packed)
-        if self.checksum != packed["checksum"]:
-            raise StateError(
-                f"the sampler does not give the same indices again: those of the first {self.next_task} batches are "
-                "others than when the state was saved. A sampler must depend on nothing but its arguments, set_epoch "
-                "and random generators that it holds, or have state_dict() and load_state_dict()"
-            )
-        return iterator
-
-    def _fast_forward(self, packed: dict[str, Any]) -> Any:
-        samplers, begin = self.samplers, packed["sampler_begin"]
-        iterator = samplers.iterator(self.stages) if begin is None else samplers.iterator_at(begin["state"])
-        self._stateful = begin is not None
-        task_id, self.checksum = (0, 0) if begin is None else (begin["task"], begin["checksum"])
-        if self._stateful:
-            self._sampler_states[task_id] = begin["state"], self.checksum
-        replays = {task_id for worker in packed["workers"] for task_id, _ in worker["replay"]}
-        told: dict[int, codec.Encoded] = {}
-        if self.iterable:  # its indices stand for nothing, and are all the same
-            told = dict.fromkeys(replays, codec.encode(next(iterator)))
-            task_id, self.checksum = self.next_task, packed["checksum"]
-        while task_id < self.next_task:
-            try:
-                encoded = codec.encode(next(iterator))
-            except StopIteration:
-                break  # the checksum says so
-            self.checksum = zlib.crc32(encoded.skeleton, self.checksum)
-            if task_id in replays:
-                told[task_id] = encoded
-            self.drawn(task_id, iterator, self.checksum)
-            task_id += 1
+        self.starts = [Start.unpack(start) for start in packed["starts"]]
+        self.stateful = any(start.own != OwnState() for start in self.starts)
+        told: dict[int, codec.Encoded | None]
+        told = {task_id: None for worker in packed["workers"] for task_id, _ in worker["replay"]}
+        iterator = iter(()) if self.finished and not told else self._draw_again(packed, told)
         for journal, worker in zip(self.journals, packed["workers"], strict=True):
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
-            replay = [Told(t, told[t], checksum) for t, checksum in worker["replay"] if t in told]
+            replay = [Told(t, encoded, digest) for t, digest in worker["replay"] if (encoded := told[t])]
             journal.starts_at(_unpack_worker(worker["state"]), replay)
-        if self._stateful and packed["at_end"]:  # asked again, it might begin its next epoch
-            samplers.load_state(packed["sampler_end"])
-            return iter(())
         return iterator
 
+    def _draw_again(self, packed: dict[str, Any], told: dict[int, codec.Encoded | None]) -> Any:
+        """The sampler's iterator where it was; fills in what it gave for the tasks in `told`. See `samplers.py`."""
+        expected = {self.next_task: packed["checksum"], packed["drawn"]["tasks"]: packed["drawn"]["checksum"]}
+        self._draws, self.checksum = packed["draws"], packed["checksum"]
+        for start in self.starts:
+            with self.samplers.at(start.moment):
+                iterator = self._iterator_at(start)
+                if start.drawing is not None:
+                    self.samplers.move_to(start.drawing)
+                if self.iterable:  # its indices stand for nothing, and are all the same
+                    told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
+                    return iterator
+                given = iterator if start.first is None else itertools.chain([start.first], iterator)
+                checksums, ahead = Checksums(expected), []
+                for task_id, indices in enumerate(itertools.islice(given, self._draws)):
+                    encoded = checksums.add(indices)
+                    if task_id >= self.next_task:
+                        ahead.append(copy.deepcopy(indices))  # the sampler may use its list again
+                    elif task_id in told:
+                        told[task_id] = encoded
+                if checksums.as_expected:
+                    return DrawnAgain(ahead, iterator, ended=checksums.count < self._draws)
+        raise StateError(
+            f"the sampler does not give the same indices again: those of the first {self.next_task} batches, or of "
+            "those that were drawn ahead, are others than when the state was saved. A sampler must depend on nothing "
+            "but its arguments, set_epoch and random generators that it holds, or have state_dict() and "
+            "load_state_dict()"
+        )
 
-def _attributes(obj: Any) -> dict[str, Any]:
-    return dict(getattr(obj, "__dict__", {}))
+    def _iterator_at(self, start: Start) -> Any:
+        self.samplers.load(start.own.sampler)
+        iterator = self.samplers.iterator(self.stages)
+        if start.own.iterator is not None and has_state(iterator):
+            iterator.load_state_dict(pickle.loads(start.own.iterator))
+        return iterator
 
 
 def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
@@ -315,8 +329,8 @@ def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
         **state._asdict(),
         "random": state.random.pack(),
         "begin": None if state.begin is None else state.begin.pack(),
-        "dataset": None if state.dataset is None else {"state": _pack_arrays(pickle.loads(state.dataset))},
-        "iterator": None if state.iterator is None else {"state": _pack_arrays(pickle.loads(state.iterator))},
+        "dataset": pack_object(state.dataset),
+        "iterator": pack_object(state.iterator),
     }
 
 
@@ -328,34 +342,10 @@ def _unpack_worker(packed: dict[str, Any] | None) -> WorkerState | None:
             **packed,
             "random": RandomState.unpack(packed["random"]),
             "begin": None if packed["begin"] is None else RandomState.unpack(packed["begin"]),
-            "dataset": _unpack_object(packed["dataset"]),
-            "iterator": _unpack_object(packed["iterator"]),
+            "dataset": unpack_object(packed["dataset"]),
+            "iterator": unpack_object(packed["iterator"]),
         }
     )
-
-
-def _unpack_object(packed: dict[str, Any] | None) -> bytes | None:
-    return None if packed is None else cloudpickle.dumps(_unpack_arrays(packed["state"]))
-
-
-def _pack_arrays(state: Any) -> Any:
-    """With tensors in place of NumPy's arrays, which `torch.load(weights_only=True)` refuses."""
-    if isinstance(state, (np.ndarray, np.generic)) and not state.dtype.hasobject:
-        content = torch.frombuffer(bytearray(state.tobytes()) or bytearray(1), dtype=torch.uint8)
-        return {_ARRAY: state.dtype.str, "shape": list(state.shape), "content": content}
-    if type(state) is dict:
-        return {key: _pack_arrays(value) for key, value in state.items()}
-    return type(state)(map(_pack_arrays, state)) if type(state) in (list, tuple) else state
-
-
-def _unpack_arrays(packed: Any) -> Any:
-    if type(packed) is dict and _ARRAY in packed:
-        count = math.prod(packed["shape"])
-        array = np.frombuffer(bytearray(packed["content"].numpy().tobytes()), packed[_ARRAY], count)
-        return array.reshape(packed["shape"])[() if not packed["shape"] else ...]
-    if type(packed) is dict:
-        return {key: _unpack_arrays(value) for key, value in packed.items()}
-    return type(packed)(map(_unpack_arrays, packed)) if type(packed) in (list, tuple) else packed
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -364,42 +354,145 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     Args:
         loader: whose.
         position: of its last iterator; None: it has not begun one.
-        num_workers: that the stream depends on.
+        num_workers: of the loader's own next epoch.
+
+    Raises:
+        StateError: the dataset or the sampler could not tell its state.
     """
     samplers = Samplers(loader)
-    packed = None
+    packed, stateful = None, False
     if position is not None:
         with position.lock:
-            if not position.finished or loader.persistent_workers:
+            stateful = position.stateful
+            if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
                 packed = position.pack()
-    now = samplers.capture()
     return {
         "format": FORMAT,
         "version": VERSION,
-        "num_workers": num_workers,
+        "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
         "fits": _fits(loader, samplers),
-        "now": now.pack(),
-        "sampler": samplers.state(None),
+        **_program(loader, samplers, stateful=stateful),
         "position": packed,
         "redeal": None,
     }
 
 
-def redealt(loader: Any, states: Any) -> dict[str, Any]:
+def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a loader that has loaded one, and has not begun to iterate since."""
+    samplers = Samplers(loader)
+    return {**copy.deepcopy(state), **_program(loader, samplers, stateful=state["sampler"]["tells"])}
+
+
+def _program(loader: Any, samplers: Samplers, *, stateful: bool) -> dict[str, Any]:
+    """What is the program's own: the generators and samplers as they are now; without workers the dataset too."""
+    own = samplers.own_state()
+    if own.error:
+        raise StateError(f"the sampler could not tell its state:\n{own.error}")
+    sampler = {
+        "own": pack_object(own.sampler),
+        "progress": samplers.progress(),
+        "tells": stateful or samplers.is_stateful(None),
+    }
+    process = None if loader.num_workers else local_state.capture(loader)
+    return {"now": samplers.capture().pack(), "sampler": sampler, "process": process}
+
+
+def load(loader: Any, state: Any) -> dict[str, Any]:
+    """Puts what is the program's own to where it was when the state was saved; see NOTE [What a state moves].
+
+    Returns:
+        The state, for the next `iter()`.
+
+    Raises:
+        StateError: the state does not fit the loader.
+    """
+    if isinstance(state, list):
+        state = redealt(loader, state)
+    progress = check_state(loader, state)
+    _check_workers(loader, state, loader.num_workers)
+    samplers, own = Samplers(loader), unpack_object(state["sampler"]["own"])
+    if loader.num_workers == 0 and state["process"] is not None:
+        local_state.restore(loader, state["process"])
+    if state["redeal"] is None and (state["position"] is None or state["position"]["finished"]):
+        samplers.load_between_epochs(own)
+    else:
+        samplers.load(own)
+    samplers.restore(Moment.unpack(state["now"]), progress)
+    accepted: dict[str, Any] = copy.deepcopy(state)
+    return accepted
+
+
+def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tuple[dict[str, Any] | None, int]:
+    """What a loader of `num_workers` goes on with of the position in a state, and with how many workers.
+
+    The rest of an epoch is that of the workers that began it. The next epoch has new workers, of the loader's own
+    number; persistent ones of the same number go on. Where the batches do not depend on the workers, it is the
+    loader's own number at once.
+    """
+    if state is not None:
+        _check_workers(loader, state, num_workers)
+    position = state["position"] if state is not None else None
+    if state is None or position is None or (position["finished"] and not loader.persistent_workers):
+        return None, num_workers
+    if state["num_workers"] == num_workers:
+        return position, num_workers
+    is_map = state["fits"]["dataset_kind"] == "map"
+    if loader.seeding == "batch" and is_map and not any(worker["remembers"] for worker in position["workers"]):
+        new = WorkerState(epoch=position["epoch"]) if position["epoch"] and not position["finished"] else None
+        worker: dict[str, Any] = {"state": _pack_worker(new), "replay": [], "remembers": False}
+        workers: list[Any] = [worker for _ in range(num_workers)]
+        return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
+    return (None, num_workers) if position["finished"] else (position, state["num_workers"])
+
+
+def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None:
+    """Raises StateError where a state with workers is for a loader without, or the other way round, and that matters.
+
+    Without workers the samples draw from the program's own generators.
+    """
+    if bool(state["num_workers"]) == bool(num_workers):
+        return
+    what = f"the state is of a loader with num_workers={state['num_workers']}, this one has {num_workers}"
+    remedy = "make the loader with workers, or without, as the one that was saved"
+    if loader.seeding != "batch":
+        raise StateError(
+            f"{what}: without workers the samples draw from the program's own random generators, and with workers each "
+            f'worker has a stream of its own; {remedy}. With seeding="batch" both give the same batches'
+        )
+    position, process = state["position"], state["process"]
+    past = any(worker["remembers"] for worker in position["workers"]) if position is not None else False
+    if process is not None:
+        past = past or local_state.depends_on_the_past(process)
+    if state["fits"]["dataset_kind"] == "iterable" or past:
+        raise StateError(
+            f"{what}: its dataset is a stream, or has a state or random generators of its own, which the process that "
+            f"does the work has; {remedy}"
+        )
+
+
+def _remembers(journal: Journal) -> bool:
+    """Whether with `seeding="batch"` what a worker builds depends on what it has built."""
+    state = journal.newest
+    if state is None:
+        return bool(journal.replay)  # it has not told what its dataset holds
+    return bool(state.dataset or state.iterator or state.random.others or state.random.later)
+
+
+def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
     """One state for this rank, of those of all ranks, which may have been another number.
 
     Raises:
         StateError: they do not belong together, or not to this loader.
     """
-    sampler = Samplers(loader).distributed
+    samplers = Samplers(loader)
+    sampler = samplers.distributed
     if sampler is None or loader._dataset_kind or (loader.batch_size is None and loader._auto_collation):
         raise StateError(
             "a list of states is for a map-style dataset with torch's DistributedSampler and a batch_size; load the "
             "one state of this rank"
         )
-    rank = _rank(Samplers(loader))
     for state in states:
-        check_state(loader, {**state, "fits": {**state["fits"], **rank}} if _is_state(state) else state)
+        check_state(loader, state, any_rank=True)
     states = sorted(states, key=lambda state: state["fits"]["rank"])
     worlds = {state["fits"]["num_replicas"] for state in states}
     if worlds != {len(states)} or [state["fits"]["rank"] for state in states] != list(range(len(states))):
@@ -414,36 +507,59 @@ def redealt(loader: Any, states: Any) -> dict[str, Any]:
         return make_state(loader, None, states[0]["num_workers"])
     if any(position is None for position in positions) or len({str(_epoch_of(p)) for p in positions}) > 1:
         raise StateError("the states are of different epochs; save them at the same step of every rank")
-    taken = [position["next_task"] * (loader.batch_size or 1) for position in positions]
     epoch, stages = _epoch_of(positions[0])
+    size = loader.batch_size
+    for rank, position in enumerate(positions):
+        expected = {
+            position["next_task"]: position["checksum"],
+            position["drawn"]["tasks"]: position["drawn"]["checksum"],
+        }
+        checksums = Checksums(expected)
+        share = redeal.share(sampler, epoch, [redeal.Stage(taken) for taken in stages], len(states), rank)
+        for indices in itertools.islice(redeal.in_batches(share, size, drop_last=loader.drop_last), max(expected)):
+            checksums.add(indices)
+        if not checksums.as_expected:
+            raise StateError(
+                f"the sampler does not give the same indices again that rank {rank} got before its state was saved; "
+                "make dataset and sampler (seed, shuffle, drop_last) as those that were saved"
+            )
+    taken = [
+        [(0, p["next_task"] * (size or 1)), *((t * (size or 1), (t + 1) * (size or 1)) for t in p["ahead"])]
+        for p in positions
+    ]
     state = make_state(loader, None, states[0]["num_workers"])
-    return {**state, "redeal": {"epoch": epoch, "stages": [*stages, taken]}}
+    now = Moment.unpack(state["now"]).with_epoch(epoch).pack()
+    return {**state, "now": now, "redeal": {"epoch": epoch, "stages": [*stages, taken]}}
 
 
-def _epoch_of(position: dict[str, Any]) -> tuple[int, list[list[int]]]:
-    return position["sampler_epoch"], position["stages"]
+def _epoch_of(position: dict[str, Any]) -> tuple[int | None, list[list[redeal.Ranges]]]:
+    return Moment.unpack(position["starts"][0]["moment"]).epoch, position["stages"]
 
 
-def _is_state(state: Any) -> bool:
-    return isinstance(state, dict) and state.get("format") == FORMAT
+def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list[str]]:
+    """Raises StateError unless the state fits the loader; it may be another rank's with `any_rank`.
 
-
-def check_state(loader: Any, state: Any) -> None:
-    """Raises StateError unless the state fits the loader."""
-    if not _is_state(state):
+    Returns:
+        Of each of the loader's samplers the attributes that the state puts to what they were.
+    """
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise StateError(f"this is not a state of a rayloader.DataLoader: {str(state)[:100]!r}")
     if state.get("version") != VERSION:
         raise StateError(
             f"the state has version {state.get('version')!r}, this rayloader reads {VERSION}; use the one that wrote it"
         )
-    saved, own = state["fits"], _fits(loader, Samplers(loader))
+    samplers = Samplers(loader)
+    saved, own = state["fits"], _fits(loader, samplers)
     for name, value in own.items():
-        if saved.get(name) != value:
+        if saved.get(name) != value and not (any_rank and name in RANK):
             raise StateError(
                 f"the state is of a loader with {name}={saved.get(name)!r}, this one has {value!r}: its batches would "
                 "not be the rest of the same stream; make the loader as the one that was saved"
-                + (", or load the list of all ranks' states" if name in ("num_replicas", "rank") else "")
+                + (", or load the list of all ranks' states" if name in RANK else "")
             )
+    return samplers.check(
+        state["now"]["attributes"], state["sampler"]["progress"], tells=state["sampler"]["tells"], any_rank=any_rank
+    )
 
 
 def _fits(loader: Any, samplers: Samplers) -> dict[str, Any]:
@@ -453,18 +569,5 @@ def _fits(loader: Any, samplers: Samplers) -> dict[str, Any]:
         length = None
     kind = "iterable" if loader._dataset_kind else "map"
     fits = {name: getattr(loader, name) for name in _FITS}
-    return {**fits, "dataset_kind": kind, "dataset_length": length, "sampler": samplers.name, **_rank(samplers)}
-
-
-def _rank(samplers: Samplers) -> dict[str, Any]:
-    sampler = samplers.distributed
-    return {} if sampler is None else {"num_replicas": sampler.num_replicas, "rank": sampler.rank}
-
-
-def leave_global_generator(state: dict[str, Any], samplers: Samplers) -> None:
-    """Puts torch's global generator to where it was when the state was saved, unless a sampler draws on from it."""
-    if samplers.is_stock:
-        now = RandomState.unpack(state["now"]).torch
-        if now is None:
-            return
-        torch.set_rng_state(torch.frombuffer(bytearray(now), dtype=torch.uint8))
+    rank = {name: getattr(samplers.distributed, name) for name in RANK} if samplers.distributed is not None else {}
+    return {**fits, "dataset_kind": kind, "dataset_length": length, "sampler": samplers.name, **rank}

@@ -322,7 +322,6 @@ class Crew:
         old = self._hosts[worker_id]
         if old in self._dead:
             (new,) = self._pool.more(self._remote_args, 1, fresh=True)  # idle ones may be as dead
-            new.lane.take_after(old.lane)
             self.actors[self.actors.index(old)] = new
             self._hosts = [new if host is old else host for host in self._hosts]
             return True
@@ -343,13 +342,23 @@ class Crew:
             old = self._hosts[worker_id]
             if old in kept:
                 old.leave(worker_id)
-                old.lane.abandon_unanswered()
+                old.lane.abandon(worker_id)
         self._hosts = hosts
         self._away.update(moved)
         for actor in spare:
             actor.drop(from_task=0)
         self._pool.post(Returned([a for a in spare if a not in self._dead], [], busy=True))
         return moved
+
+    def restart(self, worker_id: int) -> None:
+        """The worker is to be started anew where it is, as its journal says; it is away until then."""
+        host = self._hosts[worker_id]
+        if worker_id not in self._away:
+            if len(self.hosted_by(host)) == 1:
+                host.drop(from_task=0)
+            host.leave(worker_id)
+            host.lane.abandon(worker_id)
+        self._away.add(worker_id)
 
     def check_started(self) -> None:
         """Notes which actors run by now.

@@ -28,9 +28,14 @@ _WHOLE_NUMBER = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
 
 
-def digest(batch: Any, encoded: Encoded) -> int:
-    """The checksum of a batch: what `collate_fn` gave, and the same encoded."""
-    if encoded.skeleton[0] == plain.MARK:  # its skeleton says all but the data
+def chain(checksum: int, before: int) -> int:
+    """The checksum of several batches, of that of the last and that of those before it."""
+    return zlib.crc32(checksum.to_bytes(4, "little"), before)
+
+
+def digest(batch: Any, encoded: Encoded | None = None) -> int:
+    """The checksum of a batch, what `collate_fn` gave; where it was encoded, always or never, that spares time."""
+    if encoded is not None and encoded.skeleton[0] == plain.MARK:  # its skeleton says all but the data
         checksum = zlib.crc32(encoded.skeleton)
         for buffer in encoded.buffers:
             checksum = zlib.crc32(_sample(buffer), checksum)

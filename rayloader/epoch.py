@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import reprlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,11 +21,13 @@ from typing import Any, NamedTuple
 
 from torch._utils import ExceptionWrapper
 
+from rayloader import skipping
 from rayloader.checkpoint import Position
 from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
-from rayloader.errors import BatchTimeoutError, RayloaderError, SkipLimitError, WorkerDiedError, add_note
+from rayloader.draws import Drawn, drawn
+from rayloader.errors import BatchTimeoutError, RayloaderError, WorkerDiedError, add_note
 from rayloader.journal import Resumed, Told
 from rayloader.messages import (
     ANY_WORKER,
@@ -36,6 +36,8 @@ from rayloader.messages import (
     Closed,
     Deliver,
     DrawIndices,
+    DrawsPutOff,
+    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -58,9 +60,8 @@ from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
-from rayloader.transport import codec
 from rayloader.transport.lanes import Lent, from_wire, unplaced
-from rayloader.worker import CARRY, Result, ResultKind
+from rayloader.worker import CARRY, Result, ResultKind, result_of
 
 logger = logging.getLogger("rayloader")
 
@@ -75,19 +76,11 @@ SHARED_PATIENCE_S = 30.0
 
 
 class Delivery(NamedTuple):
-    """A task and its batch, or the user's exception in its place; `Epoch.NOTHING` where all was skipped."""
+    """A task and its batch, or the user's exception in its place; `skipping.NOTHING` where all was skipped."""
 
     task: Task
     data: Any
     skipped: tuple[tuple[str, str], ...] = ()
-
-
-class Drawn(NamedTuple):
-    """What the sampler gave, and the same as it was then, encoded; and what a checkpoint needs of that draw."""
-
-    indices: Any
-    encoded: codec.Encoded
-    checksum: int  # of all the indices of the epoch, up to these
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +163,6 @@ class Epoch:
         self._cut_short = False  # closed before its last batch
         self._warned = False  # of workers that share a process
 
-    NOTHING = object()
-
     def open(self, *, fresh: bool = True) -> None:
         """Fills the window. What the sampler raises is raised here. `fresh`: the workers have only just started."""
         self._position.sampler_begins(self._sampler_iter)
@@ -214,8 +205,10 @@ class Epoch:
                 wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
                 delivery = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
             if delivery is not None:
+                if not self._schedule.has(delivery.task):
+                    continue  # it was drawn again while it was being pinned
                 self._take(delivery)
-                if delivery.data is not self.NOTHING:
+                if delivery.data is not skipping.NOTHING:
                     return delivery
                 began = 0.0
                 continue
@@ -238,16 +231,9 @@ class Epoch:
             self._count_skipped(delivery.skipped)
         self._draw_owed()
 
-    def _count_skipped(self, skipped: tuple[tuple[str, str], ...]) -> None:
+    def _count_skipped(self, skipped: tuple[skipping.Skipped, ...]) -> None:
         self._position.skipped += len(skipped)
-        for index, reason in skipped:
-            logger.warning("rayloader: skipped sample %s: %s", index, reason)
-        if skipped and self._position.skipped > self._max_skipped:
-            raise SkipLimitError(
-                f"{self._position.skipped} samples have raised in this epoch, max_skipped={self._max_skipped} are "
-                f"skipped at most; the last is sample {skipped[-1][0]}: {skipped[-1][1]}. "
-                "Mend the data, or raise max_skipped"
-            )
+        skipping.tell(skipped, self._position.skipped, self._max_skipped)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""
@@ -306,11 +292,17 @@ class Epoch:
 
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
-        if isinstance(self._sampler_iter, DrawAhead):
-            self._sampler_iter.reach(self._schedule.torch_draws)
+        ahead = self._sampler_iter if isinstance(self._sampler_iter, DrawAhead) else None
+        if ahead is not None and (changed := ahead.reach(self._schedule.torch_draws)) is not None:
+            self._undo(changed)
+        if ahead is not None:
+            self._position.drawn_by_torch = self._schedule.torch_draws
         while self._schedule.owed_draws:
+            if ahead is not None and not ahead.may_draw:
+                self._handle(DrawsPutOff())
+                break
             try:
-                drawn = self._draw()
+                indices = self._draw()
             except StopIteration:
                 self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
@@ -319,15 +311,36 @@ class Epoch:
                 raise
             else:
                 skip = self._position.has(self._draws - 1)
-                self._handle(IndicesSkipped() if skip else IndicesDrawn(drawn))
+                self._handle(IndicesSkipped() if skip else IndicesDrawn(indices))
 
     def _draw(self) -> Drawn:
         indices = next(self._sampler_iter)
-        encoded = codec.encode(indices, carry=CARRY)
-        self._checksum = zlib.crc32(encoded.skeleton, self._checksum)
+        result = drawn(indices, self._checksum, CARRY)
+        self._checksum = result.checksum
         self._draws += 1
-        self._position.drawn(self._draws - 1, self._sampler_iter, self._checksum)
-        return Drawn(indices, encoded, self._checksum)
+        self._position.drawn(self._draws - 1, self._sampler_iter, indices, self._checksum)
+        return result
+
+    def _undo(self, from_task: int) -> None:
+        """The workers go back to before they were given this task, and build what is drawn instead."""
+        self.note_begins()
+        with self._changed:
+            if self._failure is not None:
+                return
+            for worker_id in range(len(self._calls)):
+                self._take_published(worker_id)
+            before = [task for task in self._schedule.tasks if task.task_id < from_task]
+            self._checksum = before[-1].indices.checksum if before else self._position.checksum
+            self._draws = from_task
+            self._position.undrawn(from_task)
+            self._deliverable = deque(entry for entry in self._deliverable if entry[0].task_id < from_task)
+            self._handle(DrawsUndone(from_task))
+            for worker_id, journal in enumerate(self._crew.journals):
+                if journal.untell(from_task):
+                    self._crew.restart(worker_id)
+                    self._drop_calls(worker_id)
+                    self._handle(WorkerLost(worker_id, "it was given what was not to come", blameless=True))
+        self._revive()
 
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""
@@ -349,9 +362,7 @@ class Epoch:
 
     def _call(self, worker_id: int, told: list[Told], *, wanted: bool = True) -> None:
         actor = self._crew.actor(worker_id)
-        window = self._schedule.window // len(self._crew.actors)
-        count = max(1, len(told) + self._left_over[worker_id])
-        lent = actor.lane.lend(count, window) if self._arenas and wanted else None
+        lent = actor.lane.lend() if self._arenas and wanted else None
         ref = actor.run(worker_id, told, lent.room if lent is not None else None, wanted=wanted)
         self._calls[worker_id].append(_Call(actor, ref, actor.calls, len(told), lent, wanted))
 
@@ -469,7 +480,7 @@ class Epoch:
         if not self._deliverable:
             return None
         task, result = self._deliverable[0]
-        data = self.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
+        data = skipping.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
         delivery = Delivery(task, data, result.skipped)
         self._deliverable.popleft()  # only now: a Ctrl-C while it was opened does not lose it
         return delivery
@@ -487,7 +498,7 @@ class Epoch:
             delivery = self._receive(self._tick)
             if delivery is None:
                 continue
-            if isinstance(delivery.data, ExceptionWrapper) or delivery.data is self.NOTHING:
+            if isinstance(delivery.data, ExceptionWrapper) or delivery.data is skipping.NOTHING:
                 return delivery
             try:
                 return delivery._replace(data=self._pin(delivery.data))
@@ -549,30 +560,27 @@ class Epoch:
         with self._changed:
             if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # closed meanwhile, or the worker was given up: a late answer is nobody's
-            results = [Result(*fields) for fields in reply.results]
-            nbytes = sum(result.nbytes for result in results)
-            for result in results:
-                lane.saw(result.nbytes)
-            exhausted = call.wanted and bool(results) and results[-1].kind is ResultKind.EXHAUSTED
+            results = [
+                result_of(final) for task_id, final in reply.results if task_id in self._unanswered or not call.wanted
+            ]
             self._take_in(worker_id, results, call.lent)
             if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
                 return True  # it exited
             self._note_state(worker_id, reply.state)
             self._calls[worker_id].popleft()  # only now: after a Ctrl-C before this it is fetched again
-            self._left_over[worker_id] += call.num_tasks - len(results)
-            lane.release(call.lent, reuse=reply.reuse)
+            self._left_over[worker_id] += call.num_tasks - len(reply.results)
+            if reply.full:
+                lane.was_full()
             if reply.no_arena:
                 lane.refused(reply.no_arena)
-            if exhausted:  # it writes nothing any more, and will say nothing new
-                for later in self._calls[worker_id]:
-                    lane.release(later.lent, reuse=True)
+            if reply.exhausted and call.wanted:  # it writes nothing any more, and will say nothing new
                 self._calls[worker_id].clear()
                 self._crew.journals[worker_id].exhausted()
             elif not call.wanted:
                 self._go_on_replaying(worker_id, *reply.replay)
             else:
                 self._handle(CallAnswered(worker_id))
-                if pace.saw(len(results), reply.seconds, nbytes, publishes=reply.publishes):
+                if pace.saw(len(reply.results), reply.seconds, reply.nbytes, publishes=reply.publishes):
                     self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
         return True
 
@@ -616,7 +624,7 @@ class Epoch:
             entries = page.read(call.number)
             if entries:
                 self._last_arrival = time.monotonic()
-                self._take_in(worker_id, [Result(*pickle.loads(entry)) for entry in entries], call.lent)
+                self._take_in(worker_id, [result_of(entry) for entry in entries], call.lent)
         return bool(entries)
 
     def _take_in(self, worker_id: int, results: list[Result], lent: Lent | None) -> None:

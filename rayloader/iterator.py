@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import math
 import os
 import sys
@@ -25,7 +26,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from rayloader import session
-from rayloader.checkpoint import Position, Samplers, leave_global_generator
+from rayloader.checkpoint import Position, goes_on
 from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
 from rayloader.epoch import Epoch, describe
@@ -33,16 +34,18 @@ from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed
 from rayloader.pace import MAX_PLACES, Pace
 from rayloader.pool import Pool, exit_begins, get_pool
-from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
+from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead, start
 from rayloader.process_state import ProcessState
-from rayloader.random_state import RandomState
 from rayloader.redeal import Stage
+from rayloader.samplers import Resuming, Samplers
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory import no_collection
 from rayloader.transport.replica import Image
 from rayloader.worker import CARRY, Replica, Setup
+
+logger = logging.getLogger("rayloader")
 
 
 class EpochIterator(_BaseDataLoaderIter):
@@ -56,14 +59,18 @@ class EpochIterator(_BaseDataLoaderIter):
         self._pid = os.getpid()
         self._crew: Crew | None = None
         self._epoch: Epoch | None = None
-        samplers = Samplers(loader)
-        saved = state["position"] if state is not None else None
-        if state is not None and saved is None:  # between two epochs
-            samplers.restore(RandomState.unpack(state["now"]))
-            samplers.load_state(state["sampler"])
-        super().__init__(loader)
-        self._num_hosts = min(self._num_workers, num_workers)
-        self._num_workers = num_workers  # torch's: what the batches depend on
+        saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's: what the batches depend on
+        super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
+        self._index_sampler = loader._index_sampler
+        self._num_hosts = min(self._num_workers, self.num_workers)
+        if self._num_hosts < min(self._num_workers, num_workers):
+            logger.warning(
+                "rayloader: only %d processes work on the rest of this epoch, not %d as num_workers says: it was begun "
+                "by so many workers, and each has a random stream of its own",
+                self._num_hosts,
+                self._num_workers,
+            )
+        self._num_workers = self.num_workers
         self._prefetch_factor: int = loader.prefetch_factor
         self._prefetch_bytes: int = loader.prefetch_bytes
         if self._prefetch_factor <= 0:
@@ -83,18 +90,14 @@ class EpochIterator(_BaseDataLoaderIter):
                 _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
             )
         iterable = self._dataset_kind == _DatasetKind.Iterable
-        self.position = Position(samplers, int(self._base_seed), num_workers, iterable=iterable)
+        self.position = Position(Samplers(loader), int(self._base_seed), self.num_workers, iterable=iterable)
         self._redeal = state["redeal"] if state is not None else None
         self._saved: Any = None  # the sampler's iterator of an epoch that is to be gone on with
         if saved is not None:
             self._saved = self.position.unpack(saved)
             self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
-            if self.position.finished:
-                samplers.restore(RandomState.unpack(state["now"]))  # type: ignore[index]
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
-        if state is not None and saved is not None and not saved["finished"]:
-            leave_global_generator(state, samplers)
 
     def _reset(self, loader: TorchDataLoader[Any], first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
@@ -107,13 +110,14 @@ class EpochIterator(_BaseDataLoaderIter):
         by_worker = self._seeding == "worker"  # then what a worker has built shows in what it builds next
         if self._epoch is not None:
             self._epoch.close(resuming=not fresh and by_worker)
+        continued = self._redeal is not None or (saved is not None and not position.finished)
         # Without order, what a worker gets depends on when it is given it; and how far a stream was read ahead shows
         # where persistent workers go on. In both cases no deeper than torch.
         elastic = (
             isinstance(self._prefetch_factor, AutomaticPrefetch)
             and (self._in_order or self._dynamic)
             and not (self._persistent_workers and self._dataset_kind == _DatasetKind.Iterable)
-            and may_draw_ahead(self._index_sampler)
+            and may_draw_ahead(self._index_sampler, resumed=continued)
         )
         try:
             if fresh:
@@ -123,16 +127,18 @@ class EpochIterator(_BaseDataLoaderIter):
                 position.begins(self._persistent_workers and again)
                 super()._reset(loader, first_iter)
                 if self._redeal is not None:
-                    position.samplers.set_epoch(self._redeal["epoch"])
-                    position.stages = [Stage(taken) for taken in self._redeal["stages"]]
-                    self._sampler_iter, self._redeal = position.samplers.iterator(position.stages), None
+                    stages = [Stage(taken) for taken in self._redeal["stages"]]
+                    self._sampler_iter = position.redeals(self._redeal["epoch"], stages)
+                    self._redeal = None
             else:
                 self._sampler_iter, self._num_yielded = saved, position.delivered
             if again:
                 self._resume_workers(by_worker=by_worker, fresh=fresh)
-            if elastic:
+            if elastic and continued:
                 self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
                 self._sampler_iter.skipped(position.next_task)
+            elif elastic:
+                self._sampler_iter = start(self._index_sampler)
             self._epoch = Epoch(
                 self._crew,
                 Schedule(
@@ -175,7 +181,7 @@ class EpochIterator(_BaseDataLoaderIter):
                 actor = self._crew.actor(worker_id)
                 if not by_worker:
                     actor.drop(from_task=0)
-                actor.lane.abandon_unanswered()
+                actor.lane.abandon(worker_id)
                 journal.resumed = actor.resume(worker_id, resumed)
 
     def _paces_of(self, loader: TorchDataLoader[Any], *, elastic: bool) -> list[Pace]:
@@ -207,7 +213,7 @@ class EpochIterator(_BaseDataLoaderIter):
                     shared_seed=self._shared_seed,
                     dataset_kind=self._dataset_kind,
                     auto_collation=self._auto_collation,
-                    batch_size=loader.batch_size,
+                    batch_size=getattr(loader.batch_sampler, "batch_size", None),  # as it is now
                     drop_last=self._drop_last,
                     skip_errors=loader.on_error == "skip",  # type: ignore[attr-defined]
                     max_undone=max_undone if self._persistent_workers else 0,

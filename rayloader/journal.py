@@ -60,6 +60,11 @@ class Journal:
         return next((s for s in reversed(self._snapshots) if _is_before(s, self._last_answered)), self.base)
 
     @property
+    def newest(self) -> WorkerState | None:
+        """The newest snapshot, for what it says of the worker at all; None if there is none."""
+        return self._snapshots[-1] if self._snapshots else self.base
+
+    @property
     def entries(self) -> list[Told | Resumed]:
         """What it was told after `state`."""
         state = self.state
@@ -74,6 +79,16 @@ class Journal:
     def told(self, tasks: Iterable[Told]) -> None:
         """The worker was given something more to do."""
         self._told.update((told.task_id, told) for told in tasks)
+
+    def untell(self, from_task: int) -> bool:
+        """Back to before it was told this task of the current epoch, or a later one; whether it was."""
+        kept = {task_id: told for task_id, told in self._told.items() if task_id < from_task}
+        if len(kept) == len(self._told):
+            return False
+        self._told = kept
+        self._snapshots = deque(state for state in self._snapshots if state.last_task < from_task)
+        self._last_answered = min(self._last_answered, from_task - 1)
+        return True
 
     def begins(self, resumed: Resumed) -> None:
         """A new epoch begins."""
@@ -104,7 +119,7 @@ class Journal:
 
     def reached(self, state: WorkerState) -> None:
         """A snapshot has come with the answer to a call."""
-        self._snapshots.append(state.over(self._snapshots[-1] if self._snapshots else self.base))
+        self._snapshots.append(state.over(self.newest))
         self._advance()
 
     def exhausted(self) -> None:

@@ -5,7 +5,6 @@ Iterators come from `iterator.py`, which is imported when the first is made: a l
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 import weakref
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader.errors import StateError
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
+from rayloader.samplers import note_first_attributes
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -43,9 +43,10 @@ class DataLoader(TorchDataLoader[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
     Every positional and keyword argument up to `in_order` is torch's and is checked by torch. Without workers
-    (`num_workers=0`) this is torch's own loader, in-process, and Ray is neither imported nor started. With workers,
-    Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay warm
-    between epochs and are shared by the loaders of the process.
+    (`num_workers=0`) batches are made in this process, as torch makes them, and Ray is neither imported nor started;
+    of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there, the others nothing. With
+    workers, Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay
+    warm between epochs and are shared by the loaders of the process.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has an object of its own, anew at each `iter()` unless
@@ -78,7 +79,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             256 MiB by default. At least two batches per worker are, whatever their size.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
             NumPy anew before each batch, by base seed, epoch and the batch's number, so that random augmentation does
-            not depend on the number of workers, as long as there are any: `num_workers=0` is torch's own path.
+            not depend on the number of workers, none included. A stream without workers is that of one worker.
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
             whoever is idle, so that a slow sample does not idle the others. Batches still come in order. Dynamic needs
             `seeding="batch"` and a map-style dataset.
@@ -161,8 +162,10 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.on_error = on_error
         self.max_skipped = max_skipped
         self._stream_workers = num_workers  # that the batches depend on
+        self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
         self._position: Any = None  # of the last iterator
         self._state: dict[str, Any] | None = None  # loaded, for the next iter()
+        self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
         _check_scheduling(seeding, scheduling, dataset)
         self.prefetch_bytes = prefetch_bytes
@@ -188,22 +191,37 @@ class DataLoader(TorchDataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = AutomaticPrefetch(self.prefetch_factor)
         if multiprocessing_context is not None:
             _warn_about_multiprocessing_context()
 
+    def __iter__(self) -> Any:
+        if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
+            self._iterator, self._of_other_workers = None, False
+        return super().__iter__()
+
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return super()._get_iterator()
+            return self._get_local_iterator()
         from rayloader.iterator import EpochIterator
 
+        self._check_changed_attributes()
         _check_remote_args(self.ray_remote_args)
         _check_scheduling(self.seeding, self.scheduling, self.dataset)
         self.check_worker_number_rationality()
         iterator = EpochIterator(self, self._stream_workers, self._state)
-        self._state = None
+        self._state, self._of_other_workers = None, iterator.num_workers != self._stream_workers
         self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
+        return iterator
+
+    def _get_local_iterator(self) -> Any:
+        from rayloader.local import LocalIterator
+
+        iterator = LocalIterator(self, self._state)
+        self._state, self._of_other_workers = None, False
+        self._position, self._last_iterator = iterator.position, None
         return iterator
 
     @property
@@ -219,13 +237,13 @@ class DataLoader(TorchDataLoader[_T_co]):
         `state_dict` of the dataset or sampler gives, where they have one.
 
         Raises:
-            StateError: the loader has no workers, or a dataset could not tell its state.
+            StateError: a dataset or a sampler could not tell its state.
         """
-        self._check_workers("state_dict()")
-        if self._state is not None:
-            return copy.deepcopy(self._state)
-        from rayloader.checkpoint import make_state
+        from rayloader.checkpoint import make_state, still
 
+        self._note_num_workers()
+        if self._state is not None:
+            return still(self, self._state)
         iterator = self._last_iterator() if self._last_iterator is not None else None
         if iterator is not None:
             iterator.tell_positions()
@@ -234,9 +252,21 @@ class DataLoader(TorchDataLoader[_T_co]):
     def load_state_dict(self, state_dict: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Has the next `iter()` go on where the state was saved: with the rest of that epoch, or a new one.
 
-        The batches are those of the loader that was saved, whatever `num_workers` this one has: its workers are hosted
-        by that many processes. An iterator that is live is not touched; of persistent workers the next `iter()` starts
-        new ones.
+        What the state says of the program's own is put to what it was at once: the random generators that samplers and
+        seeds are drawn from, and the samplers with their epoch. What the program does to them afterwards counts; the
+        next `iter()` moves no generator that torch's would not. Of several loaders the one that is loaded last says
+        where the global generators are.
+
+        Without workers these are all global generators, those that the dataset and `collate_fn` hold, and what the
+        dataset's own `state_dict` tells: the objects that do the work are the program's. Such a state is for a loader
+        without workers, and one with workers for a loader with some; with `seeding="batch"`, and a map-style dataset
+        that keeps no state, either is for both.
+
+        The rest of the epoch is that of the loader that was saved, whatever `num_workers` and `persistent_workers` this
+        one has: its workers are hosted by at most `num_workers` processes. The epochs after it have this loader's own
+        `num_workers`; with `seeding="batch"` the rest of the epoch has too, if the dataset is map-style and has no
+        state. To keep the workers for all epochs, make the loader with as many as the saved one had, and `resize` it.
+        An iterator that is live is not touched; of persistent workers the next `iter()` starts new ones.
 
         Args:
             state_dict: what `state_dict()` gave. With torch's DistributedSampler each rank saves its own; given the
@@ -246,39 +276,46 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             StateError: the state does not fit this loader; where only the sampler's indices show it, `iter()` raises.
         """
-        self._check_workers("load_state_dict()")
-        from rayloader.checkpoint import check_state, redealt
+        from rayloader.checkpoint import load
 
-        if isinstance(state_dict, list):
-            state_dict = redealt(self, state_dict)
-        check_state(self, state_dict)
-        self._state = copy.deepcopy(state_dict)
-        self._stream_workers = state_dict["num_workers"]
+        self._state = load(self, state_dict)
         self._iterator = None
 
     def resize(self, num_workers: int) -> None:
         """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.
 
         Args:
-            num_workers: at least 1. More than the loader was made with (or the state that it loaded) are of no use.
+            num_workers: at least 1. More than the loader was made with are of no use.
 
         Raises:
             ValueError: it is not a whole number >= 1.
         """
-        self._check_workers("resize()")
-        if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
-            raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
-        self.num_workers = num_workers
+        if self.num_workers == 0:
+            raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
+        _check_num_workers(num_workers)
+        self._note_num_workers()
+        self.num_workers = self._known_workers = num_workers
         iterator = self._last_iterator() if self._last_iterator is not None else None
         if iterator is not None:
             iterator.resize(num_workers)
 
+    def _check_changed_attributes(self) -> None:
+        """What the program may have set since the loader was made counts from this `iter()` on, as torch has it."""
+        _check_num_workers(self.num_workers)
+        if self.prefetch_factor is None:
+            raise TypeError(
+                f"prefetch_factor must be a whole number where num_workers={self.num_workers}, got None: the loader "
+                "was made with num_workers=0; set its prefetch_factor too, or make it with num_workers"
+            )
+        self._note_num_workers()
+
+    def _note_num_workers(self) -> None:
+        """A number that the program has set, and not `resize`, is that of the stream too."""
+        if self.num_workers != self._known_workers:
+            self._stream_workers = self._known_workers = self.num_workers
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_position": None, "_last_iterator": None}  # of this process
-
-    def _check_workers(self, what: str) -> None:
-        if self.num_workers == 0:
-            raise StateError(f"{what} needs workers: num_workers=0 is torch's own loader; use num_workers >= 1")
 
 
 def shutdown() -> None:
@@ -314,6 +351,11 @@ def _check_remote_args(remote_args: Any) -> None:
             raise ValueError(
                 f"ray_remote_args: {name} must be a number >= 0, got {amount!r}; leave it out for the default"
             )
+
+
+def _check_num_workers(num_workers: Any) -> None:
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+        raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
 
 
 def _check_choice(name: str, value: Any, values: tuple[str, str]) -> None:

@@ -49,6 +49,18 @@ class SamplerFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawsPutOff:
+    """The sampler must not be asked early any more: from here on the window is torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawsUndone:
+    """From this task on the indices are others than those that were drawn early, and are drawn at torch's moments."""
+
+    from_task: int
+
+
+@dataclass(frozen=True, slots=True)
 class TasksDone:
     """A worker answered these tasks, each with a batch or with the user's exception."""
 
@@ -126,6 +138,8 @@ Event = (
     | IndicesSkipped
     | SamplerExhausted
     | SamplerFailed
+    | DrawsPutOff
+    | DrawsUndone
     | TasksDone
     | CallAnswered
     | Paced
@@ -211,17 +225,19 @@ Command = DrawIndices | Submit | Deliver | Forget | Drop | ReplaceWorker | Fail
 TRANSITIONS: dict[TaskState, dict[str, TaskState]] = {
     TaskState.QUEUED: {
         "Submit": TaskState.OUTSTANDING,
+        "DrawsUndone": TaskState.GONE,
         "WorkerExhausted": TaskState.GONE,
         "Closed": TaskState.GONE,
     },
     TaskState.OUTSTANDING: {
         "TasksDone": TaskState.READY,
+        "DrawsUndone": TaskState.GONE,
         "WorkerExhausted": TaskState.GONE,
         "WorkerLost": TaskState.LOST,
         "Closed": TaskState.GONE,
     },
-    TaskState.READY: {"Deliver": TaskState.DELIVERED, "Closed": TaskState.GONE},
-    TaskState.DELIVERED: {"BatchTaken": TaskState.GONE, "Closed": TaskState.GONE},
-    TaskState.LOST: {"WorkerReady": TaskState.OUTSTANDING, "Closed": TaskState.GONE},
+    TaskState.READY: {"Deliver": TaskState.DELIVERED, "DrawsUndone": TaskState.GONE, "Closed": TaskState.GONE},
+    TaskState.DELIVERED: {"BatchTaken": TaskState.GONE, "DrawsUndone": TaskState.GONE, "Closed": TaskState.GONE},
+    TaskState.LOST: {"WorkerReady": TaskState.OUTSTANDING, "DrawsUndone": TaskState.GONE, "Closed": TaskState.GONE},
     TaskState.GONE: {},
 }

@@ -243,6 +243,7 @@ class Pool:
             return
         actor.stop_by = time.monotonic() + STOP_TIMEOUT_S
         actor.state = ActorState.STOPPING if busy else ActorState.IDLE
+        actor.lane.rest(True)
 
     def _drop_unusable(self) -> None:
         usable = {entry.key for entry in self._loaders}
@@ -271,11 +272,12 @@ class Pool:
         taken = []
         for actor, probe in zip(idle, probes, strict=True):
             try:
-                let_go, _ = ray.get([actor.stopped, probe], timeout=0)
+                ray.get([actor.stopped, probe], timeout=0)
             except RayError:  # GetTimeoutError included: it neither answers nor ends
                 self._kill(actor)
             else:
-                actor.lane.settle(reuse=let_go)
+                actor.lane.abandon()  # all its calls are answered
+                actor.lane.rest(False)
                 actor.state = ActorState.BUSY
                 taken.append(actor)
         return taken

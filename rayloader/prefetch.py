@@ -1,14 +1,19 @@
 """How deep to prefetch, and whose sampler allows it.
 
-Promise: says which samplers may be asked earlier than torch's loader would ask them without anybody noticing, and puts
-back the one thing that somebody could notice, the state of a generator of the user's.
+Promise: says which samplers may be asked earlier than torch's loader would ask them without anybody noticing, and what
+was drawn early shows nowhere where torch's loader would have drawn something else at its moment.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -24,28 +29,56 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 # each of sixteen workers, and little beside what training takes. More would only hide longer pauses of the workers.
 PREFETCH_BYTES = 256 << 20
 
-# Once these have given their first index they draw from no generator that anybody else sees. Subclasses may.
+# NOTE [ahead]
+# Once torch's own samplers have given their first index, little of what they give depends on what the program does
+# meanwhile. That little is seen to when torch's loader would have drawn:
+# - `batch_size` of a BatchSampler (without drop_last, with which it is read once), and `indices` of a
+#   SubsetRandomSampler, are read at each draw. What was drawn early is compared with what would be drawn now, and if
+#   that is something else, all from there on is drawn again, and built again, at torch's moments.
+# - A RandomSampler that has given a permutation asks for its own length, which may have changed, and draws from its
+#   generator, which may be the user's. So what comes after the permutation is never drawn early.
 QUIET_SAMPLERS = {
     SequentialSampler,
-    RandomSampler,  # see DrawAhead for one with a generator of the user's
+    RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     DistributedSampler,
     _InfiniteConstantSampler,
 }
 
+# Whose items are what they are: looking one up twice calls nothing of the user's.
+LOOKED_UP = {list, tuple, range, np.ndarray, torch.Tensor}
+
 
 class AutomaticPrefetch(int):
     """torch's default for `prefetch_factor`, which nobody asked for; survives being passed to another loader."""
 
 
-def may_draw_ahead(sampler: Any) -> bool:
-    """Whether nobody can tell that its indices are drawn earlier than torch would draw them."""
+def may_draw_ahead(sampler: Any, *, resumed: bool = False) -> bool:
+    """Whether nobody can tell that its indices are drawn earlier than torch would draw them.
+
+    Args:
+        sampler: the loader's.
+        resumed: whether the epoch goes on with an iterator that was not made by `start`.
+    """
     innermost = _innermost(sampler)
     if type(innermost) is RandomSampler and innermost.generator is not None:
-        # With replacement, or more or fewer samples than there are, it goes on drawing what it gives; see DrawAhead.
+        # With replacement, or more or fewer samples than there are, it goes on drawing what it gives; see NOTE [ahead].
         return not innermost.replacement and innermost.num_samples == len(innermost.data_source)
+    if type(innermost) is SubsetRandomSampler:
+        return not resumed and type(innermost.indices) in LOOKED_UP
     return type(innermost) in QUIET_SAMPLERS
+
+
+def start(sampler: Any) -> DrawAhead:
+    """The iterator of such a sampler, for an epoch from its start on."""
+    innermost = _innermost(sampler)
+    if type(innermost) is not SubsetRandomSampler:
+        return DrawAhead(sampler, iter(sampler))
+    places = copy.copy(innermost)
+    places.indices = range(len(innermost.indices))
+    of_places = iter(places) if innermost is sampler else _batches(iter(places), sampler, sampler.batch_size)
+    return DrawAhead(sampler, of_places, look_up=True)
 
 
 def _innermost(sampler: Any) -> Any:
@@ -53,44 +86,108 @@ def _innermost(sampler: Any) -> Any:
 
 
 class DrawAhead(Iterator[Any]):
-    """A sampler's iterator that may be asked early.
+    """A sampler's iterator that may be asked early, see NOTE [ahead].
 
-    A `RandomSampler` with a generator of the user's draws from it once more when it has given all its indices: a
-    permutation that it then makes no use of. If it was asked for that early, this is undone, and done again when
-    `reach` says that torch's loader would have asked.
+    Args:
+        sampler: the loader's, one that `may_draw_ahead`.
+        indices: its iterator.
+        look_up: whether that gives places in `indices` of a SubsetRandomSampler.
     """
 
-    def __init__(self, sampler: Any, indices: Iterator[Any]) -> None:
-        innermost = _innermost(sampler)
-        self._random: RandomSampler | None = None
-        if type(innermost) is RandomSampler and innermost.generator is not None:
-            self._random = innermost
+    def __init__(self, sampler: Any, indices: Iterator[Any], *, look_up: bool = False) -> None:
+        self._sampler = sampler
         self._indices = indices
+        self._batched = type(sampler) is BatchSampler
+        self._batch_size: int = sampler.batch_size if self._batched else 1
+        self._fixed_size = not self._batched or sampler.drop_last  # then torch reads it once
+        self._subset = _innermost(sampler) if look_up else None
+        self._num_indices = 0 if self._subset is None else len(self._subset.indices)
+        self._certain = _certain(_innermost(sampler)) // self._batch_size  # draws
         self._draws = 0
         self._torch_draws = 0
-        self._undone: int | None = None  # the draw that is to be done again
+        self._early: deque[tuple[Any, Any]] = deque()  # what `indices` gave before its time, and what was made of that
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the next draw is due, or may be early."""
+        if self._draws < self._torch_draws:
+            return True
+        same_size = self._subset is None or len(self._subset.indices) == self._num_indices  # else looking up may raise
+        return self._draws < self._certain and same_size
 
     def __next__(self) -> Any:
-        self._draws += 1
-        if self._random is None or self._draws <= self._torch_draws:
-            return next(self._indices)
-        generator = self._random.generator
-        before = generator.get_state()
+        given = next(self._indices)
         try:
-            return next(self._indices)
-        finally:
-            if not torch.equal(generator.get_state(), before):
-                generator.set_state(before)
-                self._undone = self._draws
+            drawn = self._looked_up(given)
+        except BaseException:  # the sampler's own iterator would have ended with it
+            self._indices = iter(())
+            raise
+        if self._draws >= self._torch_draws:
+            self._early.append((given, drawn))
+        self._draws += 1
+        return drawn
 
     def skipped(self, draws: int) -> None:
         """The iterator was asked so often before, when torch's loader would have asked."""
         self._draws = self._torch_draws = draws
 
-    def reach(self, torch_draws: int) -> None:
-        """Torch's loader would have asked so often by now."""
-        self._torch_draws = torch_draws
-        if self._undone is not None and self._undone <= torch_draws:
-            self._undone = None
-            assert self._random is not None
-            torch.randperm(self._random.num_samples, generator=self._random.generator)
+    def reach(self, torch_draws: int) -> int | None:
+        """Torch's loader would have asked so often by now.
+
+        Returns:
+            The first draw that would have given something else then: it and those after it come again, none of them
+            early. None if there is no such draw.
+        """
+        changed = None
+        while changed is None and self._early and self._torch_draws < torch_draws:
+            if self._has_changed(*self._early[0]):
+                changed = self._draws = self._torch_draws
+                self._start_over()
+            else:
+                self._early.popleft()
+                self._torch_draws += 1
+        self._torch_draws = max(torch_draws, self._torch_draws)
+        return changed
+
+    def _has_changed(self, given: Any, drawn: Any) -> bool:
+        if not self._fixed_size and self._sampler.batch_size != self._batch_size:
+            return True
+        try:
+            return self._subset is not None and self._looked_up(given) != drawn
+        except Exception:  # the subset has become too small: this is raised when the draw comes again
+            return True
+
+    def _looked_up(self, given: Any) -> Any:
+        if self._subset is None:
+            return given
+        indices = self._subset.indices
+        return [indices[place] for place in given] if self._batched else indices[given]
+
+    def _start_over(self) -> None:
+        given = itertools.chain([given for given, _ in self._early], self._indices)
+        self._early, self._certain = deque(), 0
+        samples: Iterator[Any] = itertools.chain.from_iterable(given) if self._batched else given
+        if self._subset is not None:
+            subset, self._subset = self._subset, None
+            samples = (subset.indices[place] for place in samples)
+        self._indices = _batches(samples, self._sampler, self._batch_size) if self._batched else samples
+
+
+def _batches(samples: Iterator[Any], sampler: BatchSampler, batch_size: int) -> Iterator[list[Any]]:
+    """As a BatchSampler makes them; its `batch_size` is read at each draw, with drop_last it stays as given."""
+    if sampler.drop_last:
+        return iter(BatchSampler(samples, batch_size, drop_last=True))
+    return _batches_of_any_size(samples, sampler)
+
+
+def _batches_of_any_size(samples: Iterator[Any], sampler: BatchSampler) -> Iterator[list[Any]]:
+    while batch := list(itertools.islice(samples, sampler.batch_size)):
+        yield batch
+
+
+def _certain(sampler: Any) -> int:
+    """How many samples it gives that depend on nothing that may change meanwhile."""
+    if type(sampler) is not RandomSampler:
+        return sys.maxsize
+    at_once = 32 if sampler.replacement else max(1, len(sampler.data_source))
+    return sampler.num_samples // at_once * at_once

@@ -34,6 +34,7 @@ class ProcessState:
     grad_enabled: bool
     inference_mode: bool
     deterministic: tuple[bool, bool]  # torch.use_deterministic_algorithms: on, and warn only
+    sharing_strategy: str  # of torch.multiprocessing
 
     @classmethod
     def capture(cls, node_id: str) -> ProcessState:
@@ -53,6 +54,7 @@ class ProcessState:
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
             deterministic=_deterministic(),
+            sharing_strategy=torch.multiprocessing.get_sharing_strategy(),
         )
 
 
@@ -69,6 +71,7 @@ class Baseline:
         self._affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._default_dtype = torch.get_default_dtype()
         self._deterministic = _deterministic()
+        self._sharing_strategy = torch.multiprocessing.get_sharing_strategy()
         self._num_threads = torch.get_num_threads()
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._gc = gc.isenabled(), gc.get_threshold()
@@ -91,6 +94,7 @@ class Baseline:
             os.sched_setaffinity(0, state.affinity)
         torch.set_default_dtype(state.default_dtype)
         _use_deterministic(state.deterministic)
+        torch.multiprocessing.set_sharing_strategy(state.sharing_strategy)
         self._modes.enter_context(warnings.catch_warnings())
         self._modes.enter_context(np.errstate())
         self._modes.enter_context(torch.inference_mode(state.inference_mode))
@@ -114,6 +118,7 @@ class Baseline:
             os.sched_setaffinity(0, self._affinity)
         torch.set_default_dtype(self._default_dtype)
         _use_deterministic(self._deterministic)
+        torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)
         torch.set_num_threads(self._num_threads)
         torch.set_default_device(None)
         torch.autograd.set_detect_anomaly(False)

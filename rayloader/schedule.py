@@ -26,6 +26,8 @@ from rayloader.messages import (
     Command,
     Deliver,
     DrawIndices,
+    DrawsPutOff,
+    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -104,6 +106,7 @@ class Schedule:
     ) -> None:
         self.in_order = in_order
         self.elastic = elastic
+        self._grows = elastic  # still
         self.dynamic = dynamic
         self._prefetch_factor = prefetch_factor
         self._places = prefetch_factor  # in the window, per worker
@@ -112,6 +115,7 @@ class Schedule:
         self._restarts = [0] * num_workers  # since a worker's last finished task
         self._kills: dict[int, int] = {}  # by task
         self._active = [True] * num_workers  # not exhausted and not lost for good, by worker
+        self._exhausted_at: dict[int, int] = {}  # at which task, by worker
         self._away = [False] * num_workers  # lost and not yet replaced
         self._held = [0] * num_workers  # tasks in the table, by worker
         self._tasks_per_call = [1] * num_workers
@@ -137,6 +141,8 @@ class Schedule:
             IndicesSkipped: self._skip,
             SamplerExhausted: self._sampler_ended,
             SamplerFailed: self._sampler_failed,
+            DrawsPutOff: self._put_off,
+            DrawsUndone: self._draws_undone,
             TasksDone: self._done,
             CallAnswered: self._call_answered,
             Paced: self._paced,
@@ -168,10 +174,19 @@ class Schedule:
         return None
 
     @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The task table, in task order."""
+        return tuple(self._tasks.values())
+
+    @property
     def outstanding(self) -> tuple[Task, ...]:
         """The tasks that workers have not answered, in task order; also those that still queue, or are lost."""
         unanswered = (TaskState.QUEUED, TaskState.OUTSTANDING, TaskState.LOST)
         return tuple(task for task in self._tasks.values() if task.state in unanswered)
+
+    def has(self, task: Task) -> bool:
+        """Whether it is in the task table; another one of its number may be."""
+        return self._tasks.get(task.task_id) is task
 
     @property
     def finished(self) -> bool:
@@ -252,6 +267,34 @@ class Schedule:
         self.owed_draws -= 1
         return self._feed_hungry()
 
+    def _put_off(self, event: DrawsPutOff) -> list[Command]:
+        self._shrink_to_torch()
+        return self._feed_hungry()
+
+    def _draws_undone(self, event: DrawsUndone) -> list[Command]:
+        """Without the tasks from this one on; their workers are told anew what they have to do."""
+        if self._failed:
+            return []
+        gone = [task for task in self._tasks.values() if task.task_id >= event.from_task]
+        again = [worker_id for worker_id, task_id in self._exhausted_at.items() if task_id >= event.from_task]
+        at_once = [worker_id for worker_id in again if self._exhausted_at[worker_id] == event.from_task]
+        if not self.dynamic:
+            self._next_worker_id = next(iter(at_once or [task.worker_id for task in gone]), self._next_worker_id)
+        for worker_id in again:
+            self._active[worker_id] = True
+            del self._exhausted_at[worker_id]
+        for task in gone:
+            self._move(task, event)
+        self._next_task_id = event.from_task
+        self._head_id = min(self._head_id, event.from_task)
+        self._sampler_exhausted = False
+        self._shrink_to_torch()
+        return [Forget(tuple(task.task_id for task in gone)), *self._draw(self.torch_draws - event.from_task)]
+
+    def _shrink_to_torch(self) -> None:
+        self._grows, self._places, self.owed_draws = False, self._prefetch_factor, 0
+        self._surplus = max(0, len(self._tasks) - self.window)
+
     # ---- submitting, see NOTE [calls]
 
     def _submit(self, worker_id: int) -> Submit:
@@ -305,7 +348,7 @@ class Schedule:
         while len(queued) >= event.tasks_per_call:
             commands.append(self._submit(event.worker_id))
         self._wanted_places[event.worker_id] = event.places
-        if self.elastic:
+        if self._grows:
             places = max(self._prefetch_factor, *self._wanted_places)
             self._surplus += (self._places - places) * sum(self._active)
             self._places = places
@@ -359,6 +402,7 @@ class Schedule:
         if self._active[worker_id] and self._surplus:
             self._surplus = max(0, self._surplus - max(0, self._held[worker_id] - self._places))
         self._active[worker_id] = False
+        self._exhausted_at[worker_id] = event.task_id
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
         for task in dropped:
             self._move(task, event)
@@ -432,7 +476,7 @@ class Schedule:
         if before is TaskState.OUTSTANDING:
             self._unanswered_tasks[task.worker_id] -= 1
         elif before is TaskState.QUEUED:
-            self._queued[task.worker_id].remove(task)
+            (self._queued_for_any if self.dynamic else self._queued[task.worker_id]).remove(task)
             self._hungry.discard(task.worker_id)
         if state is TaskState.GONE:
             del self._tasks[task.task_id]

@@ -9,7 +9,6 @@ actor starts no thread and owns nothing but its process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 import math
@@ -33,25 +32,28 @@ import torch.utils.data._utils.worker as torch_worker
 from ray.exceptions import RayError
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe, _DatasetKind
-from torch.utils.data._utils.collate import collate, default_collate, default_collate_fn_map
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import session, skipping
-from rayloader.collate import collate_into, stack
-from rayloader.digest import digest
+from rayloader.collate import stack, stack_into
+from rayloader.digest import chain, digest
 from rayloader.errors import ReplayError, ReplicaMemoryError
 from rayloader.generators import Generators, note_modules, noting
 from rayloader.process_state import Baseline, ProcessState
 from rayloader.random_state import RandomState, Rewind, seed_all
 from rayloader.snapshot import Recorder, WorkerState, has_state, load_state
 from rayloader.transport import codec
-from rayloader.transport.arena import ArenaError, SlotWriter
+from rayloader.transport.arena import ArenaError, ArenaWriter
 from rayloader.transport.control_page import PAGE_BYTES, PageAddress, WorkerPage
 from rayloader.transport.image import ImageAddress, open_image
-from rayloader.transport.lanes import Wire, WorkerLane, fits_in_band, from_wire, pack, slot_bytes, to_wire, unpack
+from rayloader.transport.lanes import Wire, WorkerLane, fits_in_band, from_wire, pack, sealed, to_wire, unpack
 from rayloader.transport.memory import no_collection
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
 from rayloader.transport.replica import Image, image_from_contents
+
+# What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
+IN_BAND_BYTES = 1 << 16
 
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.
 CARRY = (ray.ObjectRef,)
@@ -140,7 +142,7 @@ class Result(NamedTuple):
     kind: ResultKind
     wire: Wire | None = None
     text: str = ""
-    nbytes: int = 0  # that the batch's buffers take in a slot
+    nbytes: int = 0  # of the batch's buffers
     skipped: tuple[skipping.Skipped, ...] = ()
     digest: int = 0  # tells whether it is the same when it is built again
 
@@ -152,13 +154,15 @@ class Reply:
     Tasks may be left over for the next call; results may have been published before (see control_page.py).
     """
 
-    results: list[tuple[Any, ...]]  # fields of `Result`: plain tuples travel faster
+    results: list[tuple[int, Any]]  # each task and its result as it travels, see NOTE [final]
+    nbytes: int  # of their batches' buffers
+    exhausted: bool  # the last of them says that the iterable dataset has ended
     state: tuple[Any, ...] | None  # fields of `WorkerState`: the worker after these tasks, if a snapshot was taken
     replay: tuple[int, int]  # batches built again since the worker was restored, and how many that must be
     seconds: float  # spent on the tasks
     publishes: bool  # whether this worker's control page works
-    reuse: bool  # False: the worker still holds memory of the slot
-    no_arena: str  # why the slot could not be reached, if it could not
+    full: bool  # the arena had no room for something
+    no_arena: str  # why the arena could not be opened, if it could not
 
 
 class Worker:
@@ -172,7 +176,6 @@ class Worker:
         self._at_work: _Hosted | None = None  # whose generators are the process's
         self._lane = WorkerLane()
         self._page: WorkerPage | None = None
-        self._kept = False  # memory of some slot, since `start`
         self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
         note_modules()
         gc.freeze()  # what was imported stays: `stop` collects the user's objects only
@@ -198,8 +201,6 @@ class Worker:
 
     def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
         """Makes this process worker `setup.worker_id`, beside those that it is; at its begin, or as it was."""
-        if not self._hosted:
-            self._kept = False
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
         if setup.page is not None and (self._page is None or self._page.address != setup.page):
@@ -220,7 +221,7 @@ class Worker:
         Args:
             message: packed (worker_id, call, task_ids, indices, room, digests): `call` counts the calls of this actor;
                 of the tasks, which may be none, to go on with those that an earlier call left over, `indices` holds
-                what the sampler gave for each; `room` is a slot of this actor's arena that the batches may lie in;
+                what the sampler gave for each; `room` says where in this actor's arena the batches may lie;
                 if there are `digests` the batches are built for what that changes in the worker, and not sent: they
                 must be those of these digests, where one is known.
 
@@ -230,34 +231,30 @@ class Worker:
         worker_id, call, task_ids, indices, room, digests = unpack(message)
         self._switch_to(worker_id)
         hosted = self._hosted[worker_id]
-        writer = self._lane.writer(room)
+        arena = self._lane.open(room)
         began = time.perf_counter()
-        results = hosted.run(call, task_ids, indices, writer, digests)
+        results = hosted.run(call, task_ids, indices, arena, digests)
         seconds = time.perf_counter() - began
         replay, state = hosted.replay, hosted.snapshot_if_due(seconds)
-        reuse = writer is None or writer.close()
-        self._kept |= not reuse
-        fields = [tuple(result) for result in results]
-        reply = Reply(fields, state, replay, seconds, self._page is not None, reuse, self._lane.error)
-        return pack(reply, [result.wire for result in results if result.wire is not None])
+        sent = [(result.task_id, final) for result, final in results]
+        nbytes = sum(result.nbytes for result, _ in results)
+        exhausted = bool(results) and results[-1][0].kind is ResultKind.EXHAUSTED
+        lane, publishes = self._lane, self._page is not None
+        reply = Reply(sent, nbytes, exhausted, state, replay, seconds, publishes, lane.was_full, lane.error)
+        return pack(reply, [result.wire for result, final in results if result.wire and not isinstance(final, bytes)])
 
     def leave(self, worker_id: int) -> None:
         """This process is that worker no longer; another one is."""
         if self._at_work is self._hosted.pop(worker_id, None):
             self._at_work = None
 
-    def stop(self) -> bool:
-        """Lets go of the dataset and puts the process back as it was.
-
-        Returns:
-            Whether user code let go of the memory of all slots that it was given since `start`.
-        """
+    def stop(self) -> None:
+        """Lets go of the dataset and puts the process back as it was."""
         self._hosted.clear()
         self._at_work = None
         torch_worker._worker_info = None
         self._baseline.restore()
         gc.collect()
-        return not self._kept
 
     def _switch_to(self, worker_id: int | None) -> None:
         """Workers of one process take turns with its generators."""
@@ -304,9 +301,6 @@ class _Hosted:
         self._recorder = Recorder(None, Generators({}, []), RandomState.capture([]))
         self._left: deque[_Task] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
-        self._collate: Any = None  # stacks into the slot of `_collate_to`, by the map as it was then
-        self._collate_to: SlotWriter | None = None
-        self._collate_fn_map: dict[Any, Any] = {}
 
     def start(self, baseline: Baseline, source: Source, state: WorkerState | None) -> None:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
@@ -450,10 +444,10 @@ class _Hosted:
         call: int,
         task_ids: tuple[int, ...],
         indices: list[Wire],
-        writer: SlotWriter | None,
+        arena: ArenaWriter | None,
         digests: list[int | None] | None,
-    ) -> list[Result]:
-        """One result a task, whatever happens, up to the first that cannot be published while others wait.
+    ) -> list[tuple[Result, Any]]:
+        """One result a task, and what travels of it, up to the first that cannot be published while others wait.
 
         What is not wanted is built for a while; the rest of it is left over.
         """
@@ -464,7 +458,7 @@ class _Hosted:
         self._to_replay += 0 if wanted else len(task_ids)
         if self._page is not None:
             self._page.begin(call)
-        results: list[Result] = []
+        results: list[tuple[Result, Any]] = []
         until = time.monotonic() + REPLAY_SECONDS
         if not self._read_on(until):
             return []
@@ -473,22 +467,23 @@ class _Hosted:
             if self._page is not None and self._page.dropped(task.call, task.task_id):
                 self._replayed += not task.wanted
                 continue
-            result = self._do(task, writer)
-            results.append(result if task.wanted else result._replace(wire=None, nbytes=0, skipped=()))
+            result = self._do(task, arena)
+            if not task.wanted:
+                result = result._replace(wire=None, nbytes=0, skipped=())
+            others_wait = bool(self._left) and not self._exhausted
+            final = _final(result, PAGE_BYTES if others_wait else IN_BAND_BYTES)
+            results.append((result, final))
             if not task.wanted and time.monotonic() >= until:
                 break
-            if result.kind in (ResultKind.EXITED, ResultKind.NOT_STARTED) or (
-                self._left and not self._exhausted and not self._publish(results[-1])
-            ):
+            if result.kind in (ResultKind.EXITED, ResultKind.NOT_STARTED) or (others_wait and not self._publish(final)):
                 break
-        self._collate = self._collate_to = None
         return results
 
-    def _do(self, task: _Task, writer: SlotWriter | None) -> Result:
+    def _do(self, task: _Task, arena: ArenaWriter | None) -> Result:
         """A task's result; that of one that is done again must be what it was."""
         if self._rewind is not None:
             self._rewind.task_begins(task.task_id)
-        result = self._build(task, writer)
+        result = self._build(task, arena)
         self._replayed += not task.wanted
         if task.digest in (None, result.digest) or self._failure is not None or result.kind is ResultKind.EXITED:
             return result
@@ -506,13 +501,11 @@ class _Hosted:
         assert self._failure is not None
         return self._failure._replace(task_id=task.task_id)
 
-    def _publish(self, result: Result) -> bool:
+    def _publish(self, final: Any) -> bool:
         """Shows a result to the driver before the call ends; False if it does not fit, or must go through Ray."""
-        if self._page is None or (result.wire is not None and not fits_in_band(result.wire, PAGE_BYTES)):
-            return False
-        return self._page.publish(pickle.dumps(tuple(result), pickle.HIGHEST_PROTOCOL))
+        return self._page is not None and isinstance(final, bytes) and self._page.publish(final)
 
-    def _build(self, task: _Task, writer: SlotWriter | None) -> Result:
+    def _build(self, task: _Task, arena: ArenaWriter | None) -> Result:
         task_id = task.task_id
         if self._failure is not None and (self._unrestored or not self._exhausted):
             # The indices of a stream are endless: that it can't start is told once, as an iterator that raised ends.
@@ -527,10 +520,15 @@ class _Hosted:
                 # Of a stream: what its number would be if no worker's had ended; the true one depends on when that was.
                 number = self._tasks * setup.num_workers + setup.worker_id if self._is_iterable else task_id
                 seed_all(setup.base_seed, self._epoch, number)
-            batch = self._fetch(task.indices, writer, skipped)
+            if arena is not None:
+                arena.begin(setup.worker_id)
+            batch = self._fetch(task.indices, arena, skipped)
             encoded = codec.encode(batch, known_classes=True, carry=CARRY)
             checksum = digest(batch, encoded)
-            wire, nbytes = to_wire(encoded, writer), slot_bytes(encoded)
+            wire, nbytes = to_wire(encoded, arena), sum(buffer.nbytes for buffer in encoded.buffers)
+            if arena is not None:
+                del batch, encoded  # the last that refer to the batch, unless user code does
+                wire = sealed(wire, arena)
             result = Result(task_id, ResultKind.BATCH, wire, nbytes=nbytes, skipped=tuple(skipped), digest=checksum)
         except skipping.NothingLeft:
             result = Result(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
@@ -543,16 +541,19 @@ class _Hosted:
         except BaseException as error:
             return _exited(task_id, error)
         if self._is_iterable:
-            self._digest = zlib.crc32(result.digest.to_bytes(4, "little"), self._digest)
+            self._digest = chain(result.digest, self._digest)
         self._tasks, self._last_task = self._tasks + 1, task_id
         return result
 
-    def _fetch(self, indices: Wire, writer: SlotWriter | None, skipped: list[skipping.Skipped]) -> Any:
-        setup, collate_fn = self._setup, self._collate_into(writer)
-        if setup.skip_errors:
-            return skipping.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), collate_fn, skipped)
-        self._fetcher.collate_fn = collate_fn
-        return self._fetcher.fetch(from_wire(indices))
+    def _fetch(self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]) -> Any:
+        kind, collate_fn = self._setup.dataset_kind, self._collate_fn
+        stack_into(arena)
+        try:
+            if self._setup.skip_errors:
+                return skipping.fetch(self._fetcher, kind, from_wire(indices), collate_fn, skipped)
+            return self._fetcher.fetch(from_wire(indices))
+        finally:
+            stack_into(None)
 
     @property
     def _is_iterable(self) -> bool:
@@ -561,16 +562,6 @@ class _Hosted:
     @property
     def _iterator(self) -> Any:
         return getattr(self._fetcher, "dataset_iter", None)
-
-    def _collate_into(self, writer: SlotWriter | None) -> Callable[[Any], Any]:
-        """The loader's collate_fn; torch's own stacks straight into the slot, where nobody can notice."""
-        if writer is None or self._collate_fn is not default_collate:
-            return self._collate_fn  # type: ignore[no-any-return]
-        if self._collate_to is not writer or self._collate_fn_map != default_collate_fn_map:
-            self._collate_to, self._collate_fn_map = writer, dict(default_collate_fn_map)
-            into = collate_into(writer, default_collate_fn_map)
-            self._collate = functools.partial(collate, collate_fn_map=into)
-        return self._collate  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def _keeping_failure(self) -> Iterator[None]:
@@ -624,6 +615,24 @@ def _open_replica(source: Source, *, here: bool) -> Any:
             opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
     with no_collection():
         return codec.decode(*opened, source.carried)
+
+
+# NOTE [final]. A dataset may write to what it returned as soon as it is asked for the next: a reader that reuses its
+# buffer does. So a result is final when its task ends. It is pickled once, with copies of what does not lie in a slot,
+# and these bytes are what the page and the reply show. Only what is too large for that, or must be looked into by Ray,
+# keeps views of the batch's memory: its call ends with it, and Ray copies them before the next one begins.
+
+
+def _final(result: Result, in_band: int) -> Any:
+    """What travels of a result: bytes if at most `in_band` bytes of it must be copied, else its fields."""
+    if result.wire is None or fits_in_band(result.wire, in_band):
+        return pickle.dumps(tuple(result), pickle.HIGHEST_PROTOCOL)
+    return tuple(result)
+
+
+def result_of(final: Any) -> Result:
+    """The result, of what travelled of it."""
+    return Result(*(pickle.loads(final) if isinstance(final, bytes) else final))
 
 
 def _error(task_id: int, where: str) -> Result:

@@ -1,186 +1,207 @@
 """Memory that driver and worker share: the worker builds batches in it, the driver hands them out without a copy.
 
-An *arena* is an anonymous memory file of one actor incarnation. The driver makes it and cuts *slots* from it, one for
-each call; the worker opens it by its `ArenaAddress` and fills the slots.
+An *arena* is an anonymous memory file of one actor incarnation. The driver makes it; the worker opens it by its
+`ArenaAddress` and takes *slots* in it, for it knows the sizes: one for each large buffer of a batch, and one for the
+small ones together. The driver makes a *lease* of a slot when it takes a result in; when the last view of a lease's
+memory has died, whatever kind of view, in whatever thread, in whatever order, the slot's ticket is in what `freed`
+returns, to be sent back to the worker by whatever message goes there next.
 
-- A slot is free again once its call was released *and* the last view of its bytes has died, whatever kind of view,
-  in whatever thread, in whatever order. It is never free again if the process forked in between.
-- Nobody waits: without room `take`, `allocate`, `empty` and `place` say None and the caller takes another lane.
-- Nothing is visible in the file system; the kernel frees the file with its last user (memory_file.py).
+- Nobody waits: without room `allocate`, `place` and `pack` return None and the caller takes another lane.
+- A slot that something in the worker still refers to is never the driver's: see NOTE [Final].
+- Nothing is visible in the file system; the kernel frees the file with its last user (memory_file.py). The file is
+  sparse: only pages that were touched take memory. What is free for long is given back (slots.py), and so is all that
+  no lease covers when the worker has ended.
 
-Driver: `Arena`; `take` and `close` are for one thread at a time, all else for any. Worker: `ArenaWriter`, one thread.
-Ray is unknown here, and so is what a batch is.
+Driver: `Arena`; `freed`, `leased` and `close` are for one thread at a time, leases die in any. Worker: `ArenaWriter`,
+one thread. Ray is unknown here, and so is what a batch is.
 
 NOTE [Leases]. A slot's lease is an object that shows the slot's memory to NumPy (`__array_interface__`) and posts the
 slot to a deque when it dies: no lock, no I/O, for that may happen in any thread, in the collector, at exit. Whatever is
 cut from it refers to it: memoryview -> ndarray -> lease. Torch and NumPy keep the memoryview, or the ndarray behind
-it. (An ndarray subclass with a `__del__` would not do: NumPy shortens chains of arrays and skips it.) The call that
-names a slot holds its lease like any view. Mappings go the same way: leases refer to them, nobody unmaps.
+it. (An ndarray subclass with a `__del__` would not do: NumPy shortens chains of arrays and skips it.) Mappings go the
+same way: leases refer to them, nobody unmaps. Where no worker needs the memory any more, a lease gives it back to the
+system when it dies, as the end of any large array does.
+
+NOTE [Interrupts]. A result may be taken in twice, when a Ctrl-C came in the middle of the first time. So the leases of
+a message are kept, by ticket, until all of it was taken in (`Leases`), and a lease posts nothing before it is kept. An
+interrupt loses a slot at worst, until `ArenaWriter.abandon`.
 
 NOTE [Forks]. A forked child shares the mapping, and what was leased at that moment it may read for ever. So a lease
-remembers the number of forks before it, and its slot is reused only if there was none since. While another thread is
-forking nothing is leased, for it cannot be said which side that would be on. In the child there are no slots to have.
+remembers the number of forks before it, and its slot is reused only if there was none since. What is leased while
+another thread is forking is never reused, for it cannot be said which side that was on. The worker does the same for
+slots that user code could have looked at when it forked; its children take no slots.
 
-NOTE [Free list]. Slots are whole pages, cut from the lowest free stretch that fits; neighbours join when they come
-back. What costs is the first touch of a page, in either process, not which of the touched ones is used: lowest first
-touches no new page while an old one fits, and leaves the top of a generous arena without memory. It is also the policy
-that fragments least when sizes vary, there are no classes of sizes to round up to, and the list is short: it cannot
-have more entries than there are leases, plus one. An interrupt (Ctrl-C) inside `take` loses a slot at worst.
+NOTE [Final]. A result is final when its task ends. But user code may have kept a tensor that was stacked in a slot, and
+write to it later. So when the batch has been dropped `seal` looks whether anything still refers to the slot, and if so
+sends a copy. The slot is the worker's own from then on, and free when nothing refers to it any more.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
 import mmap
 import os
 import weakref
-from bisect import bisect
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
+from rayloader.transport.slots import COLD_AFTER, PAGE, FreeSlots
 
-SLOT_ALIGN = 64  # bytes; the codec's alignment of spans, torch's of memory
-_PAGE = mmap.PAGESIZE
+# Small buffers lie side by side in their slot, from multiples of this on.
+PACKED_ALIGN = 64
 _NEVER = -1
-
-_Freed = deque[tuple[int, int, bool]]  # start, end of a slot, whether it may be reused
 
 
 class ArenaError(RayloaderError):
-    """An arena can't be made or opened here; what it is for has to go through the object store."""
+    """An arena can't be made, opened or used here; what it is for has to go through the object store."""
 
 
 ArenaAddress = FileAddress
-
-
-class Slot(NamedTuple):
-    """The room of one call: `nbytes` bytes from `offset` of the file on, both in whole pages."""
-
-    offset: int
-    nbytes: int
-    ticket: int  # tells the calls that get the same room apart
+Slot = tuple[int, int, int]  # ticket, which no other slot of the arena ever has; offset in the file; size in bytes
+Place = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
 
 
 class Arena:
-    """The driver's side: makes the file, hands out slots and knows when they are free again.
+    """The driver's side: makes the file, leases slots and knows which are free again.
 
     Args:
-        nbytes: room for slots, rounded up to whole pages. Pages cost memory once they are written to.
+        nbytes: room for slots, rounded up to whole pages. Pages cost memory once they are touched.
         kind: what its slots are for; part of the file's name.
 
     Attributes:
         address: what the worker opens it by.
-        spoiled: bytes that will never be free again (see `reuse` and NOTE [Forks]), as `take` last saw it.
+        spoiled: bytes that will never be free again (see NOTE [Forks]), as `freed` last saw it.
 
     Raises:
         ArenaError: this system has no memory files, or no room for one.
     """
 
     def __init__(self, nbytes: int, kind: str = "arena") -> None:
-        size = _PAGE + _whole_pages(nbytes)
+        size = PAGE + max(1, -(-nbytes // PAGE)) * PAGE
         self._file: MemoryFile | None = None
         try:
             self._file = MemoryFile(kind, size)
             self.address = self._file.address
             os.pwrite(self._file.fd, self.address.header, 0)
             self._file.seal(writes=False)
-            self._mapping: _Mapping | None = _Mapping(self._file.fd, size)
+            self._mapping = _Mapping(self._file.fd, size)
         except (OSError, MemoryFileError) as error:
             self.close()
             raise ArenaError(f"can't make an arena's memory file: {error}") from error
-        self._free = [(_PAGE, size)]  # start, end of each free stretch, ascending; no two touch
-        self._freed: _Freed = deque()  # posted by leases, for `take` to put back
-        self._unanswered: dict[int, tuple[memoryview, _Lease]] = {}  # by ticket
-        self._last_ticket = 0
+        self._leased: dict[int, Slot] = {}  # by ticket: leases that live, have been posted, or are spoiled
+        self._dead: _Dead = deque()  # posted by leases
         self.spoiled = 0
 
     def __del__(self) -> None:
         self.close()
 
-    def take(self, nbytes: int) -> Slot | None:
-        """Leases a slot of at least `nbytes` bytes to a call, until `release_call` and the death of its last view.
-
-        Returns:
-            None if there is no room now, or never will be: closed, or in a forked child.
-        """
-        forks = _forks  # read before `_forking`: a fork that begins in between spoils the lease
-        mapping = self._mapping
-        if mapping is None or _forking or os.getpid() != self.address.pid:
-            return None
-        while self._freed:
-            start, end, reuse = self._freed.popleft()
-            if reuse:
-                self._put_back(start, end)
-            else:
-                self.spoiled += end - start
-        size = _whole_pages(nbytes)
-        index = next((i for i, (low, high) in enumerate(self._free) if high - low >= size), None)
-        if index is None:
-            return None
-        start, end = self._free[index]
-        self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
-        lease = _Lease(mapping, start, start + size, forks, self._freed)
-        self._last_ticket += 1
-        self._unanswered[self._last_ticket] = lease.memory(), lease
-        return Slot(start, size, self._last_ticket)
-
-    def view(self, slot: Slot, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a slot, writable; they, and what is made of them, keep the slot leased.
+    def view(self, place: Place, leases: Leases) -> memoryview:
+        """The bytes of a buffer, writable; they, and what is made of them, keep their slot leased.
 
         Args:
-            slot: of a call that is not released yet.
-            offset: from the slot's start, in bytes.
-            nbytes: at most to the slot's end.
+            place: as `ArenaWriter.seal` gave it.
+            leases: of the message that named it; see NOTE [Interrupts].
 
         Raises:
-            KeyError: the call was released.
+            ArenaError: the worker has ended, and the memory was given back.
             ValueError: the bytes are not inside the slot.
         """
-        memory, _ = self._unanswered[slot.ticket]
-        if not 0 <= offset <= offset + nbytes <= slot.nbytes:
-            raise ValueError(f"a view must lie in the {slot.nbytes} bytes of its slot, got {nbytes} from {offset}")
-        return memory[offset : offset + nbytes]
+        slot, offset, nbytes = place
+        if not 0 <= offset <= offset + nbytes <= slot[2]:
+            raise ValueError(f"a buffer must lie in the {slot[2]} bytes of its slot, got {nbytes} from {offset}")
+        return self._lease(slot, leases).memory()[offset : offset + nbytes]
 
-    def release_call(self, slot: Slot, *, reuse: bool = True) -> None:
-        """The worker is done with the slot: its call was answered, or the worker is gone. Again: no effect.
+    def unpack(self, slot: Slot, sizes: Sequence[int], leases: Leases) -> list[bytearray]:
+        """Copies of what `ArenaWriter.pack` put into a slot, each in memory of its own.
+
+        Raises:
+            ArenaError: as in `view`.
+        """
+        self._lease(slot, leases)
+        copies, offset = [], slot[1]
+        for nbytes in sizes:
+            copies.append(bytearray(self._mapping.memory[offset : offset + nbytes]))
+            offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
+        return copies
+
+    def freed(self) -> list[int]:
+        """Tickets of slots that are free again, and were not returned before, for `ArenaWriter.free`."""
+        tickets = []
+        with contextlib.suppress(IndexError):
+            while True:
+                ticket, reuse = self._dead.popleft()
+                if reuse:
+                    del self._leased[ticket]
+                    tickets.append(ticket)
+                else:
+                    self.spoiled += self._leased[ticket][2]
+        return tickets
+
+    def leased(self) -> frozenset[int]:
+        """Tickets of the slots that are leased, or will never be free again; directly after `freed`."""
+        return frozenset(self._leased)
+
+    def rest(self, resting: bool) -> None:
+        """While it rests the worker takes no slots: what becomes free is given back to the system at once."""
+        self._mapping.resting = resting
+
+    def close(self, *, give_back: bool = False) -> None:
+        """No more openings; the mapping goes with the last lease. Callable more than once.
 
         Args:
-            slot: as `take` gave it. Views that are wanted must have been made.
-            reuse: False if the worker still holds memory of the slot (`SlotWriter.close`): then it is never reused.
+            give_back: the worker has ended: all memory that is not leased is given back to the system.
         """
-        entry = self._unanswered.pop(slot.ticket, None)
-        if entry is not None and not reuse:
-            entry[1].forks = _NEVER
+        file, self._file = self._file, None
+        if file is None:
+            return
+        file.close()
+        if give_back:
+            self._mapping.gone = True  # first: a lease that is made, or dies, in another thread sees it, or is seen
+            self.freed()
+            start = 0
+            for _, low, size in sorted(self._leased.values(), key=_offset):
+                self._mapping.give_back(start, low - start)
+                start = low + size
+            self._mapping.give_back(start, self.address.nbytes - start)
 
-    def close(self) -> None:
-        """No more slots, no more openings; the mapping goes with the last lease. Callable more than once."""
-        file, self._file, self._mapping = self._file, None, None
-        if file is not None:
-            file.close()
-
-    def _put_back(self, start: int, end: int) -> None:
-        first = last = bisect(self._free, (start, end))
-        if first > 0 and self._free[first - 1][1] == start:
-            first -= 1
-            start = self._free[first][0]
-        if last < len(self._free) and self._free[last][0] == end:
-            end = self._free[last][1]
-            last += 1
-        self._free[first:last] = [(start, end)]
+    def _lease(self, slot: Slot, leases: Leases) -> _Lease:
+        forks = _NEVER if _forking else _forks
+        ticket = slot[0]
+        lease = leases.get(ticket)
+        if lease is None:
+            lease = leases[ticket] = _Lease(self._mapping, slot, forks)
+        if lease.dead is None:
+            self._leased[ticket] = slot
+            if self._mapping.gone:
+                raise ArenaError("the worker of this batch was shut down")
+            lease.dead = self._dead
+        return lease
 
 
 class ArenaWriter:
-    """The worker's side: the file, mapped. Get one with `open`."""
+    """The worker's side: the file, mapped, and its free slots. Get one with `open`.
 
-    def __init__(self, mapping: _Mapping) -> None:
-        self._mapping: _Mapping | None = mapping
+    Attributes:
+        full: whether there was no room for something.
+        small: buffers up to this size are not worth a slot of their own, as the driver last said.
+    """
+
+    def __init__(self, mapping: _Mapping, nbytes: int) -> None:
+        self.small = 0
+        self._mapping = mapping
+        self._pid = os.getpid()
+        self._free = FreeSlots(PAGE, nbytes)
+        self._slots: dict[int, _Taken] = {}  # by ticket
+        self._batch: list[int] = []  # tickets taken for the batch that is being built
+        self._kept: list[int] = []  # tickets of slots that user code still referred to when their batch was done
+        self._last_ticket = 0
+        self._owner = -1
+        self.full = False
 
     @classmethod
     def open(cls, address: ArenaAddress) -> ArenaWriter:
@@ -195,84 +216,183 @@ class ArenaWriter:
             try:
                 if os.pread(fd, len(address.header), 0) != address.header:
                     raise ArenaError(f"{address.name} does not begin with its name")
-                return cls(_Mapping(fd, address.nbytes))
+                return cls(_Mapping(fd, address.nbytes), address.nbytes)
             finally:
                 os.close(fd)
         except (OSError, MemoryFileError) as error:
             raise ArenaError(f"can't open {address.name}: {error}") from error
 
-    def writer(self, slot: Slot) -> SlotWriter:
-        """Begins to fill a slot, from its start."""
-        if self._mapping is None:
-            raise ArenaError("this arena was closed here; open it again")
-        return SlotWriter(self._mapping, slot)
-
-    def close(self) -> None:
-        """Unmaps the file as soon as nothing refers to it any more. Callable more than once."""
-        self._mapping = None
-
-
-class SlotWriter:
-    """Fills a slot from its start to its end; what was given out is not given out again."""
-
-    def __init__(self, mapping: _Mapping, slot: Slot) -> None:
-        region = _Region(mapping, slot.offset, slot.nbytes)
-        self._memory = region.memory()
-        self._region = weakref.ref(region)
-        self._start = mapping.start + slot.offset
-        self.used = 0  # bytes given out, gaps included
+    def begin(self, owner: int) -> None:
+        """A batch begins, of worker `owner`; what is left of one that came to nothing is dropped."""
+        self._owner = owner
+        for ticket in self._batch:
+            taken = self._slots.get(ticket)
+            if taken is not None and not taken.sent and not self._free_if_dropped(ticket):
+                self._kept.append(ticket)
+        self._batch.clear()
 
     def allocate(self, nbytes: int) -> memoryview | None:
-        """The next `nbytes` bytes of the slot, from a multiple of 64 on; None without room."""
-        end = self.used + nbytes
-        if end > self._memory.nbytes:
+        """Memory for a buffer of this batch, in a slot of its own; None without room."""
+        taken = self._take(nbytes)
+        if taken is None:
             return None
-        memory = self._memory[self.used : end]
-        self.used = -(-end // SLOT_ALIGN) * SLOT_ALIGN
-        return memory
+        _, start, _ = taken.slot
+        region = _Region(self._mapping, start, nbytes)
+        taken.region = weakref.ref(region)
+        return region.memory()
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """An uninitialized contiguous tensor in the slot; None without room, and for a tensor of no elements."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        memory = self.allocate(nbytes) if nbytes else None
-        return None if memory is None else torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+    def place(self, buffer: memoryview) -> Place | None:
+        """Sees to it that a buffer is in a slot of this batch: copies it there if it is not.
 
-    def place(self, buffer: memoryview) -> tuple[int, int] | None:
-        """Sees to it that flat bytes, such as `codec.encode` gives, are in the slot: copies them in if they are not.
+        Args:
+            buffer: flat bytes, such as `codec.encode` gives.
 
         Returns:
-            Offset in the slot and size in bytes, for `Arena.view`; None without room.
+            What `seal` wants; None without room.
         """
-        if buffer.nbytes == 0:
-            return 0, 0
         source = np.frombuffer(buffer, np.uint8)
-        offset: int = source.__array_interface__["data"][0] - self._start
-        if not 0 <= offset <= self._memory.nbytes - source.nbytes:
-            offset = self.used
-            if (copy := self.allocate(source.nbytes)) is None:
-                return None
-            np.frombuffer(copy, np.uint8)[:] = source  # unlike the memoryview's own, without the GIL
-        return offset, source.nbytes
+        offset: int = source.__array_interface__["data"][0] - self._mapping.start
+        for ticket in self._batch:
+            taken = self._slots[ticket]
+            _, start, size = taken.slot
+            if taken.region is not None and start <= offset and offset + source.nbytes <= start + size:
+                taken.sent = True
+                return taken.slot, offset - start, source.nbytes
+        return self._copy(source)
 
-    def close(self) -> bool:
-        """Lets go of the slot, to be called when the batches in it have been dropped.
+    def pack(self, buffers: Sequence[memoryview]) -> Slot | None:
+        """Copies buffers into one slot, side by side; None without room."""
+        taken = self._take(sum(-(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN for buffer in buffers))
+        if taken is None:
+            return None
+        taken.sent = True
+        offset = taken.slot[1]
+        for buffer in buffers:
+            self._mapping.bytes[offset : offset + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
+            offset += -(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN
+        return taken.slot
+
+    def seal(self, place: Place) -> Place | bytearray:
+        """Makes a buffer that was placed final; to be called when the batch has been dropped. See NOTE [Final].
 
         Returns:
-            Whether nothing here refers to its memory any more. If something does (the user's class kept a tensor that
-            was collated into it), the slot must not be reused: `Arena.release_call(slot, reuse=False)`.
+            Where it is. A copy, if user code still refers to it and there is no room for a copy in a slot.
         """
-        self._memory = memoryview(b"")
-        return self._region() is None
+        slot, offset, nbytes = place
+        taken = self._slots[slot[0]]
+        if taken.region is None or taken.region() is None:
+            if taken.forks == _forks:
+                taken.region = None  # whatever is forked from here on cannot have seen it
+            return place
+        taken.sent = False
+        source = self._mapping.bytes[slot[1] + offset :][:nbytes]
+        copied = self._copy(source)
+        return bytearray(source) if copied is None else copied
+
+    def free(self, tickets: Collection[int]) -> None:
+        """The driver is done with these slots."""
+        for ticket in tickets:
+            taken = self._slots.pop(ticket, None)
+            if taken is not None and not taken.seen_by_child:
+                self._free.put_back(*taken.slot[1:])
+
+    def abandon(self, owner: int | None, leased: Collection[int]) -> None:
+        """The driver will take in no result that a worker has made so far.
+
+        Args:
+            owner: that worker; None: all workers.
+            leased: tickets of slots that the driver did take in and has not freed.
+        """
+        self.free(
+            [
+                ticket
+                for ticket, taken in self._slots.items()
+                if taken.sent and (owner is None or taken.owner == owner) and ticket not in leased
+            ]
+        )
+
+    def _copy(self, source: np.ndarray[Any, np.dtype[np.uint8]]) -> Place | None:
+        taken = self._take(source.nbytes)
+        if taken is None:
+            return None
+        taken.sent = True
+        _, start, _ = taken.slot
+        self._mapping.bytes[start : start + source.nbytes] = source
+        return taken.slot, 0, source.nbytes
+
+    def _take(self, nbytes: int) -> _Taken | None:
+        if os.getpid() != self._pid:
+            return None
+        extent = self._free.take(nbytes)
+        if extent is None and self._look_again():
+            extent = self._free.take(nbytes)
+        if extent is None:
+            self.full = True
+            return None
+        self._last_ticket += 1
+        taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, _forks)
+        self._batch.append(self._last_ticket)
+        if self._last_ticket % COLD_AFTER == 0:
+            self._look_again()
+            for start, size in self._free.cold(other.slot[1:] for other in self._slots.values()):
+                self._mapping.give_back(start, size)
+        return taken
+
+    def _look_again(self) -> bool:
+        """Frees slots that user code has let go of meanwhile; whether there were some."""
+        before = len(self._kept)
+        self._kept = [ticket for ticket in self._kept if not self._free_if_dropped(ticket)]
+        return len(self._kept) < before
+
+    def _free_if_dropped(self, ticket: int) -> bool:
+        """Frees a slot that was not sent, if nothing refers to it; one that a fork has seen is not used again."""
+        taken = self._slots[ticket]
+        if taken.region is not None and taken.region() is not None:
+            return False
+        if taken.seen_by_child:
+            return True
+        del self._slots[ticket]
+        self._free.put_back(*taken.slot[1:])
+        return True
+
+
+class _Taken:
+    """A slot as the worker knows it."""
+
+    __slots__ = ("forks", "owner", "region", "sent", "slot")
+
+    def __init__(self, slot: Slot, owner: int, forks: int) -> None:
+        self.slot = slot
+        self.owner = owner
+        self.forks = forks
+        self.region: weakref.ref[_Region] | None = None  # what user code may refer to
+        self.sent = False  # it is the driver's
+
+    @property
+    def seen_by_child(self) -> bool:
+        """Whether a child may have been forked that refers to it."""
+        return self.region is not None and self.forks != _forks
 
 
 class _Mapping:
     """A whole file, mapped shared and writable for as long as something refers to this."""
 
-    __slots__ = ("_memory", "start")
+    __slots__ = ("bytes", "gone", "memory", "resting", "start")
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self._memory = mmap.mmap(fd, nbytes)  # holds a duplicate of `fd`
-        self.start: int = np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0]
+        file = mmap.mmap(fd, nbytes)  # holds a duplicate of `fd`
+        self.memory = memoryview(file)
+        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(file, np.uint8)
+        self.start: int = self.bytes.__array_interface__["data"][0]
+        self.resting = False  # what a lease frees is given back to the system
+        self.gone = False  # all that is not leased was
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Gives the memory of whole pages back to the system; they read as zeros and can be used again."""
+        if nbytes:
+            file: Any = self.memory.obj
+            with contextlib.suppress(OSError):  # a kernel without it: they stay until the mapping goes
+                file.madvise(mmap.MADV_REMOVE, start, nbytes)
 
 
 class _Region:
@@ -290,17 +410,32 @@ class _Region:
         return memoryview(array)
 
 
+_Dead = deque[tuple[int, bool]]  # ticket, whether it may be reused
+
+
 class _Lease(_Region):
     """The right to a slot; see NOTE [Leases]."""
 
-    __slots__ = ("extent", "forks", "freed")
+    __slots__ = ("dead", "forks", "slot")
 
-    def __init__(self, mapping: _Mapping, start: int, end: int, forks: int, freed: _Freed) -> None:
-        super().__init__(mapping, start, end - start)
-        self.extent, self.forks, self.freed = (start, end), forks, freed
+    def __init__(self, mapping: _Mapping, slot: Slot, forks: int) -> None:
+        super().__init__(mapping, *slot[1:])
+        self.slot, self.forks = slot, forks
+        self.dead: _Dead | None = None  # from when it is kept on
 
     def __del__(self) -> None:
-        self.freed.append((*self.extent, self.forks == _forks))
+        if self.dead is None:
+            return
+        ticket, start, size = self.slot
+        reuse = self.forks == _forks
+        if reuse and self.mapping.resting:
+            self.mapping.give_back(start, size)  # before the worker can hear of it
+        self.dead.append((ticket, reuse))
+        if reuse and self.mapping.gone:
+            self.mapping.give_back(start, size)
+
+
+Leases = dict[int, _Lease]  # by ticket; those of one message
 
 
 # See NOTE [Forks]. Module state, for a fork concerns all arenas of the process.
@@ -322,5 +457,5 @@ def _after_fork() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
-def _whole_pages(nbytes: int) -> int:
-    return max(1, -(-nbytes // _PAGE)) * _PAGE
+def _offset(slot: Slot) -> int:
+    return slot[1]

@@ -4,7 +4,8 @@
   one for each *storage span*, lowest to highest byte of a storage that the payload uses, so that a view of a big
   storage stays small and tensors that shared memory share it again; and one for each NumPy array.
 - `decode` makes tensors and arrays views of its buffers: writable where those are, and keeping them alive.
-- Batches of plain tensors have a skeleton of their own, see plain.py.
+- Batches of plain tensors have a skeleton of their own, see plain.py. Of replicas, many small tensors and arrays of one
+  kind go together, see bulk.py.
 - Quantized, sparse, nested, conjugated tensors and wrapper subclasses are pickled as torch pickles them, with
   the storages inside taken out as spans. Anything else is cloudpickle's.
 
@@ -15,19 +16,21 @@ tensor's reduction holds a *token*, an empty `PickleBuffer` that stands for its 
 the rebuilt storage in its place: no context, no registry. Spans grow while the payload is pickled; hence tensors
 carry absolute offsets, and the spans' starts follow at the end of the skeleton, which is
 
-    body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer) | header's length
+    body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer; groups) | its length
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import mmap
 import operator
 import pickle
 import types
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import cloudpickle
 import numpy as np
@@ -37,18 +40,21 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rayloader import generators
-from rayloader.transport import classes, plain
+from rayloader.transport import bulk, classes, plain
 from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from rayloader.transport.mapped import Mappings
+
 _PROTOCOL = 5
 _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span stay whole
+_MAPPED = 1 << 20  # bytes; copies from this size on are not taken from the heap
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 
-_NO_BUFFERS = pickle.dumps(([], []), _PROTOCOL)
+_NO_BUFFERS = pickle.dumps(([], [], [], [], []), _PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
@@ -61,20 +67,25 @@ class Encoded:
         skeleton: All but the buffers.
         buffers: The object's own memory as flat bytes, kept alive. Not to be written to, whatever they say.
         carried: Parts of the object that travel as they are.
+        gathered: Of a replica: more buffers, behind the others.
+        shared: Of a replica: the storages in torch's shared memory, whole, by the number of their buffer.
     """
 
     skeleton: bytes
     buffers: list[memoryview]
     carried: list[Any]
+    gathered: list[bulk.Gathered] = field(default_factory=list)
+    shared: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of skeleton and buffers together."""
-        return len(self.skeleton) + sum(buffer.nbytes for buffer in self.buffers)
+        buffers = sum(buffer.nbytes for buffer in self.buffers) + sum(buffer.nbytes for buffer in self.gathered)
+        return len(self.skeleton) + buffers
 
 
 def encode(
-    obj: object, *, known_classes: bool = False, carry: tuple[type, ...] = (), mapped: Container[int] | None = None
+    obj: object, *, known_classes: bool = False, carry: tuple[type, ...] = (), mapped: Mappings | None = None
 ) -> Encoded:
     """Takes an object apart.
 
@@ -83,9 +94,10 @@ def encode(
         known_classes: Name the classes that travel by value instead of defining them, for the way back to the
             process that they came from; see classes.py.
         carry: Types whose instances are left to whoever transports the rest, such as Ray's references.
-        mapped: For replicas: addresses whose memory must not be copied, however small an array is, or in whatever
-            steps it goes through it. Arrays that go through the same memory more than once keep doing so. And a
-            replica's random generators can be noted when it is decoded, see generators.py.
+        mapped: For replicas: the file-backed memory of this process, which must not be copied, however small an
+            array is, or in whatever steps it goes through it. Arrays that go through the same memory more than once
+            keep doing so. And a replica's random generators can be noted when it is decoded, see
+            generators.py.
 
     Raises:
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -93,15 +105,25 @@ def encode(
     """
     if type(obj) is list and set(map(type, obj)) <= {int}:  # a batch's indices
         return Encoded(pickle.dumps(obj, _PROTOCOL) + _NO_BUFFERS, [], [])
-    if (simple := plain.encode(obj)) is not None:
+    if mapped is None and (simple := plain.encode(obj)) is not None:
         return Encoded(*simple, [])
     file = io.BytesIO()
     pickler = _Pickler(file, known_classes, carry, mapped)
     pickler.dump(obj)
     buffers: list[memoryview] = []
+    shared: dict[int, torch.UntypedStorage] = {}
     uses: list[int] = []
     places: list[tuple[int, int]] = []
-    for reference in pickler.references:
+    groups = pickler.groups.filled() if pickler.groups is not None else []
+    views = pickler.groups.views() if pickler.groups is not None else []
+    over = [pickler._token(some.storage, *some.span) for some in views]
+    replaced = pickler.replace_members(groups)
+    tokens = *(group.token for group in groups), *(some.token for some in views)
+    in_bulk = {token: number for number, token in enumerate(tokens)}
+    for reference in (*pickler.references, *(token for *_, token in replaced), *over):
+        if reference in in_bulk:
+            uses.append(in_bulk[reference])
+            continue
         if reference in pickler.carried:
             uses.append(-1 - pickler.carried[reference])
             continue
@@ -111,26 +133,35 @@ def encode(
         elif span.index is None:
             span.index, start = len(buffers), span.start & -_ALIGN
             raw = memoryview(memory(span.storage.data_ptr() + start, span.end - start, span.storage))
+            if span.shared:
+                shared[span.index] = span.storage
         else:
-            uses.append(span.index)
+            uses.append(len(in_bulk) + span.index)
             continue
-        uses.append(len(buffers))
+        uses.append(len(in_bulk) + len(buffers))
         places.append((raw.nbytes, start))
         buffers.append(raw)
-    header = pickle.dumps((uses, places), _PROTOCOL)
+    gathered = [group.gather() for group in groups]
+    headers = [
+        bulk.GroupHeader(group.of_tensors, group.dtype, group.shape, len(parts))
+        for group, parts in zip(groups, gathered, strict=True)
+    ]
+    of_bulk = headers, [where for *where, _ in replaced], [some.header for some in views]
+    header = pickle.dumps((uses, places, *of_bulk), _PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
-    return Encoded(file.getvalue(), buffers, pickler.carried_objects)
+    return Encoded(file.getvalue(), buffers, pickler.carried_objects, list(chain(*gathered)), shared)
 
 
-def decode(skeleton: Buffer, buffers: Sequence[Buffer], carried: Sequence[Any] = ()) -> Any:
+def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], carried: Sequence[Any] = ()) -> Any:
     """Puts an object together again.
 
     Args:
         skeleton: What `encode` made.
         buffers: One for each of `Encoded.buffers`, same order and sizes. Tensors and arrays become views of
             them. Over a read-only buffer an array is read-only; a tensor can't be, and writing to it crashes, as
-            with `torch.from_numpy` of a read-only memory map.
+            with `torch.from_numpy` of a read-only memory map. A storage stands for its memory, and tensors get that
+            very storage.
         carried: `Encoded.carried`, or what stands for it here.
 
     Raises:
@@ -138,33 +169,62 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer], carried: Sequence[Any] =
     """
     tail = memoryview(skeleton)
     if tail[0] == plain.MARK:
-        return plain.decode(bytes(skeleton), buffers)
-    uses, places = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
-    if len(buffers) != len(places):
-        raise ValueError(f"decode needs the skeleton's {len(places)} buffers, got {len(buffers)}")
-    sources: list[object] = []
-    for buffer, (nbytes, start) in zip(buffers, places, strict=True):
-        view = flat_bytes(buffer, nbytes, len(sources))
+        return plain.decode(bytes(skeleton), cast("Sequence[Buffer]", buffers))  # of a batch, not a replica
+    header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
+    count = len(header.places) + sum(group.buffers for group in header.groups)
+    if len(buffers) != count:
+        raise ValueError(f"decode needs the skeleton's {count} buffers, got {len(buffers)}")
+    rest = (memoryview(cast("Buffer", buffer)) for buffer in buffers[len(header.places) :])
+    in_bulk = [*(bulk.remake(group, rest) for group in header.groups), *([] for _ in header.views)]
+    sources: list[Any] = [*map(iter, in_bulk)]
+    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.places, strict=False)):
+        if isinstance(buffer, torch.UntypedStorage):
+            view = memory(buffer.data_ptr(), nbytes, buffer)
+            sources.append(view if start < 0 else (buffer, start))
+            continue
+        view = flat_bytes(buffer, nbytes, number)
         sources.append(view if start < 0 else (storage_over(view), start))
-    return pickle.loads(skeleton, buffers=[sources[index] if index >= 0 else carried[-1 - index] for index in uses])
+    tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
+    spans = iter(tokens[len(tokens) - len(header.replaced) - len(header.views) :])
+    for number, place in header.replaced:
+        member = in_bulk[number][place]
+        in_bulk[number][place] = _tensor(
+            next(spans), header.groups[number].dtype, 0, member.shape, member.stride(), False
+        )
+    for number, views in enumerate(header.views, start=len(header.groups)):
+        in_bulk[number] += bulk.remake_views(views, *next(spans))
+    return pickle.loads(skeleton, buffers=tokens)
 
 
 @functools.lru_cache(maxsize=64)
-def _header(header: bytes) -> tuple[list[int], list[tuple[int, int]]]:
-    uses, places = pickle.loads(header)
-    return uses, places
+def _header(header: bytes) -> _Header:
+    return _Header(*pickle.loads(header))
+
+
+class _Header(NamedTuple):
+    """What the end of a skeleton says; the last three of replicas only."""
+
+    uses: list[int]  # what each reference stands for: part in bulk or, behind those, buffer; or -1 - carried
+    places: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
+    groups: list[bulk.GroupHeader]
+    replaced: list[tuple[int, int]]  # group, and place in it; the spans are behind the other uses
+    views: list[bulk.ViewsHeader]  # their spans are the last uses
 
 
 def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
     """Copies each buffer once, for readers of read-only memory such as Ray's object store.
 
-    One allocation a buffer, so that a small tensor that is kept does not keep a whole batch.
+    One allocation a buffer, so that a small tensor that is kept does not keep a whole batch. Large ones are mapped: the
+    heap would cut what is kept out of the room that they leave, and could give nothing of it back.
     """
     copies = []
     for buffer in buffers:
         source = np.frombuffer(memoryview(buffer), np.uint8)
-        # torch's allocator aligns to 64 bytes and does not fill with zeros first.
-        copy: Any = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu").numpy()
+        copy: Any
+        if source.nbytes >= _MAPPED:
+            copy = np.frombuffer(mmap.mmap(-1, source.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+        else:  # torch's allocator aligns to 64 bytes and does not fill with zeros first
+            copy = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu").numpy()
         copy[:] = source
         copies.append(memoryview(copy))
     return copies
@@ -173,24 +233,25 @@ def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
 class _Span:
     """The bytes `start` to `end` of one storage, and the token that stands for them."""
 
-    __slots__ = ("end", "index", "start", "storage", "token")
+    __slots__ = ("end", "index", "shared", "start", "storage", "token")
 
-    def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int, *, shared: bool) -> None:
         self.storage = storage  # kept: else another storage could get its identity
+        self.shared = shared
         self.start, self.end = start, end
         self.token = pickle.PickleBuffer(bytearray())  # writable: a read-only one has an opcode of its own
         self.index: int | None = None
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(
-        self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...], mapped: Container[int] | None
-    ) -> None:
+    def __init__(self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will ask for them
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=self.references.append)
         self.known_classes = known_classes
         self.carry = carry
         self.mapped = mapped
+        self.groups = None if mapped is None else bulk.Groups()
+        self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
         self.carried: dict[pickle.PickleBuffer, int] = {}  # place in `carried_objects` of what a token stands for
         self.carried_objects: list[Any] = []
         self.spans: dict[int, _Span] = {}
@@ -198,9 +259,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
+        if kind in self.ordinary:
+            return NotImplemented
         if kind is Tensor:
+            if self.groups is not None and not obj.__dict__ and (reduction := self.groups.tensor(obj)) is not None:
+                return reduction
             return self._tensor(obj)
         if kind is np.ndarray:
+            if self.groups is not None and (reduction := self.groups.array(obj)) is not None:
+                return reduction
             return self._array(obj)
         if issubclass(kind, Tensor):
             return self._subclass(obj, kind)
@@ -225,14 +292,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return generators.reduce_generator(obj, self._reduced)
         if self.known_classes and issubclass(kind, type):
             return classes.reduce_by_id(obj, super().reducer_override)
+        if not issubclass(kind, (type, types.FunctionType)):  # cloudpickle's own are of these
+            self.ordinary.add(kind)
+            return NotImplemented
         return super().reducer_override(obj)
 
     def _reduced(self, obj: Any) -> Any:
         """As if this class had no `reducer_override`."""
-        if (reduced := super().reducer_override(obj)) is not NotImplemented:
-            return reduced
         reduce = self.dispatch_table.get(type(obj))
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(_PROTOCOL)
+
+    def replace_members(self, groups: Sequence[bulk.Group]) -> list[tuple[int, int, pickle.PickleBuffer]]:
+        """The members of groups that must be over a span: group, place in it, token."""
+        if self.mapped is None:
+            return []
+        replaced = []
+        storages = [span.storage.data_ptr() for span in self.spans.values()]
+        for group, place in bulk.not_alone(groups, self.mapped, storages):
+            tensor = groups[group].members[place]
+            replaced.append((group, place, self._token(tensor.untyped_storage(), 0, tensor.nbytes)))
+        return replaced
 
     def _tensor(self, tensor: Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -277,7 +356,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _token(self, storage: torch.UntypedStorage, start: int, end: int) -> pickle.PickleBuffer:
         span = self.spans.get(storage._cdata)
         if span is None:
-            span = self.spans[storage._cdata] = _Span(storage, start, end)
+            # Of shared memory in a replica, the whole storage: it is opened again, not copied.
+            shared = self.mapped is not None and storage.is_shared()
+            start, end = (0, storage.nbytes()) if shared else (start, end)
+            span = self.spans[storage._cdata] = _Span(storage, start, end, shared=shared)
             self.tokens[span.token] = span
         else:
             span.start, span.end = min(span.start, start), max(span.end, end)

@@ -4,10 +4,10 @@ Promise: a worker publishes each result of a call that carries several tasks as 
 batch is never withheld by an unfinished one; the driver tells it here which tasks nobody waits for any more. Nobody
 waits for anybody: the driver looks while it waits for the call, the worker between batches.
 
-The page is the one slot of an arena of its own, so that it lives and is found as arenas are. Layout: number of the call
-that is at work, number of its entries; 64 bytes on, what is dropped; 128 bytes on, the entries. What is longer than a
-word has a checksum, begun with the call's number, for machines that reorder writes: what does not match is not there
-yet.
+The page is the one slot of an arena of its own, so that it is opened, and goes, as arenas do. Layout: number of the
+call that is at work, number of its entries; 64 bytes on, what is dropped; 128 bytes on, the entries. What is longer
+than a word has a checksum, begun with the call's number, for machines that reorder writes: what does not match is not
+there yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import struct
 import zlib
 
-from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Slot
+from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter
+from rayloader.transport.slots import PAGE
 
 # What a call's results may take together: descriptors, and batches that are as small.
 PAGE_BYTES = 1 << 20
@@ -25,21 +26,17 @@ _DROPPED = struct.Struct("<qqI")  # up to this call, from this task on, checksum
 _ENTRY = struct.Struct("<II")  # length and checksum of the bytes that follow
 _CALL, _COUNT, _DROP, _ENTRIES = 0, 8, 64, 128
 
-PageAddress = tuple[ArenaAddress, Slot]
+PageAddress = ArenaAddress
 
 
 class ControlPage:
     """The driver's side, for one actor."""
 
     def __init__(self) -> None:
-        arena = Arena(PAGE_BYTES, kind="page")
-        slot = arena.take(PAGE_BYTES)
-        if slot is None:
-            raise ArenaError("a control page can't be made while another thread forks")
-        self._arena = arena
-        self._memory = arena.view(slot, 0, PAGE_BYTES)
+        self._arena = Arena(PAGE_BYTES, kind="page")
+        self._memory = self._arena.view(((1, PAGE, PAGE_BYTES), 0, PAGE_BYTES), {})  # where `allocate` begins
         self._call, self._count, self._place = 0, 0, _ENTRIES  # entries that were read
-        self.address: PageAddress = arena.address, slot
+        self.address: PageAddress = self._arena.address
 
     def read(self, call: int) -> list[bytes]:
         """The entries of a call that were not read before; none if the worker is not at that call."""
@@ -86,8 +83,7 @@ class WorkerPage:
     """
 
     def __init__(self, address: PageAddress) -> None:
-        arena, slot = address
-        memory = ArenaWriter.open(arena).writer(slot).allocate(PAGE_BYTES)
+        memory = ArenaWriter.open(address).allocate(PAGE_BYTES)
         assert memory is not None
         self.address = address
         self._memory = memory

@@ -2,7 +2,8 @@
 
 Promise: `open_image` maps memory files private and writable, so that pages are shared until a worker writes, and the
 write stays its own; that is what a fork gives torch's workers. Regions of the user's files it maps in their own mode.
-What was opened stays valid for as long as something refers to it, whatever becomes of the image. No descriptor is kept.
+What was opened stays valid for as long as something refers to it, whatever becomes of the image. No descriptor is kept,
+but for those that torch keeps of its shared memory.
 
 Images are made by replica.py. No state; any thread may call. Ray is unknown here.
 """
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from rayloader.errors import ReplicaError
-from rayloader.transport.mapped import Region, open_region
+from rayloader.transport.mapped import Region, open_region, open_storage
 from rayloader.transport.memory import check_room
 from rayloader.transport.memory_file import FileAddress, open_file
+from rayloader.transport.raw import memory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -72,7 +75,7 @@ class ImageAddress:
 
 def open_image(
     address: ImageAddress, *, here: bool = True, contents: Sequence[Buffer] | None = None
-) -> tuple[memoryview, list[memoryview]]:
+) -> tuple[memoryview, list[memoryview | torch.UntypedStorage]]:
     """Opens an image: skeleton and buffers, for `codec.decode`.
 
     Args:
@@ -90,18 +93,29 @@ def open_image(
     starts = [0, *np.cumsum([-(-size // _PAGE) * _PAGE for size in sizes]).tolist()]
     # One range of addresses for all, that goes when nothing refers to it any more. Mappings that replace parts of it
     # need no descriptor.
-    memory = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
-    whole = memoryview(memory)
+    whole = memoryview(mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | _MAP_NORESERVE))
     base = address_of_buffer(whole)
     parts = []
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of a part: it, and where in the region it starts
     for number, (start, size) in enumerate(zip(starts, sizes, strict=False)):
         part = whole[start : start + size]
         if number >= len(address.files):
             region = address.regions[number - len(address.files)]
             fd = open_region(region, here=here)
-            _map(fd, base + start, region.nbytes, region.offset, region.shared, region.writable or not region.shared)
+            try:
+                if (storage := open_storage(region, fd)) is not None:
+                    storages[number] = storage
+                else:
+                    writable = region.writable or not region.shared
+                    _map(fd, base + start, region.nbytes, region.offset, region.shared, writable)
+            finally:
+                os.close(fd)
         elif contents is None:
-            _map(open_file(address.files[number], writable=False), base + start, size, 0, False, True)
+            fd = open_file(address.files[number], writable=False)
+            try:
+                _map(fd, base + start, size, 0, False, True)
+            finally:
+                os.close(fd)
         else:
             part[:] = memoryview(contents[number]).cast("B")
         parts.append(part)
@@ -112,7 +126,12 @@ def open_image(
         if not region.writable:
             parts[number] = parts[number].toreadonly()
     table = np.frombuffer(_cut(parts, address.table), np.int64).reshape(-1, 3).tolist()
-    buffers = [parts[part][offset : offset + nbytes] for part, offset, nbytes in table]
+    buffers = [
+        _cut_storage(*storages[number], offset, nbytes)
+        if number in storages
+        else parts[number][offset : offset + nbytes]
+        for number, offset, nbytes in table
+    ]
     return _cut(parts, address.skeleton), buffers
 
 
@@ -120,15 +139,20 @@ def _cut(parts: Sequence[memoryview], place: Place) -> memoryview:
     return parts[place.file][place.offset : place.offset + place.nbytes]
 
 
+def _cut_storage(
+    storage: torch.UntypedStorage, start: int, offset: int, nbytes: int
+) -> memoryview | torch.UntypedStorage:
+    if (offset, nbytes) == (start, storage.nbytes()):
+        return storage
+    return memoryview(memory(storage.data_ptr() + offset - start, nbytes, storage))
+
+
 def _map(fd: int, address: int, nbytes: int, offset: int, shared: bool, writable: bool) -> None:
-    """Maps a file over what is at an address, and closes it."""
-    try:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED | _MAP_NORESERVE
-        if libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
-            raise ReplicaError(f"can't map {nbytes} bytes of the dataset: {os.strerror(ctypes.get_errno())}")
-    finally:
-        os.close(fd)
+    """Maps a file over what is at an address."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED | _MAP_NORESERVE
+    if libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
+        raise ReplicaError(f"can't map {nbytes} bytes of the dataset: {os.strerror(ctypes.get_errno())}")
 
 
 def address_of_buffer(buffer: Any) -> int:

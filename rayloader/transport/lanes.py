@@ -1,99 +1,126 @@
-"""How an encoded object travels: its buffers in the worker's arena where there is room, otherwise with the call.
+"""How an encoded object travels: large buffers in slots of the worker's arena, the others with the message.
 
-Promise: `to_wire` and `from_wire` are each other's inverse through Ray, whatever the lane; what arrives is writable and
-nobody else's. The driver's `ArenaLane` owns one actor's arena, from the first batch that is worth one until the actor's
-end; no wait ever depends on room in it.
+Promise: what arrives is writable and nobody else's, whatever the lane. Small buffers get memory of their own, so that
+who keeps the labels of a batch keeps only the labels. What `sealed` has returned is final: nothing in it may be
+written to by the worker, but for buffers that lie in no slot and were not copied into the message.
+
+On the way of a batch: worker `to_wire`, `sealed`; driver `unplaced`, `from_wire`. The driver's `ArenaLane` owns one
+actor's arena; no wait ever depends on room in it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import mmap
 import os
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayloader.transport import codec
-from rayloader.transport.arena import SLOT_ALIGN, Arena, ArenaAddress, ArenaError, ArenaWriter, Slot, SlotWriter
+from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot
 
 logger = logging.getLogger("rayloader")
 
 # Switches arenas off for a process, as the loader's argument `arenas` does for a loader.
 ARENAS_VARIABLE = "RAYLOADER_ARENAS"
-# Smaller batches travel in the answer: copying them costs less than a slot.
-MIN_SLOT_BYTES = 4096
-# What an arena has room for beyond the window: what the user may hold before the store lane takes over, in batches and
-# in calls (one batch that is held keeps its call's slot). Pages that were never used take no memory.
-SPARE_BATCHES = 16
-SPARE_CALLS = 4
-# An arena is replaced when it has become too small and is full, or is so many times larger than one would be made now.
-TOO_LARGE = 8
-# Room beyond the largest batch lately seen, for batches that vary; and how fast such a size is forgotten.
-HEADROOM = 1.125
-FORGET = 0.98
+# Buffers up to this size get memory of their own in the driver: a lease costs more than such a copy.
+SMALL_BYTES = 1 << 16
+# Small buffers that are no more than this together travel in the message: a slot costs more than such a copy.
+INLINE_BYTES = 1 << 12
+# Room of an arena: far more than a machine has memory, for pages that were never touched take none.
+ARENA_BYTES = 1 << 36
+# An arena of which forks took so much is replaced: what a child may still read is never used again.
+SPOILED_BYTES = 1 << 28
+
+# What travels of an encoded object: the skeleton; the buffers; what is carried; and the slot of the small buffers. A
+# buffer is a `Place` in a slot of its own; or the size of a small one, side by side in their slot; or the bytes
+# themselves.
+Wire = tuple[bytes, list[Any], list[Any], Slot | None]
 
 
-# A buffer that lies in the call's slot, instead of travelling: its offset there and its size in bytes.
-Placed = tuple[int, int]
-# What Ray hands over of an encoded object: the skeleton, the buffers, out of band or placed, and what is carried.
-Wire = tuple[bytes, list[Any], list[Any]]
+class Room(NamedTuple):
+    """What a worker is told with a message, so that it can place batches.
 
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """A slot for one call, and the arena it is in, as the worker is told."""
+    Attributes:
+        address: of the arena.
+        freed: tickets of its slots that are free again.
+        abandoned: workers whose results that were made so far are nobody's; None in it: all workers.
+        leased: where some are abandoned: tickets of slots that are not.
+        small: buffers up to this size are small.
+    """
 
     address: ArenaAddress
-    slot: Slot
+    freed: list[int]
+    abandoned: list[int | None]
+    leased: frozenset[int]
+    small: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lent:
-    """The driver's side of a `Room`. It keeps an arena open that has been replaced meanwhile."""
+    """The driver's side of a `Room`: takes in the results of that message. Drop it when all of them were."""
 
     arena: Arena
-    slot: Slot
-
-    @property
-    def room(self) -> Room:
-        """For the worker."""
-        return Room(self.arena.address, self.slot)
+    room: Room
+    leases: Leases = field(default_factory=dict)
 
 
-def to_wire(encoded: codec.Encoded, writer: SlotWriter | None = None) -> Wire:
-    """Puts the buffers into the slot as far as there is room; Ray sends the others out of band."""
-    buffers: list[Any] = []
-    for buffer in encoded.buffers:
-        place = writer.place(buffer) if writer is not None else None
-        buffers.append(PickleBuffer(buffer) if place is None else place)
-    return encoded.skeleton, buffers, encoded.carried
+def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
+    """Places buffers as far as there is room; the others are left to what carries the message.
+
+    Args:
+        encoded: what is to travel.
+        arena: where a batch has begun.
+    """
+    packed, buffers = None, list[Any](map(PickleBuffer, encoded.buffers))
+    if arena is not None:
+        small = [buffer for buffer in encoded.buffers if buffer.nbytes <= arena.small]
+        if sum(buffer.nbytes for buffer in small) > INLINE_BYTES:
+            packed = arena.pack(small)
+        for index, buffer in enumerate(encoded.buffers):
+            if buffer.nbytes > arena.small:
+                buffers[index] = arena.place(buffer) or buffers[index]
+            elif packed is not None:
+                buffers[index] = buffer.nbytes
+    return encoded.skeleton, buffers, encoded.carried, packed
+
+
+def sealed(wire: Wire, arena: ArenaWriter) -> Wire:
+    """The same, final in what was placed; to be called when the batch and what it was encoded to have been dropped."""
+    skeleton, buffers, carried, packed = wire
+    return skeleton, [arena.seal(b) if isinstance(b, tuple) else b for b in buffers], carried, packed
 
 
 def unplaced(wire: Wire, lent: Lent) -> Wire:
-    """The same with views of the slot for what lies there; they keep the slot, and the call can be released."""
-    skeleton, buffers, carried = wire
-    views = [lent.arena.view(lent.slot, *b) if isinstance(b, tuple) else b for b in buffers]
-    return skeleton, views, carried
+    """The same with leased views of slots, and copies of small buffers, in place of where they are."""
+    skeleton, buffers, carried, packed = wire
+    views = [lent.arena.view(b, lent.leases) if isinstance(b, tuple) else b for b in buffers]
+    if packed is not None:
+        copies = iter(lent.arena.unpack(packed, [b for b in buffers if isinstance(b, int)], lent.leases))
+        views = [next(copies) if isinstance(b, int) else b for b in views]
+    return skeleton, views, carried, None
 
 
 def from_wire(wire: Wire) -> Any:
     """Rebuilds an object.
 
-    Views of a slot are not copied, and the object keeps the slot for as long as it lives. The other buffers are: Ray's
-    are read-only.
+    What can be written to is its own and is not copied; an object keeps the slots that it has views of for as long as
+    it lives. The other buffers are copied: Ray's are read-only.
     """
-    skeleton, buffers, carried = wire
-    own = [b if isinstance(b, memoryview) and not b.readonly else codec.writable_copies([b])[0] for b in buffers]
+    skeleton, buffers, carried, _ = wire
+    own = []
+    for buffer in buffers:
+        view = memoryview(buffer)
+        own.append(codec.writable_copies([view])[0] if view.readonly else view)
     return codec.decode(skeleton, own, carried)
 
 
 def pack(message: Any, wires: Sequence[Wire]) -> Any:
     """A message that holds these wires, as bytes where Ray need not look into it: it takes long to pickle anything."""
-    return message if any(carried or _unplaced(buffers) for _, buffers, carried in wires) else pickle.dumps(message, 5)
+    for_ray = any(carried or _unplaced(buffers) for _, buffers, carried, _ in wires)
+    return message if for_ray else pickle.dumps(message, 5)
 
 
 def unpack(message: Any) -> Any:
@@ -105,17 +132,12 @@ def _unplaced(buffers: list[Any]) -> bool:
     return any(isinstance(buffer, PickleBuffer) for buffer in buffers)
 
 
-def slot_bytes(encoded: codec.Encoded) -> int:
-    """What the buffers take in a slot."""
-    return sum(-(-buffer.nbytes // SLOT_ALIGN) * SLOT_ALIGN for buffer in encoded.buffers)
-
-
 def fits_in_band(wire: Wire, nbytes: int) -> bool:
     """Whether it can be pickled without Ray, with so many bytes at most of what is not placed."""
-    skeleton, buffers, carried = wire
+    skeleton, buffers, carried, _ = wire
     if carried:
         return False
-    return len(skeleton) + sum(b.raw().nbytes for b in buffers if isinstance(b, PickleBuffer)) <= nbytes
+    return len(skeleton) + sum(memoryview(b).nbytes for b in buffers if not isinstance(b, tuple | int)) <= nbytes
 
 
 class ArenaLane:
@@ -123,99 +145,65 @@ class ArenaLane:
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
-        self._lent: set[Lent] = set()  # to calls whose slot is not released
-        self._batch_nbytes = 0.0
-        self._most_tasks = 1  # of a call
         self._off = ""  # why there will be no arena
+        self._abandoned: set[int | None] = set()  # not told yet
 
     @property
     def arena_names(self) -> set[str]:
-        """Of the memory files that the next slot comes from, and that unanswered calls have slots in."""
-        arenas = {lent.arena for lent in self._lent} | ({self._arena} if self._arena is not None else set())
-        return {arena.address.name for arena in arenas}
+        """Of the memory file, if there is one."""
+        return {self._arena.address.name} if self._arena is not None else set()
 
-    def saw(self, nbytes: int) -> None:
-        """Takes in the size of a batch."""
-        self._batch_nbytes = max(float(nbytes), FORGET * self._batch_nbytes)
+    def lend(self) -> Lent | None:
+        """Room for the batches that a message asks for, and news of it; None where batches go through Ray."""
+        if self._off or os.environ.get(ARENAS_VARIABLE) == "0":
+            return None
+        arena = self._arena
+        freed = arena.freed() if arena is not None else []
+        if arena is None or arena.spoiled > SPOILED_BYTES:
+            try:
+                self._arena = arena = Arena(ARENA_BYTES)
+            except ArenaError as error:
+                self._off = str(error)
+                return None
+            freed = []
+        abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
+        leased = arena.leased() if abandoned else frozenset()
+        return Lent(arena, Room(arena.address, freed, abandoned, leased, SMALL_BYTES))
 
-    def take_after(self, other: ArenaLane) -> None:
-        """Expects batches as large as the other's."""
-        self._batch_nbytes, self._most_tasks = other._batch_nbytes, other._most_tasks
+    def abandon(self, worker_id: int | None = None) -> None:
+        """No result that this worker (None: any worker of the actor) was asked for so far will be taken in."""
+        self._abandoned.add(worker_id)
+
+    def rest(self, resting: bool) -> None:
+        """The actor is idle, or no longer."""
+        if self._arena is not None:
+            self._arena.rest(resting)
 
     def refused(self, reason: str) -> None:
         """The worker cannot open the arena: it lives elsewhere."""
         self._off, self._arena = reason, None
         logger.info("rayloader: batches travel through Ray's object store: %s", reason)
 
-    def lend(self, tasks: int, window: int) -> Lent | None:
-        """A slot for a call's batches; None where there is none, or they are not worth one.
-
-        Args:
-            tasks: batches that the call may bring.
-            window: batches of this worker that may be under way.
-        """
-        batch_nbytes = self._batch_nbytes * HEADROOM
-        nbytes = max(1, math.ceil(batch_nbytes * tasks / mmap.PAGESIZE)) * mmap.PAGESIZE  # slots are pages
-        if self._off or self._batch_nbytes * tasks < MIN_SLOT_BYTES or os.environ.get(ARENAS_VARIABLE) == "0":
-            return None
-        self._most_tasks = most = max(self._most_tasks, tasks)
-        batches = max(window, most) + max(SPARE_BATCHES, SPARE_CALLS * most)
-        wanted = max(math.ceil(batches * batch_nbytes), (window + SPARE_BATCHES) * mmap.PAGESIZE)
-        arena = self._arena
-        if arena is not None and arena.address.nbytes > wanted * TOO_LARGE:
-            arena = None  # batches have shrunk: its memory goes with its calls and what is held of it
-        slot = arena.take(nbytes) if arena is not None else None
-        if slot is None and arena is not None and arena.address.nbytes >= wanted and not arena.spoiled:
-            _tell_once()
-            return None
-        if slot is None:  # there is none yet, it has become too small, or forks took part of it for good
-            try:
-                arena = Arena(wanted)
-            except ArenaError as error:
-                self._off = str(error)
-                return None
-            slot = arena.take(nbytes)
-        self._arena = arena
-        if arena is None or slot is None:
-            return None
-        lent = Lent(arena, slot)
-        self._lent.add(lent)
-        return lent
-
-    def release(self, lent: Lent | None, *, reuse: bool) -> None:
-        """The call was answered, and its batch opened or dropped."""
-        if lent is not None:
-            self._lent.discard(lent)
-            lent.arena.release_call(lent.slot, reuse=reuse)
-
-    def settle(self, *, reuse: bool) -> None:
-        """Every call was answered. Without `reuse` the worker may still hold memory of the slots."""
-        for lent in list(self._lent):
-            self.release(lent, reuse=reuse)
-
-    def abandon_unanswered(self) -> None:
-        """Gives up an arena that calls may still write to though nobody waits for them."""
-        if self._lent:
-            self.close()
+    def was_full(self) -> None:
+        """The worker had no room for a buffer."""
+        global _told
+        if not _told:
+            _told = True
+            logger.warning(
+                "rayloader: so many batches of one worker are held at once that its arena of %d MB is full, and "
+                "further ones are copied through Ray's object store; drop batches when they are used, or clone what "
+                "is to be kept",
+                ARENA_BYTES >> 20,
+            )
 
     def close(self) -> None:
-        """Gives up the arena: its memory goes with what is held of it. The next batch may get a new one."""
-        self._lent.clear()
-        self._arena = None
+        """The process is gone, or will be: the memory that no batch holds goes at once, the rest with those batches."""
+        if self._arena is not None:
+            self._arena.close(give_back=True)
+            self._arena = None
 
 
-_told = False  # that batches are held; all lanes say it once
-
-
-def _tell_once() -> None:
-    global _told
-    if not _told:
-        _told = True
-        logger.warning(
-            "rayloader: so many batches of one worker are held at once (%d or more) that its further ones are copied "
-            "through Ray's object store; drop batches when they are used, or clone what is to be kept",
-            SPARE_BATCHES // 2,
-        )
+_told = False  # that an arena was full; all lanes say it once
 
 
 class WorkerLane:
@@ -226,21 +214,27 @@ class WorkerLane:
         self._arena: ArenaWriter | None = None
         self.error = ""  # why it cannot be opened
 
-    def writer(self, room: Room | None) -> SlotWriter | None:
-        """For the slot of a call; None if there is none or it cannot be reached."""
+    def open(self, room: Room | None) -> ArenaWriter | None:
+        """For the batches that a message asks for; None if there is no room or it cannot be reached."""
         if room is None:
             return None
         if room.address != self._address:
-            self.close()
-            self._address = room.address
+            self._arena, self._address, self.error = None, room.address, ""
             try:
                 self._arena = ArenaWriter.open(room.address)
             except ArenaError as error:
                 self.error = str(error)
-        return self._arena.writer(room.slot) if self._arena is not None else None
-
-    def close(self) -> None:
-        """Unmaps it; callable more than once."""
         if self._arena is not None:
-            self._arena.close()
-        self._arena, self._address, self.error = None, None, ""
+            self._arena.small = room.small
+            self._arena.free(room.freed)
+            for worker_id in room.abandoned:
+                self._arena.abandon(worker_id, room.leased)
+        return self._arena
+
+    @property
+    def was_full(self) -> bool:
+        """Whether there was no room for something since this was asked last."""
+        full = self._arena is not None and self._arena.full
+        if self._arena is not None:
+            self._arena.full = False
+        return full

@@ -6,22 +6,30 @@ private, or read-only. What can't be named, or is not the user's, is nobody's re
 anonymous memory, Ray's object store, our own files. So are the pages of a private mapping that were written.
 
 Driver: `Mappings`, a picture of `/proc/self/maps` at one moment. Worker: `open_region`. Ray is unknown here.
+
+NOTE [Torch's shared memory]. A storage is shared for torch if torch's own allocator has mapped it: `share_memory_()`
+then does nothing, while it moves any other storage to new memory, which cuts it off from everybody else. An object that
+shares its tensors again when it is unpickled must not lose them that way. So what torch regards as shared in the driver
+is opened by torch's allocator in the worker too, by the kind that made it: one for the sharing strategy
+"file_descriptor" and for `torch.from_file`, one for "file_system", which counts its users through a manager process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import re
 import socket
 import stat
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from rayloader.errors import ReplicaError
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, address_of, open_file
@@ -40,6 +48,17 @@ _NO_DATA = re.compile(rb"^/(?:.*/)?plasma[^/]*$|rayloader-|^/anon_hugepage|^/SYS
 _DELETED = " (deleted)"
 # Files here are as short-lived as memory: held open, for their names may go at any time.
 _SHARED_MEMORY = "/dev/shm/"
+_COUNT = 64  # bytes before a storage of the strategy "file_system": the count of its users
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStorage:
+    """A storage that fills a region; see NOTE [Torch's shared memory]."""
+
+    nbytes: int
+    has_descriptor: bool  # torch keeps the file open, for who wants to send the storage on
+    manager: bytes = b""  # the address of the process that counts the users of `handle`; none if nobody counts
+    handle: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,7 @@ class Region:
     inode: int
     size: int  # of the file, in bytes
     held: FileAddress | None = None  # the driver's descriptor of it, where the path does not do
+    storage: SharedStorage | None = None  # what torch has it mapped for
 
     @property
     def named(self) -> Region:
@@ -99,6 +119,17 @@ class Mappings:
         self._starts = np.array([mapped.start for mapped in self._mapped], np.int64)
         self._ends = np.array([mapped.end for mapped in self._mapped], np.int64)
 
+    @functools.cached_property
+    def _descriptors(self) -> dict[tuple[int, int], str]:
+        """The path of a descriptor of each file that this process has open, by inode and device."""
+        found = {}
+        for name in os.listdir("/proc/self/fd"):
+            path = f"/proc/self/fd/{name}"
+            with contextlib.suppress(OSError):
+                status = os.stat(path)
+                found[status.st_ino, status.st_dev] = path
+        return found
+
     def _read(self, maps: bytes) -> None:
         for start, end, write, share, offset, major, minor, inode, path in _LINE.findall(maps):
             if _LIBRARY.search(path) or _NO_DATA.search(path):
@@ -135,8 +166,16 @@ class Mappings:
         inside = (found >= 0) & (sizes > 0) & (addresses + sizes <= self._ends[found])
         return np.where(inside, found, -1)
 
-    def region(self, index: int, low: int, high: int) -> tuple[Region, Held | None, int] | None:
+    def region(
+        self, index: int, low: int, high: int, storages: Iterable[torch.UntypedStorage] = ()
+    ) -> tuple[Region, Held | None, int] | None:
         """The part of a mapping that holds the addresses from `low` to `high`.
+
+        Args:
+            index: of the mapping.
+            low: address of its first byte that is needed.
+            high: address behind the last.
+            storages: that lie there and are shared memory for torch.
 
         Returns:
             The region, the descriptor it depends on, and the address of its first byte; None if its file can't be
@@ -145,7 +184,7 @@ class Mappings:
         mapped = self._mapped[index]
         start = low & -_PAGE
         nbytes = min(mapped.end, (high + _PAGE - 1) & -_PAGE) - start
-        reached = _reach(mapped)
+        reached = _reach(mapped, self._descriptors)
         if reached is None:
             return None
         fd, by_name = reached
@@ -159,6 +198,7 @@ class Mappings:
             device=status.st_dev,
             inode=status.st_ino,
             size=status.st_size,
+            storage=next(filter(None, (_shared_storage(mapped, storage) for storage in storages)), None),
         )
         held = Held(fd)
         if by_name and not mapped.path.startswith(_SHARED_MEMORY):
@@ -240,10 +280,54 @@ def open_region(region: Region, *, here: bool) -> int:
     return fd
 
 
-def _reach(mapped: _Mapped) -> tuple[int, bool] | None:
+def open_storage(region: Region, fd: int) -> tuple[torch.UntypedStorage, int] | None:
+    """The storage of a region as torch has it, and where in the region it starts.
+
+    None if there is none, or if the driver has dropped it since: then its name leads nowhere.
+
+    Args:
+        region: of this node's.
+        fd: what `open_region` gave for it.
+    """
+    shared = region.storage
+    if shared is None:
+        return None
+    kind: Any = torch.UntypedStorage
+    storage: torch.UntypedStorage
+    if not shared.manager:
+        if shared.has_descriptor:
+            storage = kind._new_shared_fd_cpu(fd, shared.nbytes)  # duplicates the descriptor
+        else:
+            storage = kind.from_file(f"/proc/self/fd/{fd}", True, shared.nbytes)
+        return storage, 0
+    try:
+        status = os.stat(_SHARED_MEMORY + os.fsdecode(shared.handle).lstrip("/"))
+        if (status.st_dev, status.st_ino) != (region.device, region.inode):
+            return None
+        storage = kind._new_shared_filename_cpu(shared.manager, shared.handle, shared.nbytes)
+        return storage, _COUNT
+    except (OSError, RuntimeError):  # without a name, nobody can share it once more
+        return None
+
+
+def _shared_storage(mapped: _Mapped, storage: torch.UntypedStorage) -> SharedStorage | None:
+    """How torch's allocator has mapped a storage; None where workers can do without it."""
+    if not mapped.shared or mapped.offset:
+        return None
+    start = storage.data_ptr() - mapped.start
+    if start == 0:
+        fd, _ = storage._share_fd_cpu_()  # shared already: this only tells
+        return SharedStorage(storage.nbytes(), fd >= 0)
+    if start == _COUNT:
+        manager, handle, nbytes = storage._share_filename_cpu_()  # as above
+        return SharedStorage(nbytes, True, manager, handle)
+    return None
+
+
+def _reach(mapped: _Mapped, descriptors: dict[tuple[int, int], str]) -> tuple[int, bool] | None:
     """A descriptor of the file behind a mapping, and whether its path leads to it; None if there is no way."""
     flags = (os.O_RDWR if mapped.shared and mapped.writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
-    for path in _ways(mapped):
+    for path in _ways(mapped, descriptors):
         with contextlib.suppress(OSError):
             if not stat.S_ISREG(os.stat(path).st_mode):
                 continue  # a device: opening it can have effects
@@ -254,16 +338,12 @@ def _reach(mapped: _Mapped) -> tuple[int, bool] | None:
     return None
 
 
-def _ways(mapped: _Mapped) -> Iterator[str]:
+def _ways(mapped: _Mapped, descriptors: dict[tuple[int, int], str]) -> Iterator[str]:
     yield mapped.path
     if not mapped.path.endswith(_DELETED):
         # There, but with another number: some file systems show one in `stat` and another in `maps`.
         yield f"/proc/self/map_files/{mapped.start:x}-{mapped.end:x}"
         return
-    for name in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{name}"
-        with contextlib.suppress(OSError):
-            status = os.stat(path)
-            if (status.st_ino, status.st_dev) == (mapped.inode, mapped.device):
-                yield path
+    if (mapped.inode, mapped.device) in descriptors:
+        yield descriptors[mapped.inode, mapped.device]
     yield f"/proc/self/map_files/{mapped.start:x}-{mapped.end:x}"  # needs a privilege

@@ -35,11 +35,20 @@ def memory(address: int, nbytes: int, owner: object) -> Any:
 
 
 def storage_over(view: memoryview) -> torch.UntypedStorage:
-    """A storage of these flat bytes, which it keeps alive."""
+    """A storage of these flat bytes, which it keeps alive.
+
+    Torch moves a storage to other memory when it is shared (`share_memory_`, a multiprocessing queue) and lets go of
+    the old, whatever NumPy views of it there are. So these bytes belong to the storage object, not to its memory alone:
+    a NumPy view keeps a tensor, the tensor its storage, and that the bytes.
+    """
+    storage: Any
     if view.readonly:  # torch.frombuffer would warn
         address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-        return torch.from_numpy(memory(address, view.nbytes, view)).untyped_storage()
-    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+        storage = torch.from_numpy(memory(address, view.nbytes, view)).untyped_storage()
+    else:
+        storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+    storage.rayloader_memory = view  # torch keeps this object as long as the storage
+    return storage  # type: ignore[no-any-return]
 
 
 def flat_bytes(buffer: Buffer, nbytes: int, number: int) -> memoryview:

@@ -12,7 +12,7 @@ unmaps the file and seals it against writing before anybody gets its address.
 
 NOTE [Items]. An item is what an image stores in one piece: item 0 is the skeleton, then come the buffers that are no
 file's, then the written pages of private mappings. The table, in the newest file, says for each buffer where it is:
-file or region, offset, bytes.
+file or region, offset, bytes. Buffers that are put together when they are read have the addresses -1, -2, ...
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import ctypes
 import mmap
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ class Image:
         file = MemoryFile("image", table_offset + max(table_nbytes, _ALIGN))
         sources = [*zip(new.addresses[missing].tolist(), new.sizes[missing].tolist(), strict=True)]
         offsets = [*places[missing, 1].tolist(), table_offset]
-        _fill(file, [*sources, (table.__array_interface__["data"][0], table.nbytes)], offsets)
+        _fill(file, [*sources, (address_of_buffer(table), table.nbytes)], offsets, new.read)
         files.append(file)
 
         def place(item: int) -> Place:
@@ -138,12 +138,13 @@ class Image:
         chunks = []
         for item, old in pairs:
             (source, nbytes), (file, offset) = keys[item], places[old]
-            for done in range(0, nbytes, _CHUNK):
+            for done in range(0, nbytes, _CHUNK):  # what has no address is in one chunk
                 chunks.append((item, source + done, starts[file] + offset + done, min(_CHUNK, nbytes - done)))
 
         def compare(some: Sequence[tuple[int, int, int, int]]) -> None:
             for item, one, other, nbytes in some:
-                if not differs[item] and libc.memcmp(one, other, nbytes):
+                source, _kept = new.read(one)
+                if not differs[item] and libc.memcmp(source, other, nbytes):
                     differs[item] = True
 
         if sum(chunk[-1] for chunk in chunks) < _THREADED + len(chunks) * _LARGE:
@@ -202,11 +203,12 @@ class _Contents:
 
     def __init__(self, encoded: Encoded, mappings: Mappings, known: dict[Region, tuple[Region, Held | None]]) -> None:
         self._encoded = encoded  # keeps what the addresses point to
-        buffers = encoded.buffers
-        addresses = np.array([address_of_buffer(buffer) for buffer in buffers], np.int64)
-        self.buffer_sizes = np.array([buffer.nbytes for buffer in buffers], np.int64)
-        self.home = np.zeros(len(buffers), np.int64)  # item of each buffer, or -1 - region
-        self.region_offsets = np.zeros(len(buffers), np.int64)
+        gathered = [-1 - number for number in range(len(encoded.gathered))]
+        addresses = np.array([*map(address_of_buffer, encoded.buffers), *gathered], np.int64)
+        sizes = [*(buffer.nbytes for buffer in encoded.buffers), *(buffer.nbytes for buffer in encoded.gathered)]
+        self.buffer_sizes = np.array(sizes, np.int64)
+        self.home = np.zeros(len(sizes), np.int64)  # item of each buffer, or -1 - region
+        self.region_offsets = np.zeros(len(sizes), np.int64)
         self.regions: list[Region] = []
         self.held: list[Held | None] = []
         patches = self._refer(mappings, addresses, known)
@@ -220,6 +222,13 @@ class _Contents:
         first = 1 + len(stored)
         self.patches = [(region, start, first + n) for n, (region, start, *_) in enumerate(patches)]
 
+    def read(self, address: int) -> tuple[int, object]:
+        """Where the bytes of an item are, whose address this is, and what keeps them there."""
+        if address >= 0:
+            return address, None
+        content = self._encoded.gathered[-1 - address].content()
+        return address_of_buffer(content), content
+
     def _refer(
         self, mappings: Mappings, addresses: _Numbers, known: dict[Region, tuple[Region, Held | None]]
     ) -> list[tuple[int, int, int, int]]:
@@ -229,7 +238,8 @@ class _Contents:
         for index in np.unique(found[found >= 0]).tolist():
             inside = np.flatnonzero(found == index)
             low, high = int(addresses[inside].min()), int((addresses[inside] + self.buffer_sizes[inside]).max())
-            reached = mappings.region(index, low, high)
+            storages = [self._encoded.shared[n] for n in inside.tolist() if n in self._encoded.shared]
+            reached = mappings.region(index, low, high, storages)
             if reached is None:
                 continue
             region, held, start = reached
@@ -268,13 +278,18 @@ def image_from_contents(address: ImageAddress, contents: Sequence[Buffer]) -> Im
     files = []
     for view in views:
         file = MemoryFile("image", view.nbytes)
-        _fill(file, [(address_of_buffer(view), view.nbytes)], [0])
+        _fill(file, [(address_of_buffer(view), view.nbytes)], [0], lambda address: (address, None))
         files.append(file)
     return Image(tuple(files), replace(address, files=tuple(file.address for file in files)))
 
 
-def _fill(file: MemoryFile, sources: Sequence[tuple[int, int]], offsets: Sequence[int]) -> None:
-    """Copies what is at some addresses into a file, for good; see NOTE [Sealed]."""
+def _fill(
+    file: MemoryFile,
+    sources: Sequence[tuple[int, int]],
+    offsets: Sequence[int],
+    read: Callable[[int], tuple[int, object]],
+) -> None:
+    """Copies what is at some addresses into a file, for good; see NOTE [Sealed] and `_Contents.read`."""
     small = []
     for (source, nbytes), offset in zip(sources, offsets, strict=True):
         if nbytes < _CHUNK:
@@ -289,6 +304,7 @@ def _fill(file: MemoryFile, sources: Sequence[tuple[int, int]], offsets: Sequenc
     memory.madvise(mmap.MADV_DONTFORK)  # a child's mapping would forbid the seal
     base = address_of_buffer(memory)
     for source, offset, nbytes in small:
-        libc.memcpy(base + offset, source, nbytes)
+        address, _kept = read(source)
+        libc.memcpy(base + offset, address, nbytes)
     memory.close()
     file.seal(writes=True)

@@ -451,6 +451,57 @@ add(
 add("loop_reseeds", "2", shuffled_noise, script=scripts.reseed_between_batches)
 add("prefetch_deep", "2", partial(shuffled_noise, prefetch_factor=20))
 
+# What the loop changes of a sampler in mid-epoch; long epochs, so that much is drawn early where that may be.
+
+CHANGED_SIZES = scripts.change_while_drawing((20, scripts.set_batch_size(7)), (25, scripts.set_batch_size(2)))
+
+
+def changed(sampler=None, length=400, **options):
+    return {"dataset": data.Noisy(length), "batch_size": 4, "sampler": sampler and sampler(), **options}
+
+
+add("batch_size_changes", "0 1 2 2p 3", changed, CHANGED_SIZES)
+add("batch_size_changes_shuffled", "2", lambda: changed(shuffle=True, generator=seeded(1)), CHANGED_SIZES)
+add("batch_size_changes_drop_last", "2", partial(changed, drop_last=True), CHANGED_SIZES)
+add("batch_size_changes_pinned", "1", partial(changed, pin_memory=True), CHANGED_SIZES)
+add("batch_size_changes_stream", "2", lambda: {"dataset": streams.NoisyStream(400), "batch_size": 4}, CHANGED_SIZES)
+add(
+    "batch_size_changes_uneven_streams",
+    "3",
+    lambda: {"dataset": streams.Uneven((90, 150, 400)), "batch_size": 2},
+    CHANGED_SIZES,
+)
+add(
+    "subset_changes",
+    "2 2p",
+    partial(changed, lambda: SubsetRandomSampler(list(range(300)), generator=seeded(1))),
+    scripts.change_while_drawing((20, scripts.reverse_subset)),
+)
+add(
+    "subset_changes_single",
+    "2",
+    partial(changed, lambda: SubsetRandomSampler(list(range(200))), batch_size=None),
+    scripts.change_while_drawing((40, scripts.reverse_subset)),
+)
+add(
+    "subset_shrinks",
+    "2",
+    partial(changed, lambda: SubsetRandomSampler(tuple(range(300)))),
+    scripts.change_while_drawing((20, scripts.halve_subset)),
+)
+add(
+    "source_grows",
+    "2 2p",
+    partial(changed, lambda: RandomSampler(list(range(300)), generator=seeded(1))),
+    scripts.change_while_drawing((20, scripts.grow_source)),
+)
+add(
+    "source_grows_replaced",
+    "2",
+    partial(changed, lambda: RandomSampler(list(range(300)), replacement=True)),
+    scripts.change_while_drawing((20, scripts.grow_source)),
+)
+
 # Arguments that change nothing here.
 
 add("pin_memory", "0 2", lambda: {"dataset": data.records(), "batch_size": 4, "pin_memory": True})
@@ -509,6 +560,20 @@ add(
 )
 
 # Streams: declared lengths and their warning.
+
+for kind in ("memory", "file"):
+    add(
+        f"shares_again_{kind}",
+        "2 2p",
+        lambda kind=kind: {"dataset": streams.SharesAgain(kind), "batch_size": 3},
+        script=scripts.dataset_epochs,
+    )
+add(
+    "hugging_face_stream",
+    "0 2p",
+    lambda: {"dataset": streams.hugging_face(), "batch_size": 3},
+    script=scripts.dataset_epochs,
+)
 
 for declared in (5, 19, 30):
     add(

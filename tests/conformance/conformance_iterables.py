@@ -1,6 +1,7 @@
 """Iterable-style datasets of the conformance cases. The promises of conformance_datasets.py hold here too."""
 
 import random
+import tempfile
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -37,6 +38,38 @@ class NoisyStream(Sharded):
         self.iterations += 1
         for sample in super().__iter__():
             yield sample["value"], random.random(), torch.rand(2), self.iterations
+
+
+class SharesAgain(Sharded):
+    """Gives the epoch that the trainer has set in a shared tensor, which `__setstate__` shares once more."""
+
+    def __init__(self, kind):
+        super().__init__()
+        if kind == "file":
+            file = tempfile.NamedTemporaryFile()  # noqa: SIM115 # goes with the dataset
+            self.epoch = torch.from_file(file.name, shared=True, size=1, dtype=torch.int64)
+            self.epoch.zero_()
+        else:
+            self.epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.epoch = self.epoch.share_memory_()
+
+    def set_epoch(self, epoch):
+        self.epoch[0] = epoch
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield sample["value"], self.epoch.clone(), self.epoch.is_shared()
+
+
+def hugging_face():
+    """A stream of `datasets`, whose order depends on an epoch that it holds in a shared tensor."""
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"number": list(range(24))})
+    return rows.to_iterable_dataset(num_shards=4).shuffle(seed=7, buffer_size=5).with_format("torch")
 
 
 class Located(Sharded):

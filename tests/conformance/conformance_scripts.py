@@ -26,6 +26,13 @@ def epochs(count):
     return script
 
 
+def dataset_epochs(rec, loader):
+    """The dataset's own `set_epoch` before each epoch."""
+    for epoch in range(3):
+        loader.dataset.set_epoch(epoch)
+        rec.epoch(loader)
+
+
 def abandon(*takes):
     """Epochs that stop after so many batches (None: to the end); a stopped iterator is dropped at once."""
 
@@ -140,6 +147,44 @@ def reseed_between_batches(rec, loader):
     """The loop seeds the global generator in mid-epoch."""
     rec.epoch(loader, use=lambda batch: torch.manual_seed(5))
     rec.epoch(loader)
+
+
+def change_while_drawing(*changes):
+    """In mid-epoch, after so many batches each time, `change(loader)` is called."""
+
+    def script(rec, loader):
+        for _ in range(2):
+            taken = []
+
+            def use(batch, taken=taken):
+                taken.append(batch)
+                for when, change in changes:
+                    if len(taken) == when:
+                        change(loader)
+
+            rec.epoch(loader, use=use)
+        rec.epoch(loader, take=30)
+        rec.epoch(loader)
+
+    return script
+
+
+def set_batch_size(batch_size):
+    return lambda loader: setattr(loader.batch_sampler, "batch_size", batch_size)
+
+
+def reverse_subset(loader):
+    """The indices of a SubsetRandomSampler, in their place."""
+    loader.sampler.indices[:] = loader.sampler.indices[::-1]
+
+
+def halve_subset(loader):
+    loader.sampler.indices = loader.sampler.indices[: len(loader.sampler.indices) // 2]
+
+
+def grow_source(loader):
+    """What a RandomSampler's length is taken from."""
+    loader.sampler.data_source.extend(range(7))
 
 
 def write_into_batches(rec, loader):

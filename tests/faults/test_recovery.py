@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 import rayloader
-from fault_points import BATCH_SIZE, DATASETS, POISONED, STRUCK, Faults, epoch, kill, wait_for_exit, warned
+from fault_points import BATCH_SIZE, DATASETS, POISONED, SAMPLES, STRUCK, Faults, epoch, kill, wait_for_exit, warned
 from rayloader import DataLoader
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -33,6 +33,47 @@ def make(faults, kind="map", **options):
     dataset = DATASETS[kind](faults, own_generator=options.get("seeding") != "batch")
     functions = {"collate_fn": dataset.collate, "worker_init_fn": dataset.worker_init}
     return DataLoader(dataset, BATCH_SIZE, **{"num_workers": 2, "timeout": HANG_LIMIT, **functions, **options})
+
+
+# ---- what is told again
+
+
+class OverwritesItsIndices(Sampler):
+    """Gives the same object for every batch, with other indices in it."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        memory = np.zeros(BATCH_SIZE, np.int64)
+        indices = {"list": [0] * BATCH_SIZE, "array": memory, "tensor": torch.from_numpy(memory)}[self.kind]
+        for batch in range(len(self)):
+            for place in range(BATCH_SIZE):
+                indices[place] = (batch * BATCH_SIZE + place) % SAMPLES
+            yield indices
+        indices[:] = [0] * BATCH_SIZE if self.kind == "list" else 0
+
+
+@pytest.mark.parametrize("kind", ["array", *(pytest.param(k, marks=pytest.mark.full) for k in ("list", "tensor"))])
+def test_a_sampler_may_overwrite_its_indices_and_what_is_lost_is_told_again_as_it_was(kind, faults, caplog):
+    dataset = DATASETS["map"](faults, own_generator=True)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=OverwritesItsIndices(kind),
+        num_workers=2,
+        timeout=HANG_LIMIT,
+        prefetch_factor=5,
+        collate_fn=dataset.collate,
+    )
+    undisturbed = epoch(loader)
+    drawn = [index for batch in undisturbed[0] for index in batch[0]]
+    assert drawn == [position % SAMPLES for position in range(12 * BATCH_SIZE)]
+    faults.plan("collate_fn", "SIGKILL")
+    assert epoch(loader) == undisturbed
+    assert len(faults.struck()) == len(warned(caplog)) == 1
 
 
 # ---- deaths on deaths

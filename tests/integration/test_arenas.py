@@ -1,7 +1,7 @@
 """Batches in memory that driver and worker share: whose they are, for how long, and what goes around them.
 
-A loader of two workers that prefetch two batches each learns the size of its batches from the first four; later ones
-lie in arenas (`FIRST`). Tests that change what an actor knows for good have actors of their own (`OWN`).
+Batches of two samples are large enough to lie in an arena; one sample by itself is a small buffer. Tests that change
+what an actor knows for good have actors of their own (`OWN`).
 """
 
 import collections
@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import io
 import logging
+import mmap
 import os
 import pickle
 import random
@@ -25,15 +26,14 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from latches import Gate, Mail
 from probes import Calls, Stream, load
-from rayloader import DataLoader
+from rayloader import DataLoader, pool
 from rayloader.pool import live_memory_files
 from rayloader.transport import arena, lanes
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-SAMPLE = 1024  # int64 numbers, 8 KiB: two of them are worth a slot
-FIRST = 4  # batches that are submitted before the first arrives
+SAMPLE = lanes.SMALL_BYTES // 8  # int64 numbers
 OWN = {"ray_remote_args": {"num_cpus": 0, "memory": 1}}  # actors that serve no other test
 
 
@@ -70,8 +70,9 @@ def orphans():
     return {name for _, name in mappings() if not any(arena_name in name for arena_name in used)}
 
 
-def arena_nbytes():
-    return sum(len(extent) for extent, _ in mappings())
+def arena_rss(name="rayloader-arena-"):
+    """Memory of arenas that this process has looked at and that was not given back, in bytes."""
+    return sum(mapping.rss for mapping in psutil.Process().memory_maps(grouped=False) if name in mapping.path)
 
 
 def same(mine, torchs):
@@ -107,19 +108,20 @@ def test_batches_are_torchs_and_not_copied_epoch_after_epoch(persistent):
             assert same(batch, expected(number))
             placed.append(in_arena(batch))
         assert number == 11
-        assert all(placed[FIRST:])
+        assert all(placed)
 
 
-def test_several_batches_share_a_slot_and_outlive_each_other():
+def test_batches_of_one_call_outlive_each_other(calls_of):
+    calls_of(6)
     held, addresses = {}, set()
-    for number, batch in enumerate(batches_of(2400, prefetch_factor=None)):
+    for number, batch in enumerate(batches_of(240, prefetch_factor=None)):
         assert same(batch, expected(number))
-        if number % 480 == 50:
+        if number % 48 == 5:
             held[number] = batch
         addresses.add(batch.data_ptr())
         batch = None
-    assert number == 2399
-    assert len(addresses) < 2400
+    assert number == 239
+    assert len(addresses) < 120
     assert all(map(in_arena, held.values()))
     while held:
         assert all(same(batch, expected(number)) for number, batch in held.items())
@@ -138,32 +140,65 @@ def test_a_change_in_place_shows_nowhere_else():
 
 def test_a_batch_that_is_kept_stays_while_hundreds_pass():
     iterator = iter(batches_of(210))
-    for _ in range(FIRST):
-        next(iterator)
-    kept, first = next(iterator), FIRST
+    kept = next(iterator)
     assert in_arena(kept)
-    for number, batch in enumerate(iterator, first + 1):
+    for number, batch in enumerate(iterator, 1):
         assert same(batch, expected(number))
     assert number == 209
-    assert same(kept, expected(first))
+    assert same(kept, expected(0))
 
 
-def test_who_keeps_every_batch_gets_all_intact_and_one_warning(warnings_logged, monkeypatch):
+def test_who_keeps_more_than_an_arena_has_room_for_gets_all_intact_and_one_warning(warnings_logged, monkeypatch):
     monkeypatch.setattr(lanes, "_told", False)
+    monkeypatch.setattr(lanes, "ARENA_BYTES", 20 * 16 * SAMPLE)
+    loader, batches = batches_of(60, num_workers=1, **OWN), []
     for _ in range(2):
-        batches = []  # of the epoch before
-        batches.extend(batches_of(80, ray_remote_args={"num_cpus": 0}))  # new actors: their arenas are made to measure
+        batches.clear()
+        batches.extend(loader)
         placed = [in_arena(batch) for batch in batches]
-        assert all(placed[FIRST : 2 * lanes.SPARE_BATCHES])
-        assert not any(placed[-2 * FIRST :])
+        assert sum(placed) >= 19
+        assert not any(placed[30:])
         assert all(same(batch, expected(number)) for number, batch in enumerate(batches))
     (message,) = warnings_logged()
     assert "held at once" in message
+    batches.clear()
+    assert sum(in_arena(batch) for batch in loader) >= 40  # dropped one by one: the arena serves again
 
 
-def test_after_the_batches_are_dropped_the_arena_serves_again():
-    assert len(list(batches_of(60))) == 60
-    assert all([in_arena(batch) for batch in batches_of(12)][FIRST:])
+LABEL = 2000  # int64 numbers, 16 KB a batch
+
+
+def test_who_keeps_the_labels_keeps_only_the_labels():
+    """As every loop does that evaluates a model."""
+
+    def get(index):
+        return torch.full((1 << 19,), index % 251, dtype=torch.uint8), torch.full((LABEL,), index)
+
+    kept, process = [], psutil.Process()
+    for number, (image, label) in enumerate(batches_of(300, get)):
+        assert image[1, -1] == (2 * number + 1) % 251
+        kept.append(label)
+        if number == 40:
+            arenas, private = arena_rss(), process.memory_full_info().uss
+    assert arena_rss() <= arenas + (8 << 20)
+    assert process.memory_full_info().uss - private < 3 * 260 * 16 * LABEL
+    assert all((label[:, 0] == torch.tensor([2 * number, 2 * number + 1])).all() for number, label in enumerate(kept))
+    assert not any(map(in_arena, kept))
+
+
+def test_a_tensor_that_is_kept_keeps_only_its_memory_when_the_workers_have_ended():
+    def get(index):
+        return torch.full((1 << 18,), index), torch.full((1 << 18,), -index)
+
+    batches = list(batches_of(8, get, fresh_processes=True))
+    (ended,) = {name for extent, name in mappings() if batches[3][1].data_ptr() in extent}
+    assert ended in orphans()
+    assert all((batch + negative == 0).all() for batch, negative in batches)
+    kept = batches[3][1]
+    assert arena_rss(ended) >= 8 * kept.nbytes
+    del batches
+    assert arena_rss(ended) <= 9 / 8 * kept.nbytes
+    assert same(kept, torch.stack([torch.full((1 << 18,), -6), torch.full((1 << 18,), -7)]))
 
 
 def test_batches_may_die_in_other_threads():
@@ -236,20 +271,18 @@ def test_gradients_flow_into_batches():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_keeps_what_it_saw_and_the_parent_goes_on():
     iterator = iter(batches_of(80))
-    for _ in range(FIRST):
-        next(iterator)
     held = next(iterator)
     assert in_arena(held)
-    wanted = expected(FIRST).numpy()
+    wanted = expected(0).numpy()
     later, go = os.pipe()
     child = os.fork()
     if child == 0:  # no torch: its threads are not here
         os.close(go)
         os.read(later, 1)  # the parent closes it
         os._exit(0 if np.array_equal(held.numpy(), wanted) else 1)
-    assert same(held, expected(FIRST))
+    assert same(held, expected(0))
     del held
-    for number, batch in enumerate(iterator, FIRST + 1):
+    for number, batch in enumerate(iterator, 1):
         assert same(batch, expected(number))
         batch.fill_(-1)
     for number, batch in enumerate(batches_of(80)):
@@ -262,6 +295,7 @@ def test_a_fork_keeps_what_it_saw_and_the_parent_goes_on():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forks_in_every_batch_do_not_use_the_arena_up(warnings_logged, monkeypatch):
     monkeypatch.setattr(lanes, "_told", False)
+    monkeypatch.setattr(lanes, "SPOILED_BYTES", 20 * 16 * SAMPLE)
     placed = []
     for number, batch in enumerate(batches_of(90)):
         child = os.fork()
@@ -270,7 +304,7 @@ def test_forks_in_every_batch_do_not_use_the_arena_up(warnings_logged, monkeypat
         os.waitpid(child, 0)
         assert same(batch, expected(number))
         placed.append(in_arena(batch))
-    assert sum(placed) > 60
+    assert all(placed)
     assert warnings_logged() == []
 
 
@@ -324,7 +358,7 @@ def test_a_custom_collate_fn_may_keep_what_it_returns(persistent):
             assert same(batch, expected(number))
             placed.append(in_arena(batch))
             batch.fill_(-1)
-        assert all(placed[FIRST:])
+        assert all(placed)
 
 
 def test_a_class_of_the_samples_may_keep_what_was_collated_into_it():
@@ -332,7 +366,8 @@ def test_a_class_of_the_samples_may_keep_what_was_collated_into_it():
     for _ in range(2):
         for number, batch in enumerate(loader):
             assert batch["intact"]
-            assert same(batch["numbers"], expected(number))  # not to be changed: as in torch, that memory is shared
+            assert same(batch["numbers"], expected(number))
+            batch["numbers"].fill_(-1)
 
 
 def test_a_dataset_may_keep_what_it_collates_itself():
@@ -470,7 +505,7 @@ def test_errors_in_mid_epoch_do_not_use_the_arena_up(warnings_logged, monkeypatc
         else:  # the first field was collated before the second one failed
             with pytest.raises(RuntimeError, match="Caught RuntimeError in DataLoader worker process"):
                 next(iterator)
-    assert all(placed[FIRST:])
+    assert all(placed)
     assert warnings_logged() == []
 
 
@@ -496,11 +531,11 @@ def test_the_environment_switches_arenas_off(monkeypatch):
         assert not in_arena(batch)
 
 
-def test_small_batches_need_no_arena():
+def test_small_batches_take_no_memory_of_an_arena():
     loader = load(torch.tensor, 12, num_workers=1, **OWN)
-    before = mappings()
     assert [batch.item() for batch in loader] == list(range(12))
-    assert mappings() == before
+    (own,) = [actor for actor in pool.get_pool()._actors if actor.options.get("memory") == 1]
+    assert os.fstat(own.lane._arena.address.fd).st_blocks * 512 == mmap.PAGESIZE  # what proves that it is ours
 
 
 class Elsewhere(MemoryFile):
@@ -534,20 +569,19 @@ def test_where_no_arena_is_possible_batches_come_all_the_same(obstacle, monkeypa
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_breaking_off_again_and_again_takes_no_more_memory(persistent):
-    loader = batches_of(40, persistent_workers=persistent)
-    most, kept = 0, []
+    loader, kept = batches_of(40, persistent_workers=persistent), []
+    before = arena_rss()
     for epoch in range(25):
         for number, batch in enumerate(loader):
             assert same(batch, expected(number))
             if number == 5 + epoch % 3:
                 break
         del batch
-        if epoch == 4:
-            most = arena_nbytes()
-        assert epoch < 4 or arena_nbytes() <= 2 * most
         if epoch % 5 == 0:
             kept.append(next(iter(loader)))
-        assert len(orphans()) <= len(kept)
+        # What is held, and twice what may be under way: of an epoch that was broken off, and of the next.
+        assert arena_rss() - before <= (len(kept) + 2 * 2 * 4) * 16 * SAMPLE
+        assert not orphans()
     assert all(same(batch, expected(0)) for batch in kept)
 
 
@@ -638,7 +672,7 @@ def test_a_killed_worker_leaves_held_batches_intact(tmp_path):
 
 
 def test_loaders_of_different_batches_take_turns_on_the_same_actors():
-    loaders, held = [batches_of(10, size=size) for size in (1, 16, 2, 5)], []
+    loaders, held = [batches_of(10, size=size) for size in (2, 16, 3, 5)], []
     for _ in range(3):
         for loader in loaders:
             for number, batch in enumerate(loader):

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from latches import HANG_LIMIT, Gate
 from probes import Calls, Stream, as_is, load, oversubscribed
@@ -204,3 +204,48 @@ def test_what_an_early_end_left_over_is_not_withheld_either(tmp_path, calls_of):
         next(iterator)
     gate.open()
     assert len(list(iterator)) == 1
+
+
+class SameArray:
+    """A map-style dataset that returns one array again and again."""
+
+    def __init__(self, numbers, length=100):
+        self.array, self.length = np.zeros(numbers, np.int64), length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.array[:] = index
+        return self.array
+
+
+class SameTensor(SameArray):
+    def __getitem__(self, index):
+        return torch.from_numpy(super().__getitem__(index))
+
+
+class SameBuffer(IterableDataset):
+    """A stream that yields its output buffer, as readers do that spare themselves allocations."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __iter__(self):
+        buffer = np.zeros(self.numbers, np.int64)
+        for index in range(100):
+            buffer[:] = index
+            yield buffer
+
+
+@pytest.mark.parametrize("arenas", [True, False])
+@pytest.mark.parametrize("numbers", [2, 50_000])
+@pytest.mark.parametrize("dataset", [SameArray, SameTensor, SameBuffer])
+def test_a_result_is_final_when_its_task_ends(calls_of, dataset, numbers, arenas):
+    """A dataset may write to what it returned as soon as it is asked for the next."""
+    sizes = calls_of(16)
+    loader = DataLoader(dataset(numbers), None, num_workers=1, arenas=arenas)
+    for number, batch in enumerate(loader):
+        assert (batch == number).all()
+    assert number == 99
+    assert max(sizes) == 16

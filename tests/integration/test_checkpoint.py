@@ -13,7 +13,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import checkpoint_data as data
 import rayloader.pool
-from checkpoint_data import batches, check, endless, make, plain, read, resumed, run, save, some
+from checkpoint_data import batches, check, endless, hosted, make, plain, read, resumed, run, save, some
 from latches import Gate, Mail
 from probes import Calls, Stream, oversubscribed
 from rayloader import ReplayError
@@ -63,7 +63,7 @@ def undisturbed(case, **options):
 def test_from_every_point_the_batches_are_those_of_the_undisturbed_run(case, options, num_workers, which):
     epochs, points = undisturbed(case, **options)
     for point in points[which]:
-        check(epochs, point, make(CASES[case], num_workers, seed=2, **options))
+        check(epochs, point, hosted(CASES[case], num_workers, **options))
 
 
 SAVED = {"augmented", "raising map", "skipping stream", "shuffled stream"}  # in a sample
@@ -87,7 +87,7 @@ def test_a_chain_of_resumed_runs_is_the_undisturbed_run(case, persistent, step):
     expected = [batch for epoch in epochs for batch in epoch]
     found, saved = [], save(make(CASES[case], persistent_workers=persistent))
     for num_workers in itertools.islice(itertools.cycle([2, 1, 3]), len(expected) // step):
-        loader = make(CASES[case], num_workers, seed=num_workers, persistent_workers=persistent)
+        loader = hosted(CASES[case], num_workers, seed=num_workers, persistent_workers=persistent)
         loader.load_state_dict(read(saved))
         found += itertools.islice(endless(loader), step)
         saved = save(loader)
@@ -125,7 +125,7 @@ def test_random_walks(case, seed):
             case "load":
                 place = chance.choice(list(saved))
                 if chance.random() < 0.7:
-                    loader = make(CASES[case], chance.choice([1, 2, 3]), seed=2, **options)
+                    loader = hosted(CASES[case], chance.choice([1, 2, 3]), **options)
                 loader.load_state_dict(read(saved[place]))
                 stream = endless(loader)
     assert len(saved) > 1
@@ -148,7 +148,7 @@ def test_from_the_middle_of_calls(calls_of, name, num_workers, which):
     epochs, points = run(make(LONG[name], 2))
     assert max(sizes) == 5
     for point in points[which]:
-        check(epochs, point, make(LONG[name], num_workers, seed=2))
+        check(epochs, point, hosted(LONG[name], num_workers, of=2))
 
 
 def test_batches_that_were_built_and_not_taken_do_not_count(tmp_path):
@@ -191,12 +191,12 @@ def test_epochs_that_were_broken_off(case, persistent):
     in_the_next = save(loader)
     epochs = [found + list(iterator), list(batches(loader))]
 
-    assert resumed(make(CASES[case], 2, seed=2, persistent_workers=persistent), in_the_next) == [
+    assert resumed(hosted(CASES[case], 2, persistent_workers=persistent), in_the_next) == [
         epochs[0][3:],
         epochs[1],
     ]
     undisturbed_epochs, _ = undisturbed(case, seeding="worker", persistent_workers=persistent)
-    resumed_epochs = resumed(make(CASES[case], 2, seed=2, persistent_workers=persistent), after_break)
+    resumed_epochs = resumed(hosted(CASES[case], 2, persistent_workers=persistent), after_break)
     assert resumed_epochs == [undisturbed_epochs[0][2:], undisturbed_epochs[1]]
 
 
@@ -229,7 +229,7 @@ def test_loading_acts_on_the_next_iter_and_leaves_a_live_iterator_alone(persiste
 def test_between_load_and_iter_a_loader_has_the_loaded_state():
     epochs, points = undisturbed("augmented", seeding="worker", persistent_workers=False)
     for point in points[::5]:
-        first, second = (make(CASES["augmented"], 2, seed=seed) for seed in (2, 3))
+        first, second = (hosted(CASES["augmented"], 2, seed=seed) for seed in (2, 3))
         first.load_state_dict(read(points[0].saved))
         first.load_state_dict(read(point.saved))  # the last one counts
         assert plain(first.state_dict()) == plain(read(point.saved))
@@ -251,7 +251,7 @@ def test_a_state_is_not_changed_by_what_comes_after_it():
 def test_at_the_last_batch_nothing_is_left_once():
     epochs, points = undisturbed("augmented", seeding="worker", persistent_workers=False)
     last = next(point for point in points if point[1:] == (0, len(epochs[0])))
-    loader = make(CASES["augmented"], 2, seed=2)
+    loader = hosted(CASES["augmented"], 2)
     loader.load_state_dict(read(last.saved))
     assert [list(batches(loader)) for _ in range(3)] == [[], *epochs[1:]]
 
@@ -267,7 +267,7 @@ def test_the_drivers_generator_is_where_it_was():
     loader = make(CASES["augmented"])
     found = list(itertools.islice(steps(loader), 3))
     saved = save(loader)
-    loader = make(CASES["augmented"], 2, seed=2)
+    loader = hosted(CASES["augmented"], 2)
     loader.load_state_dict(read(saved))
     assert found + list(itertools.islice(steps(loader), 17)) == expected
 
@@ -394,7 +394,7 @@ def test_a_stream_that_depends_on_how_often_it_was_iterated_over_is_an_error():
     epochs, points = run(make(arguments, 2))
     assert epochs[0] != epochs[1]
     in_the_first, in_the_second = (next(point for point in points if point[1:] == (e, 3)) for e in (0, 1))
-    check(epochs, in_the_first, make(arguments, 1, seed=2))
+    check(epochs, in_the_first, hosted(arguments, 1, of=2))
     loader = make(arguments, 1, seed=2)
     loader.load_state_dict(read(in_the_second.saved))
     with pytest.raises(ReplayError):
@@ -419,7 +419,7 @@ def test_worker_init_fn_and_collate_fn_go_with_the_workers():
 
     epochs, points = run(make(arguments))
     for point in points[::7]:
-        check(epochs, point, make(arguments, 2, seed=2))
+        check(epochs, point, hosted(arguments, 2))
 
 
 # ---- other orders of delivery
@@ -520,6 +520,6 @@ def test_a_length_is_not_taken_for_too_small():
     assert len(loader) == 27
     epochs, points = run(loader)
     for point in points[5::6]:
-        loader = make(arguments, 2, seed=2)
+        loader = hosted(arguments, 2)
         assert len(loader) == 27
         check(epochs, point, loader)

@@ -1,5 +1,6 @@
 """What a state holds and whom it fits: samplers of every kind, its size, and loaders that refuse it."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -11,7 +12,7 @@ from torch.utils.data import (
 )
 
 import checkpoint_data as data
-from checkpoint_data import batches, check, make, read, resumed, run, save, some
+from checkpoint_data import batches, check, hosted, make, read, resumed, run, save, some
 from probes import as_is, oversubscribed
 from rayloader import DataLoader, StateError
 
@@ -57,7 +58,7 @@ def test_samplers_go_on(name, which):
     epochs, points = run(make(arguments(1), 2))
     assert epochs[0]
     for point in points[which]:
-        check(epochs, point, make(arguments(2), 1, seed=2))
+        check(epochs, point, hosted(arguments(2), 1, of=2))
 
 
 @pytest.mark.parametrize("epoch_is_set", [False, True])
@@ -74,7 +75,7 @@ def test_a_distributed_sampler_gets_its_epoch_back(epoch_is_set):
             epochs[-1].append(batch)
             saved.append((epoch, len(epochs[-1]), save(loader)))
     for epoch, taken, state in saved[1:-4:3]:
-        loader = make(arguments, 1, seed=2)
+        loader = hosted(arguments, 1, of=2)
         loader.load_state_dict(read(state))
         if epoch_is_set:
             loader.sampler.set_epoch(epoch)
@@ -115,7 +116,6 @@ REFUSED = {
     "kind": ({"dataset": data.Shuffled()}, "iterable"),
     "drop_last": ({"drop_last": True}, "drop_last"),
     "in_order": ({"in_order": False}, "in_order"),
-    "persistent_workers": ({"persistent_workers": True}, "persistent_workers"),
     "seeding": ({"seeding": "batch"}, "seeding"),
     "other indices": ({"shuffle": True}, "sampler|indices"),
     "another sampler": ({"sampler": data.StatefulSampler(1)}, "sampler|indices"),
@@ -144,6 +144,21 @@ def test_an_order_that_nobody_can_draw_again_is_refused():
         resumed(make(arguments, 2), save(loader))
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
+def test_indices_in_tensors_and_arrays_are_compared_too(kind):
+    def arguments(seed):
+        return lambda: {"dataset": data.Augmented(), "batch_sampler": data.TensorBatches(seed, kind)}
+
+    loader = make(arguments(1), 2)
+    expected = list(batches(loader))
+    torch.manual_seed(1)
+    next(iter(loader))
+    saved = save(loader)
+    assert resumed(make(arguments(1), 2), saved)[0] == expected[1:]
+    with pytest.raises(StateError, match="indices"):
+        resumed(make(arguments(2), 2), saved)
+
+
 @pytest.mark.parametrize("state", [None, [], {}, "state", {"_snapshot": {"_main_snapshot": {}}, "_num_yielded": 3}])
 def test_what_is_no_state_is_refused_and_changes_nothing(state):
     expected = list(batches(small()))
@@ -159,12 +174,3 @@ def test_a_state_of_an_unknown_version_is_refused():
     assert isinstance(state["version"], int)
     with pytest.raises(StateError, match="version"):
         loader.load_state_dict({**state, "version": state["version"] + 1})
-
-
-def test_without_workers_there_is_no_state():
-    state = small().state_dict()
-    loader = DataLoader(data.Augmented(), 3)
-    with pytest.raises(StateError, match="num_workers"):
-        loader.state_dict()
-    with pytest.raises(StateError, match="num_workers"):
-        loader.load_state_dict(state)

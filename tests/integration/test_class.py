@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, SequentialSampler
 
 import rayloader
-from probes import Calls, Stream, as_is, in_each_worker, load
+from probes import Calls, Stream, as_is, in_each_worker, load, oversubscribed
 from rayloader import DataLoader
 
 StockLoader = torch.utils.data.DataLoader
@@ -115,6 +115,58 @@ def test_collate_fn_may_be_set(ray_session):
     assert list(loader) == [(0, 1), (2, 3)]
 
 
+def worker_of(_):
+    info = torch.utils.data.get_worker_info()
+    return (info.id, info.num_workers) if info is not None else None
+
+
+@oversubscribed
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("made_with", "then"), [(0, 2), (1, 2), (2, 1), (3, 2), (2, 0)])
+def test_num_workers_may_be_set_and_counts_from_the_next_iter_on(ray_session, made_with, then, persistent):
+    persistent &= made_with > 0
+    loader = load(worker_of, 4, made_with, persistent_workers=persistent)
+    if made_with == 3:  # in mid-epoch: the live iterator keeps its workers
+        next(iterator := iter(loader))
+    loader.num_workers = then
+    if then:
+        loader.prefetch_factor = 2
+    if made_with == 3:
+        if not persistent:
+            assert list(iterator) == [(1, 3), (2, 3), (0, 3)]
+        expected = [(i % 3, 3) for i in range(4)] if persistent else [(i % 2, 2) for i in range(4)]
+    else:
+        expected = [(i % then, then) if then else None for i in range(4)]
+    for _ in range(2):
+        assert list(loader) == expected
+
+
+@oversubscribed
+def test_a_state_says_how_many_workers_the_epoch_has_whatever_num_workers_was_set_to(ray_session):
+    loader = load(worker_of, 8, 1)
+    loader.num_workers = 2
+    next(iterator := iter(loader))
+    loader.num_workers = 3
+    state = loader.state_dict()
+    assert list(iterator) == [(i % 2, 2) for i in range(1, 8)]
+    assert loader.state_dict()["num_workers"] == 3
+    other = load(worker_of, 8, 1)
+    other.load_state_dict(state)
+    assert list(other) == [(i % 2, 2) for i in range(1, 8)]
+
+
+def test_num_workers_that_cannot_be_are_refused_by_iter():
+    loader = DataLoader(NUMBERS)
+    loader.num_workers = 2
+    with pytest.raises(TypeError, match=r"prefetch_factor .* got None: the loader was made with num_workers=0"):
+        iter(loader)
+    for value in (-1, 1.5):
+        loader = DataLoader(NUMBERS, num_workers=1)
+        loader.num_workers = value
+        with pytest.raises(ValueError, match="num_workers must be a whole number >= 1"):
+            iter(loader)
+
+
 def test_generic():
     alias = DataLoader[int]
     assert alias.__origin__ is DataLoader
@@ -149,9 +201,9 @@ def test_isinstance_of_torchs_class_bound_at_import():
     assert rayloader.DataLoader is DataLoader
 
 
-def test_without_workers_it_is_torchs_own_iterator():
+def test_without_workers_it_is_an_iterator_of_torchs_class():
     loader = DataLoader(range(4), 2)
-    assert type(iter(loader)) is type(iter(StockLoader(range(4), 2)))
+    assert isinstance(iter(loader), type(iter(StockLoader(range(4), 2))))
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 

@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+from latches import Gate
 from rayloader import DataLoader, StateError
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 DATA = torch.arange(48)
 
 
-def rank_of(num_replicas, rank, **options):
-    sampler = DistributedSampler(DATA, num_replicas, rank)
-    return DataLoader(DATA, 4, sampler=sampler, num_workers=2, **options)
+def rank_of(num_replicas, rank, seed=0, dataset=DATA, **options):
+    sampler = DistributedSampler(DATA, num_replicas, rank, seed=seed)
+    return DataLoader(dataset, 4, sampler=sampler, num_workers=2, **options)
 
 
 def take(loader, batches, epoch):
@@ -66,6 +67,59 @@ def test_a_list_of_as_many_ranks_is_each_ranks_own_state():
         loader.load_state_dict(states)
         alone.load_state_dict(states[rank])
         assert torch.equal(torch.cat(list(loader)), torch.cat(list(alone)))
+
+
+class Held(torch.utils.data.Dataset):
+    """The same numbers; one of them is held back until the gate is open."""
+
+    def __init__(self, held, gate):
+        self.held, self.gate = held, gate
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, index):
+        if index == self.held:
+            self.gate.wait()
+        return DATA[index]
+
+
+def test_without_order_what_was_taken_ahead_is_neither_lost_nor_repeated(tmp_path):
+    """Rank 0 waits for its first batch, and has taken two that come after it."""
+    gate = Gate(tmp_path / "gate")
+    first = next(iter(DistributedSampler(DATA, 2, 0)))
+    seen, states, iterators = [], [], []
+    for rank in range(2):
+        loader = rank_of(2, rank, dataset=Held(first, gate), in_order=False, prefetch_factor=4)
+        iterators.append(iter(loader))
+        for _ in range(2):
+            seen += next(iterators[-1]).tolist()
+        states.append(loader.state_dict())
+    assert first not in seen
+    gate.open()
+    for rank in range(3):
+        loader = rank_of(3, rank, in_order=False)
+        loader.load_state_dict(states)
+        seen += [sample for batch in loader for sample in batch.tolist()]
+    assert sorted(set(seen)) == DATA.tolist()
+    assert len(seen) - len(set(seen)) < 3  # as DistributedSampler repeats, to give each rank as many
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_states_of_another_shuffle_are_refused(batches):
+    states = [take(rank_of(2, rank, seed=1), batches, epoch=0)[1] for rank in range(2)]
+    for num_replicas in (2, 3):
+        with pytest.raises(StateError, match=r"seed=1 .* is 0 here"):
+            rank_of(num_replicas, 0).load_state_dict(states)
+
+
+def test_states_of_an_order_that_is_not_drawn_again_are_refused():
+    """The sampler's own dataset has another length, of which its attributes say nothing in one of three ranks."""
+    states = [take(rank_of(2, rank), 1, epoch=0)[1] for rank in range(2)]
+    loader = rank_of(3, 0)
+    loader.sampler.dataset = DATA[:-1]
+    with pytest.raises(StateError, match="rank 0 got before"):
+        loader.load_state_dict(states)
 
 
 def test_what_does_not_belong_together_is_refused():

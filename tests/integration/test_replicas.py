@@ -45,6 +45,10 @@ def add_one(data):
     return data.tolist()[:2]
 
 
+def add_one_shared_again(data):
+    return add_one(data.share_memory_())
+
+
 def image_memory(_):
     """KiB of this process's mappings of images, of them its own; and the names of the files."""
     resident, own, names = 0, 0, set()
@@ -127,14 +131,26 @@ def test_memory_maps_keep_their_mode(tmp_path, mode):
     assert np.fromfile(tmp_path / "data", np.uint8).any() == (mode == "r+")
 
 
-def test_shared_tensors_and_torch_files_are_written_for_all(tmp_path):
+@pytest.mark.parametrize("arenas", [True, False])
+def test_shared_tensors_and_torch_files_are_written_for_all(tmp_path, arenas):
     data = torch.zeros(1000, dtype=torch.int64).share_memory_()
-    assert list(holding(data, add_one, 1)) == [[1, 1]]
-    assert list(holding(data, add_one, 1)) == [[2, 2]]
+    assert list(holding(data, add_one, 1, arenas=arenas)) == [[1, 1]]
+    assert list(holding(data, add_one_shared_again, 1, arenas=arenas)) == [[2, 2]]
     assert data.tolist() == [2] * 1000
     data = torch.from_file(str(tmp_path / "cells"), shared=True, size=100, dtype=torch.int32)
     assert list(holding(data, add_one, 1)) == [[1, 1]]
     assert data.sum() == 100
+
+
+def test_tensors_shared_by_name_are_shared_by_name_in_workers():
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        data = torch.zeros(1000, dtype=torch.int64).share_memory_()
+        assert list(holding(data, add_one_shared_again, 1)) == [[1, 1]]
+        assert data.tolist() == [1] * 1000
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
 
 
 def test_the_driver_signals_through_a_shared_tensor():

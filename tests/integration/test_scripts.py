@@ -128,6 +128,11 @@ def test_ray_and_rayloader_may_be_shut_down_under_live_iterators():
     assert "Traceback" not in errors
 
 
+def test_accelerate_saves_and_resumes_a_loader_without_workers():
+    output, errors = finish(script := start("script_accelerate.py"))
+    assert (script.returncode, output) == (0, ["the end"]), errors
+
+
 def test_without_workers_ray_is_never_imported_and_a_context_is_warned_about_once():
     output, errors = finish(script := start("script_no_ray.py"))
     assert (script.returncode, output, errors) == (0, ["the end"], "")

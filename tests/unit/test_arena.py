@@ -1,4 +1,4 @@
-"""The arena: memory of one process filled by another, and handed out again only when nobody can look at it any more."""
+"""The arena: memory of one process filled by another, and used again only when nobody can look at it any more."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
 import tracemalloc
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +23,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from rayloader.collate import collate_into
 from rayloader.transport import arena as module
-from rayloader.transport import codec, raw
+from rayloader.transport import codec
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
+from rayloader.transport.slots import CHUNK, COLD_AFTER, PAGE
 
 ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 60.0
-PAGE = module._PAGE
-DTYPES = list(raw.NAMES)
+NUMBERS = torch.arange(512)  # a page
 
 
 def mappings():
@@ -63,39 +60,53 @@ def _nothing_left():
     assert (mappings(), descriptors()) == ([], [])
 
 
-def new_arena():
-    return Arena(4 * PAGE)
+class Pair:
+    """Both sides of an arena, in one process; `leases` are those of the message that is being taken in."""
+
+    def __init__(self, pages=4):
+        self.arena = Arena(pages * PAGE)
+        self.writer = ArenaWriter.open(self.arena.address)
+        self.leases = {}
+
+    def place(self, content=NUMBERS):
+        """Where the worker has put a batch."""
+        self.writer.begin(0)
+        return self.writer.seal(self.writer.place(codec.encode(content).buffers[0]))
+
+    def view(self, place):
+        return self.arena.view(place, self.leases)
+
+    def lend(self, content=NUMBERS):
+        """A batch as the driver gets it."""
+        encoded = codec.encode(content)
+        return codec.decode(encoded.skeleton, [self.view(self.place(content))])
+
+    def fill(self):
+        """Takes all that there is, in one slot; None without that much room."""
+        self.writer.begin(0)
+        return self.writer.allocate(self.arena.address.nbytes - PAGE)
+
+    def done(self):
+        """The message was taken in; what is free by now goes back to the worker. Its tickets."""
+        self.leases = {}
+        freed = self.arena.freed()
+        self.writer.free(freed)
+        return freed
+
+    @property
+    def empty(self):
+        """Whether all room is free, as far as the driver knows."""
+        self.done()
+        memory = self.fill()
+        found = memory is not None
+        del memory
+        self.writer.begin(0)
+        return found
 
 
-def new_writer():
-    """A writer of a slot of four pages (no fixture: pytest would hold it longer than the test does)."""
-    arena = new_arena()
-    return ArenaWriter.open(arena.address).writer(whole(arena))
-
-
-def whole(arena):
-    """Leases all that an arena has."""
-    return arena.take(arena.address.nbytes - PAGE)
-
-
-def leased_tensor(arena, slot):
-    """A tensor over a slot, as the driver gets it from a descriptor."""
-    encoded = codec.encode(torch.arange(512))
-    memory = arena.view(slot, 0, encoded.buffers[0].nbytes)
-    memory[:] = encoded.buffers[0]
-    return codec.decode(encoded.skeleton, [memory])
-
-
-def leased_array(arena, slot):
-    encoded = codec.encode(np.arange(512))
-    memory = arena.view(slot, 0, encoded.buffers[0].nbytes)
-    memory[:] = encoded.buffers[0]
-    return codec.decode(encoded.skeleton, [memory])
-
-
-def inside(arena, address, nbytes):
-    start = arena._mapping.start
-    return start + PAGE <= address and address + nbytes <= start + arena.address.nbytes
+def touched(arena):
+    """Bytes of memory that the arena takes, but for its header."""
+    return os.fstat(arena._file.fd).st_blocks * 512 - PAGE
 
 
 # Two processes
@@ -116,7 +127,7 @@ def batch_of(seed):
 
 
 def serve(connection):
-    """A worker: opens the arena it is told to, fills slots, answers descriptors."""
+    """A worker: opens the arena it is told to, places batches, answers where they are."""
     opened = None
     while (message := connection.recv()) is not None:
         match message:
@@ -125,13 +136,16 @@ def serve(connection):
                     opened, answer = ArenaWriter.open(address), None
                 except ArenaError as error:
                     answer = error
-            case "fill", slot, seeds:
-                writer, answer = opened.writer(slot), []
+            case "fill", freed, seeds:
+                opened.free(freed)
+                answer = []
                 for seed in seeds:
+                    opened.begin(0)
                     encoded = codec.encode(batch_of(seed))
-                    answer.append((encoded.skeleton, [writer.place(buffer) for buffer in encoded.buffers]))
-                del encoded
-                assert writer.close()
+                    places = [opened.place(buffer) for buffer in encoded.buffers if buffer.nbytes]
+                    skeleton = encoded.skeleton
+                    del encoded
+                    answer.append((skeleton, [opened.seal(place) for place in places]))
             case "close", None:
                 opened = None
                 answer = mappings(), descriptors()
@@ -159,28 +173,28 @@ def worker():
 def test_another_process_fills_slots_and_the_batches_are_views_of_them(worker):
     arena = Arena(1 << 18)
     assert worker("open", arena.address) is None
-    slots = [arena.take(1 << 16) for _ in range(3)]
-    for number, slot in enumerate(slots):
+    start, size = arena._mapping.start, arena.address.nbytes
+    freed = []
+    for number in range(3):
         seeds = [10 * number, 10 * number + 1]
-        batches = []
-        for skeleton, places in worker("fill", slot, seeds):
-            assert all(offset % 64 == 0 for offset, _ in places)
-            batches.append(codec.decode(skeleton, [arena.view(slot, *place) for place in places]))
-        arena.release_call(slot)
+        batches, leases = [], {}
+        for skeleton, places in worker("fill", freed, seeds):
+            batches.append(codec.decode(skeleton, [arena.view(place, leases) for place in places]))
         for seed, batch in zip(seeds, batches, strict=True):
             want = batch_of(seed)
-            for key in ("image", "view", "label", "half", "empty"):
+            for key in ("image", "view", "label", "half"):
                 assert torch.equal(batch[key], want[key])
                 assert batch[key].stride() == want[key].stride()
-            for key in ("image", "label", "half"):
-                assert inside(arena, batch[key].data_ptr(), batch[key].nbytes)
+                assert start + PAGE <= batch[key].data_ptr() < start + size
             assert batch["view"].data_ptr() - batch["image"].data_ptr() == 2 * 3 * 5 * 7 * 4
             assert batch["names"] == want["names"]
             assert np.array_equal(batch["array"], want["array"])
-            assert inside(arena, batch["array"].ctypes.data, batch["array"].nbytes)
             batch["image"].zero_()
             batch["array"][:] = 0
             assert not batch["view"].any()
+        del batch, batches, leases
+        freed = arena.freed()
+        assert len(freed) == 8
     assert worker("close", None) == ([], [])
 
 
@@ -219,9 +233,9 @@ def test_the_file_is_named_sealed_and_nowhere_in_the_file_system():
 
 
 def test_the_address_travels():
-    arena = new_arena()
+    arena = Arena(PAGE)
     assert pickle.loads(pickle.dumps(arena.address)) == arena.address
-    ArenaWriter.open(pickle.loads(pickle.dumps(arena.address))).close()
+    ArenaWriter.open(pickle.loads(pickle.dumps(arena.address)))
 
 
 def same_name(address):
@@ -297,74 +311,93 @@ def test_where_there_are_no_arenas_the_error_says_so_and_nothing_is_left(monkeyp
 # Slots
 
 
-def test_slots_are_whole_pages_and_disjoint_and_run_out():
-    arena = Arena(3 * PAGE)
-    slots = [arena.take(nbytes) for nbytes in (1, PAGE, 0)]
-    assert [(slot.offset, slot.nbytes) for slot in slots] == [(PAGE, PAGE), (2 * PAGE, PAGE), (3 * PAGE, PAGE)]
-    assert arena.take(1) is None
-    arena.release_call(slots[1])
-    assert arena.take(2 * PAGE) is None
-    again = arena.take(PAGE)
-    assert again[:2] == slots[1][:2]
-    assert again.ticket != slots[1].ticket
-
-
-def test_the_lowest_stretch_that_fits_is_taken():
-    arena = Arena(8 * PAGE)
-    slots = [arena.take(nbytes * PAGE) for nbytes in (1, 2, 1, 2, 1)]
-    for index in (3, 1):
-        arena.release_call(slots[index])
-    assert arena.take(2 * PAGE).offset == slots[1].offset
-    assert arena.take(PAGE).offset == slots[3].offset
-
-
-def test_a_view_must_lie_in_its_slot():
-    arena = new_arena()
-    slot = arena.take(PAGE)
-    assert arena.view(slot, PAGE - 8, 8).nbytes == 8
-    for place in [(0, PAGE + 1), (PAGE, 1), (-1, 1), (8, -1)]:
+def test_a_buffer_must_lie_in_its_slot():
+    pair = Pair()
+    slot, _, _ = pair.place()
+    assert pair.view((slot, PAGE - 8, 8)).nbytes == 8
+    for extent in [(0, PAGE + 1), (PAGE, 1), (-1, 1), (8, -1)]:
         with pytest.raises(ValueError, match="must lie in"):
-            arena.view(slot, *place)
-    arena.release_call(slot)
-    with pytest.raises(KeyError):
-        arena.view(slot, 0, 8)
+            pair.view((slot, *extent))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 9 * PAGE), st.tuples(st.integers(0, 99), st.booleans())), max_size=60))
-def test_slots_never_overlap_and_all_room_comes_back(steps):
-    """A number takes that many bytes; a tuple says which slot's call is released and whether its view is dropped."""
-    arena = Arena(24 * PAGE)
-    unanswered, views, owners = {}, {}, {}
+def test_what_is_held_never_changes_and_all_room_comes_back(steps):
+    """A number makes a batch of that many bytes; a tuple drops one, and says whether a message goes to the worker."""
+    pair, held = Pair(24), {}
     for number, step in enumerate(steps):
         if isinstance(step, int):
-            slot = arena.take(step)
-            if slot is None:
-                continue
-            assert slot.nbytes >= step
-            pages = set(range(slot.offset // PAGE, (slot.offset + slot.nbytes) // PAGE))
-            assert min(pages) >= 1
-            assert max(pages) <= 24
-            in_use = {page for key in unanswered.keys() | views.keys() for page in owners[key]}
-            assert not pages & in_use
-            owners[number] = pages
-            unanswered[number] = slot
-            views[number] = arena.view(slot, 0, slot.nbytes)
-            np.frombuffer(views[number], np.uint8)[:] = number
+            pair.writer.begin(0)
+            place = pair.writer.place(memoryview(bytes([number]) * step))
+            if place is not None:
+                held[number] = pair.view(place)
+                pair.leases = {}
         else:
-            which, drop_view = step
-            table = views if drop_view else unanswered
-            if table:
-                dropped = table.pop(sorted(table)[which % len(table)])
-                if not drop_view:
-                    arena.release_call(dropped)
-                del dropped
-        assert all((np.frombuffer(views[key], np.uint8) == key).all() for key in views)
-    views.clear()
-    for slot in unanswered.values():
-        arena.release_call(slot)
-    assert whole(arena) is not None
-    assert arena.spoiled == 0
+            which, message = step
+            if held:
+                del held[sorted(held)[which % len(held)]]
+            if message:
+                pair.done()
+        assert all((np.frombuffer(view, np.uint8) == number).all() for number, view in held.items())
+    held.clear()
+    assert pair.empty
+    assert pair.arena.spoiled == 0
+
+
+def test_small_buffers_share_a_slot_and_get_memory_of_their_own():
+    pair = Pair()
+    buffers = [memoryview(bytes([number]) * size) for number, size in enumerate((1, 64, 100, 0, 3000))]
+    pair.writer.begin(0)
+    slot = pair.writer.pack(buffers)
+    copies = pair.arena.unpack(slot, [buffer.nbytes for buffer in buffers], pair.leases)
+    assert copies == [bytearray(buffer) for buffer in buffers]
+    assert pair.done() == [slot[0]]
+    assert pair.empty
+    assert copies == [bytearray(buffer) for buffer in buffers]
+
+
+def test_a_message_that_is_taken_in_twice_names_the_same_leases():
+    """As after a Ctrl-C: what was made of it the first time may be the user's already, or gone."""
+    pair = Pair()
+    place = pair.place()
+    kept = pair.view(place)
+    del kept
+    assert pair.arena.freed() == []
+    first, second = pair.view(place), pair.view(place)
+    assert torch.equal(torch.frombuffer(first, dtype=torch.int64), NUMBERS)
+    del first
+    pair.leases = {}
+    assert pair.arena.freed() == []
+    del second
+    assert pair.arena.freed() == [place[0][0]]
+
+
+def test_results_that_are_nobodys_leave_their_slots():
+    pair = Pair(8)
+    held = pair.lend()
+    place = pair.place()
+    pair.writer.begin(1)
+    other = pair.writer.place(codec.encode(NUMBERS).buffers[0])
+    pair.done()
+    pair.writer.abandon(0, pair.arena.leased())
+    pair.writer.begin(0)
+    assert pair.place(torch.zeros_like(NUMBERS))[0][1:] == place[0][1:]
+    assert torch.equal(held, NUMBERS)
+    assert torch.equal(torch.frombuffer(pair.view(other), dtype=torch.int64), NUMBERS)
+    del held, other, place
+    pair.done()
+    pair.writer.abandon(None, pair.arena.leased())
+    assert pair.empty
+
+
+def test_freeing_a_slot_twice_does_not_free_the_next_batch():
+    pair = Pair(1)
+    first = pair.place()
+    pair.writer.free([first[0][0]])
+    second = pair.place()
+    assert second[0][1:] == first[0][1:]
+    pair.writer.free([first[0][0]])
+    assert pair.fill() is None
 
 
 # Leases
@@ -404,23 +437,24 @@ KEEPING = {
     "cycle of numpy": lambda t: Cycle(t.numpy()[1:]),
     "out-of-band pickle": lambda t: pickle.PickleBuffer(t.numpy()),
     "encoded": lambda t: codec.encode(t),
+    "share_memory_": lambda t: t.share_memory_(),
+    "a view of what was shared": lambda t: (t.numpy(), t.share_memory_())[0],
     "decoded": lambda t: codec.decode((e := codec.encode(t)).skeleton, e.buffers),
 }
 
 
 @pytest.mark.parametrize("keep", KEEPING.values(), ids=KEEPING)
-def test_a_slot_is_free_only_when_the_last_view_died(keep):
-    arena = new_arena()
-    slot = whole(arena)
-    kept = keep(leased_tensor(arena, slot))
-    arena.release_call(slot)
-    assert arena.take(1) is None
+def test_a_slot_comes_back_only_when_the_last_view_has_died(keep):
+    pair = Pair(1)
+    kept = keep(pair.lend(NUMBERS))
+    assert pair.done() == []
+    assert pair.fill() is None
     cycle = isinstance(kept, Cycle)
     del kept
     if cycle:
-        assert arena.take(1) is None
+        assert pair.done() == []
         gc.collect()
-    assert whole(arena) is not None
+    assert pair.empty
 
 
 ARRAYS = {
@@ -445,17 +479,16 @@ ARRAYS = {
 
 @pytest.mark.parametrize("keep", ARRAYS.values(), ids=ARRAYS)
 def test_the_same_for_arrays(keep):
-    arena = new_arena()
-    slot = whole(arena)
-    kept = keep(leased_array(arena, slot))
-    arena.release_call(slot)
-    assert arena.take(1) is None
+    pair = Pair(1)
+    kept = keep(pair.lend(NUMBERS.numpy()))
+    assert pair.done() == []
+    assert pair.fill() is None
     cycle = isinstance(kept, Cycle)
     del kept
     if cycle:
-        assert arena.take(1) is None
+        assert pair.done() == []
         gc.collect()
-    assert whole(arena) is not None
+    assert pair.empty
 
 
 def saved(tensor):
@@ -470,7 +503,6 @@ COPYING = {
     "pickle": lambda t: pickle.loads(pickle.dumps(t)),
     "deepcopy": copy.deepcopy,
     "torch.save": saved,
-    "share_memory_": lambda t: t.share_memory_(),
     "storage's clone": lambda t: t.untyped_storage().clone(),
     "arithmetic": lambda t: t + 0,
 }
@@ -478,44 +510,37 @@ COPYING = {
 
 @pytest.mark.parametrize("convert", COPYING.values(), ids=COPYING)
 def test_a_copy_keeps_no_slot(convert):
-    arena = new_arena()
-    slot = whole(arena)
-    kept = convert(leased_tensor(arena, slot))
-    arena.release_call(slot)
-    assert whole(arena) is not None
+    pair = Pair(1)
+    kept = convert(pair.lend())
+    assert pair.empty
     content = kept if isinstance(kept, torch.Tensor) else torch.empty(0, dtype=torch.int64).set_(kept)
-    assert torch.equal(content, torch.arange(512))
+    assert torch.equal(content, NUMBERS)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_views_may_die_in_any_order(order):
-    arena = new_arena()
-    slot = whole(arena)
-    tensor = leased_tensor(arena, slot)
-    holders = [tensor, tensor.numpy()[3:], tensor.untyped_storage(), None]
+    pair = Pair(1)
+    tensor = pair.lend()
+    holders = [tensor, tensor.numpy()[3:], tensor.untyped_storage(), pair.leases]
+    pair.leases = None
     del tensor
     for index in order:
-        assert arena.take(1) is None
-        if index == 3:
-            arena.release_call(slot)
+        assert pair.arena.freed() == []
         holders[index] = None
-    assert whole(arena) is not None
+    assert len(pair.arena.freed()) == 1
 
 
-def test_one_tensor_of_many_keeps_the_whole_slot():
-    arena = new_arena()
-    slot = whole(arena)
-    tensors = [torch.frombuffer(arena.view(slot, 64 * i, 64), dtype=torch.uint8) for i in range(20)]
-    arena.release_call(slot)
-    while tensors:
-        assert arena.take(1) is None
-        tensors.pop(len(tensors) // 2)
-    assert whole(arena) is not None
+def test_each_buffer_has_a_lease_of_its_own():
+    pair = Pair()
+    images, masks = pair.lend(), pair.lend(-NUMBERS)
+    pair.done()
+    del images
+    assert len(pair.done()) == 1
+    assert torch.equal(masks, -NUMBERS)
 
 
 def test_a_view_kept_in_another_thread_keeps_the_slot():
-    arena = new_arena()
-    slot = whole(arena)
+    pair = Pair(1)
     holding, let_go = threading.Event(), threading.Event()
 
     def hold(box):
@@ -524,20 +549,17 @@ def test_a_view_kept_in_another_thread_keeps_the_slot():
         assert let_go.wait(HANG_LIMIT_S)
         assert held[511] == 511
 
-    thread = threading.Thread(target=hold, args=([leased_tensor(arena, slot)],))
+    thread = threading.Thread(target=hold, args=([pair.lend()],))
     thread.start()
-    arena.release_call(slot)
     assert holding.wait(HANG_LIMIT_S)
-    assert arena.take(1) is None
+    assert pair.done() == []
     let_go.set()
     thread.join(HANG_LIMIT_S)
-    assert whole(arena) is not None
+    assert pair.empty
 
 
-def test_many_threads_drop_views_while_slots_are_taken():
-    arena = Arena(64 * PAGE)
-    handed: list = []
-    done = threading.Event()
+def test_many_threads_drop_views_while_batches_are_made():
+    pair, handed, done = Pair(64), [], threading.Event()
 
     def drop():
         while not done.is_set() or handed:
@@ -550,67 +572,32 @@ def test_many_threads_drop_views_while_slots_are_taken():
     threads = [threading.Thread(target=drop) for _ in range(3)]
     for thread in threads:
         thread.start()
+    sizes = random.Random(0)
     for number in range(2000):
-        if (slot := arena.take(1 + number % 5 * PAGE)) is not None:
-            tensor = torch.frombuffer(arena.view(slot, 0, slot.nbytes), dtype=torch.uint8).fill_(number % 251)
-            handed.append((tensor, number % 251))
-            arena.release_call(slot)
-            del tensor
+        pair.writer.begin(0)
+        place = pair.writer.place(memoryview(bytes([number % 251]) * sizes.randrange(1, 5 * PAGE)))
+        if place is not None:
+            handed.append((torch.frombuffer(pair.view(place), dtype=torch.uint8), number % 251))
+        pair.done()
     done.set()
     for thread in threads:
         thread.join(HANG_LIMIT_S)
-    assert whole(arena) is not None
+    assert pair.empty
 
 
-def test_an_unanswered_call_keeps_its_slot():
-    arena = new_arena()
-    slot = whole(arena)
-    del slot
-    gc.collect()
-    assert arena.take(1) is None
-    arena = Arena(PAGE)
-    slot = whole(arena)
-    tensor = torch.frombuffer(arena.view(slot, 0, 64), dtype=torch.uint8)
-    del tensor
-    assert arena.take(1) is None
-    arena.release_call(slot)
-    assert whole(arena) is not None
-
-
-def test_releasing_twice_does_not_free_the_next_calls_slot():
-    arena = new_arena()
-    first = whole(arena)
-    arena.release_call(first)
-    second = whole(arena)
-    arena.release_call(first)
-    assert arena.take(1) is None
-    arena.release_call(second)
-    assert whole(arena) is not None
-
-
-def test_a_slot_that_the_worker_still_holds_is_never_reused():
-    arena = Arena(2 * PAGE)
-    slot = arena.take(PAGE)
-    arena.release_call(slot, reuse=False)
-    assert arena.take(PAGE).offset != slot.offset
-    assert arena.take(1) is None
-    assert arena.spoiled == PAGE
-
-
-def test_taking_and_releasing_keeps_no_memory():
-    arena = new_arena()
+def test_making_and_dropping_batches_keeps_no_memory():
+    pair = Pair()
 
     def once():
-        slot = whole(arena)
-        tensor = leased_tensor(arena, slot)
-        arena.release_call(slot)
-        del tensor
+        pair.lend()
+        pair.done()
 
     once()
     gc.collect()
     tracemalloc.start()
     try:
-        once()
+        for _ in range(200):  # until Python's own lists of free objects, which count as memory, are as long as they get
+            once()
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(200):
             once()
@@ -622,34 +609,105 @@ def test_taking_and_releasing_keeps_no_memory():
 def test_leases_that_live_to_the_end_of_the_process_are_quiet():
     program = """
 import torch
-from rayloader.transport.arena import Arena
+from rayloader.transport.arena import Arena, ArenaWriter
 arena = Arena(1 << 20)
-slots = [arena.take(1) for _ in range(3)]
-kept = [torch.frombuffer(arena.view(slot, 0, 64), dtype=torch.uint8) for slot in slots]
+writer = ArenaWriter.open(arena.address)
+leases = {}
+kept = [torch.frombuffer(arena.view(writer.place(memoryview(bytes(64))), leases), dtype=torch.uint8) for _ in range(3)]
 kept.append(kept)
-arena.release_call(slots[0])
 torch.kept = kept[1].numpy()
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
+# Memory that is given back
+
+
+def test_the_same_memory_serves_again_and_again():
+    pair = Pair(10_000)
+    for number in range(100):
+        batch = pair.lend(torch.full((40_000,), number))
+        assert (batch == number).all()
+        del batch
+        pair.done()
+    assert touched(pair.arena) <= 2 * 40_000 * 8
+
+
+def test_memory_that_is_cold_is_given_back():
+    pair = Pair(20_000)
+    held = [pair.lend(torch.full((CHUNK // 8,), number)) for number in range(40)]
+    assert touched(pair.arena) >= 40 * CHUNK
+    del held[1:]
+    for _ in range(2 * COLD_AFTER):
+        pair.lend()
+        pair.done()
+    assert touched(pair.arena) <= 5 * CHUNK
+    assert (held[0] == 0).all()
+
+
+def test_while_it_rests_what_is_dropped_is_given_back():
+    pair = Pair(1024)
+    one, two = pair.lend(torch.ones(1 << 17)), pair.lend(torch.zeros(1 << 17))
+    pair.done()
+    pair.arena.rest(True)
+    assert touched(pair.arena) >= 2 << 19
+    del two
+    assert touched(pair.arena) < 3 << 18
+    pair.arena.rest(False)
+    del one
+    assert touched(pair.arena) >= 1 << 19
+    assert pair.empty
+
+
+def test_after_the_worker_has_ended_what_is_kept_is_all_that_takes_memory():
+    pair = Pair(1000)
+    kept = [pair.lend(torch.full((1 << 16,), number)) for number in range(6)]
+    late = pair.place()
+    pair.done()
+    del kept[::2]
+    file = os.dup(pair.arena._file.fd)
+    pair.arena.close(give_back=True)
+    pair.arena.close(give_back=True)
+    assert os.fstat(file).st_blocks * 512 == 3 << 19
+    assert all((batch == 2 * number + 1).all() for number, batch in enumerate(kept))
+    with pytest.raises(ArenaError, match="shut down"):
+        pair.view(late)
+    kept.pop()
+    assert os.fstat(file).st_blocks * 512 == 2 << 19
+    os.close(file)
+
+
+def test_a_lease_that_dies_while_the_arena_is_closed_is_given_back(monkeypatch):
+    """Its thread has found the worker alive, and posts it when `close` has looked already."""
+    pair = Pair(100)
+    held = pair.lend(torch.ones(1 << 14))
+    pair.done()
+    file = os.dup(pair.arena._file.fd)
+
+    class Late(type(pair.arena._dead)):
+        def append(self, item):
+            pair.arena.close(give_back=True)
+            super().append(item)
+
+    held.untyped_storage().rayloader_memory.obj.base.dead = Late()
+    del held
+    assert os.fstat(file).st_blocks == 0
+    os.close(file)
+
+
 # Closing
 
 
-def test_after_close_there_are_no_slots_but_leases_live_on():
-    arena = Arena(4 * PAGE)
-    slot, late = arena.take(PAGE), arena.take(PAGE)
-    tensor = leased_tensor(arena, slot)
-    arena.release_call(slot)
-    arena.close()
-    arena.close()
-    assert arena.take(1) is None
-    array = leased_tensor(arena, late).numpy()  # that call was on its way
-    arena.release_call(late)
-    del arena
+def test_an_arena_that_is_closed_lives_as_long_as_what_was_cut_from_it():
+    pair = Pair()
+    tensor = pair.lend()
+    array = pair.lend().numpy()
+    pair.arena.close()
+    pair.arena.close()
+    del pair
     assert len(mappings()) == 1
-    assert torch.equal(tensor, torch.arange(512))
+    assert torch.equal(tensor, NUMBERS)
     del tensor
     assert len(mappings()) == 1
     assert array[511] == 511
@@ -658,27 +716,10 @@ def test_after_close_there_are_no_slots_but_leases_live_on():
 
 
 def test_an_arena_that_is_dropped_leaves_nothing():
-    arena = Arena(4 * PAGE)
-    arena.take(PAGE)
-    del arena
+    pair = Pair()
+    pair.place()
+    del pair
     assert (mappings(), descriptors()) == ([], [])
-
-
-def test_a_writer_that_is_closed_lives_as_long_as_its_tensors():
-    arena = new_arena()
-    opened = ArenaWriter.open(arena.address)
-    slot_writer = opened.writer(arena.take(PAGE))
-    tensor = slot_writer.empty((8,), torch.float32)
-    assert len(mappings()) == 2
-    opened.close()
-    opened.close()
-    with pytest.raises(ArenaError):
-        opened.writer(arena.take(PAGE))
-    assert not slot_writer.close()
-    tensor.fill_(1)
-    del tensor
-    assert slot_writer.close()
-    assert len(mappings()) == 1
 
 
 # Forks
@@ -686,37 +727,41 @@ def test_a_writer_that_is_closed_lives_as_long_as_its_tensors():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_what_was_leased_at_a_fork_is_never_reused_and_the_child_gets_no_slots():
-    arena = Arena(4 * PAGE)
-    slot, unanswered = arena.take(PAGE), arena.take(PAGE)
-    tensor = leased_tensor(arena, slot)
-    arena.release_call(slot)
+    pair = Pair(4)
+    tensor = pair.lend()
+    in_flight = pair.place()
     go, ready = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:  # the child has the tensor and looks at it when the parent has done its worst
         status = 1
         try:
-            no_slots = arena.take(1) is None
-            arena.release_call(unanswered)
+            no_slots = pair.writer.allocate(1) is None
             os.write(ready[1], b"x")
             os.read(go[0], 1)
-            unchanged = torch.equal(tensor, torch.arange(512))
+            unchanged = torch.equal(tensor, NUMBERS)
+            pair.arena.rest(True)
+            pair.leases = {}
             del tensor
             gc.collect()
-            status = 0 if no_slots and unchanged and arena.take(1) is None else 2
+            status = 0 if no_slots and unchanged and pair.arena.freed() == [] else 2
         finally:
             os._exit(status)
     try:
         os.read(ready[0], 1)
+        address = tensor.data_ptr()
+        pair.arena.rest(True)
         del tensor
-        arena.release_call(unanswered)
+        assert pair.done() == []
+        pair.arena.rest(False)
+        assert pair.arena.spoiled == PAGE
+        pair.view(in_flight)
+        assert pair.done() == [in_flight[0][0]]
+        pair.writer.abandon(None, pair.arena.leased())
         for _ in range(3):  # what was free at the fork, and leased after it, goes round as ever
-            slots = [arena.take(PAGE), arena.take(PAGE)]
-            assert arena.take(1) is None
-            assert {taken.offset for taken in slots} == {3 * PAGE, 4 * PAGE}
-            for taken in slots:
-                np.frombuffer(arena.view(taken, 0, PAGE), np.uint8)[:] = 255
-                arena.release_call(taken)
-        assert arena.take(3 * PAGE) is None
-        assert arena.spoiled == 2 * PAGE
+            batches = [pair.lend(torch.zeros_like(NUMBERS)) for _ in range(3)]
+            assert pair.fill() is None
+            assert address not in [batch.data_ptr() for batch in batches]
+            del batches
+            pair.done()
     finally:
         os.write(go[1], b"x")
         _, status = os.waitpid(pid, 0)
@@ -725,363 +770,145 @@ def test_what_was_leased_at_a_fork_is_never_reused_and_the_child_gets_no_slots()
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_while_a_thread_forks_nothing_is_leased():
-    arena = new_arena()
+def test_what_is_leased_while_a_thread_forks_is_never_reused():
+    pair = Pair(2)
     module._before_fork()
     try:
-        assert arena.take(1) is None
+        held = pair.lend()
     finally:
         module._after_fork()
-    assert arena.take(1) is not None
+    del held
+    assert pair.done() == []
+    assert pair.arena.spoiled == PAGE
 
 
-def test_a_lease_that_a_fork_may_have_seen_half_made_is_not_reused(monkeypatch):
-    """The process forks on another thread while this one is inside `take`."""
-    arena = new_arena()
+def test_a_slot_that_a_child_of_the_worker_may_look_at_is_never_reused():
+    pair = Pair(3)
+    pair.writer.begin(0)
+    seen, dropped = pair.writer.allocate(PAGE), pair.writer.allocate(PAGE)
+    place = pair.writer.place(seen)
+    module._before_fork()
+    module._after_fork()
+    del seen, dropped
+    place = pair.writer.seal(place)
+    pair.view(place)
+    assert pair.done() == [place[0][0]]
+    pair.writer.begin(0)
+    assert pair.writer.allocate(PAGE) is not None
+    assert pair.writer.allocate(PAGE) is None
+    assert pair.writer.full
 
-    class Lease(module._Lease):
-        def __init__(self, *args):
-            module._before_fork()
-            module._after_fork()
-            super().__init__(*args)
 
-    monkeypatch.setattr(module, "_Lease", Lease)
-    arena.release_call(arena.take(PAGE))
-    assert arena.take(4 * PAGE) is None
-    assert arena.spoiled == PAGE
+def test_what_the_worker_forks_after_a_batch_spoils_nothing():
+    pair = Pair(1)
+    for _ in range(5):
+        held = pair.lend()
+        module._before_fork()
+        module._after_fork()
+        place = held.data_ptr()
+        del held
+        assert place
+        pair.leases = {}
+        pair.writer.free([pair.writer._last_ticket])  # the driver did not fork
+        pair.arena.freed()
+    assert pair.place() is not None
 
 
 # Writing
 
 
-def test_room_is_given_out_aligned_and_once():
-    writer = new_writer()
-    first, second = writer.allocate(3), writer.allocate(64)
-    first[:], second[:] = b"abc", bytes(range(64))
-    assert writer.used == 128
-    third = writer.allocate(4 * PAGE - 128)
-    assert writer.used == third.nbytes + 128
-    third[:] = bytes(third.nbytes)
-    assert (bytes(first), bytes(second)) == (b"abc", bytes(range(64)))
-    assert writer.allocate(1) is None
-    assert writer.empty((1,), torch.uint8) is None
-    assert writer.place(memoryview(b"x")) is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_in_the_slot_of_any_dtype(dtype):
-    writer = new_writer()
-    writer.allocate(1)
-    tensor = writer.empty((3, 2), dtype)
-    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((3, 2), dtype, True)
-    assert tensor.data_ptr() % 64 == 0
-    encoded = codec.encode(tensor)
-    assert writer.place(encoded.buffers[0]) == (64, 6 * dtype.itemsize)
-
-
-def test_a_scalar_and_no_elements():
-    writer = new_writer()
-    assert writer.empty((), torch.float64).shape == ()
-    assert writer.empty((0, 3), torch.float64) is None
-
-
-def test_what_is_in_the_slot_stays_there_and_what_is_not_is_copied_once():
-    arena = new_arena()
-    slot = arena.take(4 * PAGE)
-    writer = ArenaWriter.open(arena.address).writer(slot)
-    inner = writer.empty((16, 10), torch.float32).copy_(torch.arange(160.0).view(16, 10))
-    outer = torch.arange(300)
-    batch = [inner, inner[3:5], outer, outer[::7], np.arange(700)]
+def test_what_is_in_a_slot_of_the_batch_stays_there_and_what_is_not_is_copied_once():
+    pair = Pair(16)
+    pair.writer.begin(0)
+    inner = torch.frombuffer(pair.writer.allocate(6400), dtype=torch.float32).copy_(torch.arange(1600.0))
+    batch = [inner.view(160, 10), inner[600:1000], torch.arange(300), torch.arange(600)[::7], np.arange(700)]
     encoded = codec.encode(batch)
-    places = [writer.place(buffer) for buffer in encoded.buffers]
-    assert places == [(0, 640), (640, 2400), (3072, 5600)]
-    assert writer.used == 3072 + 5632
-    got = codec.decode(encoded.skeleton, [arena.view(slot, *place) for place in places])
+    places = [pair.writer.place(buffer) for buffer in encoded.buffers]
+    assert places[0] == ((1, PAGE, 2 * PAGE), 0, 6400)
+    assert len({slot for slot, *_ in places}) == 4
+    got = codec.decode(encoded.skeleton, [pair.view(place) for place in places])
     assert all(torch.equal(g, w) for g, w in zip(got[:4], batch, strict=False))
     assert np.array_equal(got[4], batch[4])
-    inner[0, 0] = -1  # the very same memory
+    inner[0] = -1  # the very same memory
     assert got[0][0, 0] == -1
 
 
-def test_a_part_of_what_is_in_the_slot_is_not_copied():
-    writer = new_writer()
-    tensor = writer.empty((100,), torch.float32)
-    used = writer.used
-    assert writer.place(codec.encode(tensor[40:60]).buffers[0]) == (128, 112)
-    assert writer.used == used
+def test_a_part_of_what_was_stacked_for_the_batch_is_not_copied():
+    pair = Pair()
+    pair.writer.begin(0)
+    stacked = torch.frombuffer(pair.writer.allocate(400), dtype=torch.float32)
+    assert pair.writer.place(codec.encode(stacked[40:60]).buffers[0]) == ((1, PAGE, PAGE), 128, 112)
 
 
-def test_read_only_and_empty_buffers():
-    arena = new_arena()
-    slot = arena.take(PAGE)
-    writer = ArenaWriter.open(arena.address).writer(slot)
-    assert writer.place(memoryview(b"")) == (0, 0)
-    assert bytes(arena.view(slot, 0, 0)) == b""
-    assert writer.place(memoryview(b"abc")) == (0, 3)
-    assert bytes(arena.view(slot, 0, 3)) == b"abc"
+def test_what_was_stacked_for_an_earlier_batch_is_copied():
+    """A class of the user's may keep it, and give it again after it has written to it."""
+    pair = Pair()
+    pair.writer.begin(0)
+    kept = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.int64).copy_(NUMBERS)
+    first = pair.lend(kept)
+    kept.zero_()
+    second = pair.lend(kept)
+    kept.fill_(-1)
+    assert torch.equal(first, NUMBERS)
+    assert not second.any()
 
 
-def test_what_lies_elsewhere_or_only_in_part_in_the_slot_is_not_in_it():
-    arena = new_arena()
-    opened = ArenaWriter.open(arena.address)
-    one, two = arena.take(PAGE), arena.take(PAGE)
-    tensor = torch.frombuffer(arena.view(one, 0, PAGE), dtype=torch.uint8)
-    writer = opened.writer(two)
-    assert writer.place(codec.encode(tensor).buffers[0]) == (0, PAGE)  # copied: it is in another mapping
-    lower = opened.writer(one).empty((PAGE,), torch.uint8)
-    assert opened.writer(two).place(codec.encode(lower).buffers[0]) == (0, PAGE)
-    both = module._Region(opened._mapping, one.offset, 2 * PAGE).memory()
-    assert opened.writer(one).place(both) is None
-    assert opened.writer(two).place(both) is None
-    assert opened.writer(one).place(both[PAGE - 64 : PAGE]) == (PAGE - 64, 64)
+def test_what_user_code_keeps_of_a_batch_is_copied_when_its_task_ends():
+    pair = Pair()
+    pair.writer.begin(0)
+    kept = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.int64).copy_(NUMBERS)
+    encoded = codec.encode(kept)
+    place = pair.writer.place(encoded.buffers[0])
+    skeleton = encoded.skeleton
+    del encoded
+    sealed = pair.writer.seal(place)
+    assert sealed[0] != place[0]
+    got = codec.decode(skeleton, [pair.view(sealed)])
+    kept.zero_()
+    assert torch.equal(got, NUMBERS)
+    got.fill_(7)
+    assert not kept.any()
+    pair.writer.begin(0)
+    held = [pair.lend() for _ in range(2)]
+    assert pair.place is not None
+    assert not kept.any()
+    del got, held, kept
+    assert pair.empty
 
 
-def test_closing_tells_whether_something_still_looks_at_the_slot():
-    arena = new_arena()
-    opened = ArenaWriter.open(arena.address)
-    writer = opened.writer(arena.take(PAGE))
-    kept = writer.empty((8,), torch.float32).numpy()[2:]
-    assert not writer.close()
-    assert writer.allocate(1) is None
-    assert kept.shape == (6,)
-    writer = opened.writer(arena.take(PAGE))
-    batch = writer.empty((8,), torch.float32)
-    encoded = codec.encode(batch)
-    writer.place(encoded.buffers[0])
-    del batch, encoded
-    assert writer.close()
+def test_without_room_what_user_code_keeps_travels_with_the_message():
+    pair = Pair(1)
+    pair.writer.begin(0)
+    kept = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.int64).copy_(NUMBERS)
+    sealed = pair.writer.seal(pair.writer.place(codec.encode(kept).buffers[0]))
+    assert isinstance(sealed, bytearray)
+    kept.zero_()
+    assert torch.equal(torch.frombuffer(sealed, dtype=torch.int64), NUMBERS)
 
 
-# Collating
+def test_what_came_to_nothing_is_free_again():
+    """`default_collate` has stacked one field, and the next one raised."""
+    pair = Pair(1)
+    for _ in range(5):
+        pair.writer.begin(0)
+        memory = pair.writer.allocate(PAGE)
+        assert memory is not None
+        del memory
+    pair.writer.begin(0)
+    kept = pair.writer.allocate(PAGE)
+    pair.writer.begin(0)
+    assert pair.writer.allocate(PAGE) is None
+    del kept
+    assert pair.writer.allocate(PAGE) is not None
 
 
-def cl(*size):
-    return torch.randn(*size).contiguous(memory_format=torch.channels_last)
-
-
-def sliced(tensor):
-    return torch.cat([tensor, tensor])[: len(tensor)]
-
-
-# name: (an element, whether it is stacked into the slot)
-KINDS = {
-    **{str(d): (lambda d=d: torch.randint(0, 2, (3, 4)).to(d), True) for d in (torch.uint8, torch.bool, torch.int64)},
-    **{str(d): (lambda d=d: torch.randn(3, 4).to(d), True) for d in (torch.float16, torch.bfloat16, torch.complex64)},
-    "fp8": (lambda: torch.randn(3, 4).to(torch.float8_e4m3fn), True),
-    "0-d": (lambda: torch.randn(()), True),
-    "1-d": (lambda: torch.randn(7), True),
-    "3-d": (lambda: torch.randn(3, 8, 9), True),
-    "4-d": (lambda: torch.randn(2, 3, 4, 5), True),
-    "5-d": (lambda: torch.randn(2, 3, 4, 5, 2), True),
-    "6-d": (lambda: torch.randn(1, 2, 3, 1, 2, 2), True),
-    "4-d of ones": (lambda: torch.randn(2, 1, 1, 5), True),
-    "4-d one channel": (lambda: torch.randn(2, 1, 4, 5), True),
-    "channels-last of one channel": (lambda: cl(2, 1, 4, 5), True),
-    "channels-last of one pixel": (lambda: cl(2, 3, 1, 1), True),
-    "not a number": (lambda: torch.full((3,), torch.nan), True),
-    "image as HWC": (lambda: torch.randn(8, 9, 3).permute(2, 0, 1), True),
-    "transposed": (lambda: torch.randn(3, 4).t(), True),
-    "expanded": (lambda: torch.randn(1).expand(4), True),
-    "sliced": (lambda: sliced(torch.randn(4, 5)), True),
-    "strided": (lambda: torch.randn(8)[::2], True),
-    "conj": (lambda: torch.randn(3, dtype=torch.complex64).conj(), True),
-    "neg": (lambda: torch.randn(3, dtype=torch.complex64).conj().imag, True),
-    "channels-last": (lambda: cl(2, 3, 8, 9), False),
-    "channels-last of a column": (lambda: cl(2, 3, 4, 1), False),
-    "channels-last 3-d": (lambda: torch.randn(2, 3, 2, 3, 4).to(memory_format=torch.channels_last_3d), False),
-    "no elements": (lambda: torch.empty(0, 3), False),
-    "parameter": (lambda: torch.nn.Parameter(torch.randn(3), requires_grad=False), False),
-    "grad": (lambda: torch.randn(3, requires_grad=True), False),
-    "sparse": (lambda: torch.randn(3, 3).to_sparse(), False),
-    "meta": (lambda: torch.empty(3, device="meta"), False),
-    "mkldnn": (lambda: torch.randn(3, 3).to_mkldnn(), False),
-}
-
-
-def bits(tensor):
-    if tensor.is_meta:
-        return b""
-    return codec.encode(tensor.detach().resolve_conj().resolve_neg().clone().contiguous()).buffers
-
-
-def outcome(function, *args, **kwargs):
-    """What a call gives, or raises, as something to compare."""
-    try:
-        tensor = function(*args, **kwargs)
-    except Exception as error:
-        return type(error), str(error)
-    properties = type(tensor), tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad
-    content = [bytes(b) for b in bits(tensor)]
-    return (*properties, tensor.stride(), tensor.is_conj(), tensor.is_neg(), content)
-
-
-def stacks_like_torch(writer, elements):
-    """Compares with torch's collate; returns whether the result lies in the slot."""
-    stacking = collate_into(writer, default_collate_fn_map)
-    assert outcome(collate, elements, collate_fn_map=stacking) == outcome(default_collate, elements)
-    try:
-        tensor = collate(elements, collate_fn_map=stacking)
-    except Exception:
-        return False
-    start = writer._start
-    return tensor.layout is torch.strided and start <= tensor.data_ptr() < start + writer._memory.nbytes
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning", "ignore:.*deprecated.*:UserWarning")
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_stacking_is_torchs_bit_for_bit(kind, count):
-    writer = new_writer()
-    make, in_slot = KINDS[kind]
-    assert stacks_like_torch(writer, [make() for _ in range(count)]) == in_slot
-
-
-def nested():
-    return torch.nested.nested_tensor([torch.randn(2), torch.randn(3)])
-
-
-def quantized():
-    return torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
-
-
-PLAIN = torch.arange(6.0)
-MIXED = {
-    "shapes": lambda: [PLAIN, PLAIN[:5]],
-    "shapes of one size": lambda: [PLAIN.view(2, 3), PLAIN.view(3, 2)],
-    "dims": lambda: [PLAIN, PLAIN[:1], torch.tensor(1.0)],
-    "dtypes": lambda: [PLAIN, PLAIN.double()],
-    "dtypes, wide one first": lambda: [PLAIN.double(), PLAIN],
-    "devices": lambda: [PLAIN, PLAIN.to("meta")],
-    "devices, meta first": lambda: [PLAIN.to("meta"), PLAIN],
-    "layouts": lambda: [PLAIN.view(2, 3), PLAIN.view(2, 3).to_sparse()],
-    "grad in the last": lambda: [PLAIN, PLAIN.clone().requires_grad_()],
-    "parameter in the last": lambda: [PLAIN, torch.nn.Parameter(PLAIN.clone())],
-    "subclass": lambda: [PLAIN, PLAIN.as_subclass(type("Marked", (torch.Tensor,), {}))],
-    "memory formats": lambda: [cl(2, 3, 4, 5), torch.randn(2, 3, 4, 5)],
-    "nested": lambda: [nested(), nested()],
-    "nested in the last": lambda: [PLAIN, nested()],
-    "quantized": lambda: [quantized(), quantized()],
-    "an array": lambda: [PLAIN, PLAIN.numpy()],
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning", "ignore:.*deprecated.*:UserWarning")
-@pytest.mark.parametrize("make", MIXED.values(), ids=MIXED)
-def test_what_is_not_plain_and_alike_goes_to_torchs_entry(make):
-    writer = new_writer()
-    assert not stacks_like_torch(writer, make())
-
-
-def test_grad_under_no_grad_stacks_as_torch_does():
-    writer = new_writer()
-    with torch.no_grad():
-        stacks_like_torch(writer, [torch.randn(3, requires_grad=True) for _ in range(2)])
-
-
-def test_inference_tensors_stack_as_torch_does():
-    writer = new_writer()
-    with torch.inference_mode():
-        elements = [torch.randn(3) for _ in range(2)]
-    stacks_like_torch(writer, elements)
-
-
-def test_another_default_device_changes_nothing():
-    writer = new_writer()
-    elements = [torch.randn(3) for _ in range(2)]
-    with torch.device("meta"):
-        assert stacks_like_torch(writer, elements)
-
-
-def test_without_room_torchs_entry_is_called():
-    writer = new_writer()
-    elements = [torch.zeros(PAGE // 4) for _ in range(5)]
-    assert not stacks_like_torch(writer, elements)
-    assert stacks_like_torch(writer, elements[:2])  # takes half
-    writer.allocate(2 * PAGE - writer.used % PAGE - 64)
-    assert not stacks_like_torch(writer, elements[:3])
-
-
-Pair = namedtuple("Pair", "left right")
-
-
-def test_structures_and_arrays_are_collated_into_the_slot_and_not_copied_again():
-    writer = new_writer()
-
-    def sample(i):
-        return {
-            "pair": Pair(torch.full((3,), i), np.full((2, 2), i, np.int16)),
-            "scalars": (i, float(i), np.float32(i), f"{i}"),
-            "list": [torch.tensor(i)],
-        }
-
-    samples = [sample(i) for i in range(5)]
-    got = collate(samples, collate_fn_map=collate_into(writer, default_collate_fn_map))
-    want = default_collate(samples)
-    assert type(got["pair"]) is Pair
-    assert got["scalars"][3] == want["scalars"][3]
-    tensors = [*got["pair"], *got["scalars"][:3], *got["list"]]
-    wanted = [*want["pair"], *want["scalars"][:3], *want["list"]]
-    assert all(outcome(lambda g=g: g) == outcome(lambda w=w: w) for g, w in zip(tensors, wanted, strict=True))
-    used = writer.used
-    for tensor in (*got["pair"], *got["list"]):
-        offset, nbytes = writer.place(codec.encode(tensor).buffers[0])
-        assert offset + nbytes <= used
-    assert writer.used == used
-
-
-def test_a_tensor_entry_of_the_users_stays():
-    writer = new_writer()
-
-    def mine(batch, *, collate_fn_map=None):
-        return "mine"
-
-    given_map = {**default_collate_fn_map, torch.Tensor: mine}
-    assert collate([PLAIN], collate_fn_map=collate_into(writer, given_map)) == "mine"
-    assert collate([PLAIN.numpy()], collate_fn_map=collate_into(writer, given_map)) == "mine"
-    assert collate_into(writer, {}) == {}
-    assert writer.used == 0
-
-
-def test_the_users_entries_never_see_slot_memory():
-    writer = new_writer()
-
-    class Sample:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
-    kept, maps = [], []
-
-    def collate_samples(batch, *, collate_fn_map=None):
-        maps.append(collate_fn_map)
-        kept.append(collate([sample.tensor for sample in batch], collate_fn_map=collate_fn_map))
-        return kept[-1]
-
-    given_map = {**default_collate_fn_map, Sample: collate_samples}
-    got = collate([[Sample(PLAIN), PLAIN]] * 2, collate_fn_map=collate_into(writer, given_map))
-    assert maps == [given_map]
-    assert maps[0] is given_map
-    assert torch.equal(kept[0], torch.stack([PLAIN] * 2))
-    assert writer.used == 64  # the other one
-    del got
-    assert writer.close()
-
-
-def test_the_given_map_is_left_alone_and_keeps_its_order():
-    writer = new_writer()
-    before = dict(default_collate_fn_map)
-    stacking = collate_into(writer, default_collate_fn_map)
-    assert default_collate_fn_map == before
-    assert list(stacking) == list(before)
-    assert [key for key in before if stacking[key] is not before[key]] == [torch.Tensor]
-
-
-def test_the_fallback_is_the_given_maps_entry():
-    writer = new_writer()
-
-    def entry(batch, *, collate_fn_map=None):
-        return batch
-
-    entry.__module__ = "rayloader.worker"
-    stacking = collate_into(writer, {torch.Tensor: entry})
-    elements = [PLAIN, PLAIN[:2]]
-    assert collate(elements, collate_fn_map=stacking) is elements
+def test_without_room_there_is_none_and_it_is_known():
+    pair = Pair()
+    held = pair.lend(torch.zeros(2 * PAGE, dtype=torch.uint8))
+    assert not pair.writer.full
+    pair.writer.begin(0)
+    assert pair.writer.place(memoryview(bytes(3 * PAGE))) is None
+    assert pair.writer.pack([memoryview(bytes(3 * PAGE))]) is None
+    assert pair.writer.full
+    del held
+    assert pair.empty

@@ -33,6 +33,7 @@ LAYOUT = {
     "rayloader/shared_list.py",
     "rayloader/transport/codec.py",
     "rayloader/transport/raw.py",
+    "rayloader/transport/bulk.py",
     "rayloader/transport/plain.py",
     "rayloader/transport/control_page.py",
     "rayloader/pace.py",

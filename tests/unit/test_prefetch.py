@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -17,13 +19,17 @@ from torch.utils.data import (
 )
 
 from rayloader import DataLoader
-from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead
+from rayloader.prefetch import AutomaticPrefetch, may_draw_ahead, start
 
 DATA = list(range(10))
 
 
 class Mine(SequentialSampler):
     """A sampler of the user's that looks like torch's."""
+
+
+class DatasetsOwn:
+    """Indices that call the user's code."""
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,7 @@ class Mine(SequentialSampler):
         (RandomSampler(DATA, replacement=True, generator=torch.Generator()), False),
         (RandomSampler(DATA, num_samples=25, generator=torch.Generator()), False),
         (SubsetRandomSampler(DATA, generator=torch.Generator()), True),
+        (SubsetRandomSampler(DatasetsOwn()), False),
         (WeightedRandomSampler([0.5] * 10, 10), True),
         (DistributedSampler(DATA, num_replicas=2, rank=0), True),
         (BatchSampler(RandomSampler(DATA), 2, False), True),
@@ -54,13 +61,12 @@ def test_who_may_be_asked_early(sampler, may):
 @pytest.mark.parametrize("ahead", [0, 1, 4, 100])
 def test_a_generator_is_always_where_torch_would_have_left_it(batch_size, drop_last, ahead):
     mine, torchs = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
-    sampler = BatchSampler(RandomSampler(DATA, generator=mine), batch_size, drop_last)
-    early = DrawAhead(sampler, iter(sampler))
+    early = start(BatchSampler(RandomSampler(DATA, generator=mine), batch_size, drop_last))
     expected = iter(BatchSampler(RandomSampler(DATA, generator=torchs), batch_size, drop_last))
     drawn: list[object] = []
     for draws in range(1, 14):
-        early.reach(draws)
-        while len(drawn) < draws + ahead:
+        assert early.reach(draws) is None
+        while len(drawn) < draws or (early.may_draw and len(drawn) < draws + ahead):
             drawn.append(next(early, None))
         assert drawn[draws - 1] == next(expected, None)
         assert torch.equal(mine.get_state(), torchs.get_state())
@@ -68,15 +74,105 @@ def test_a_generator_is_always_where_torch_would_have_left_it(batch_size, drop_l
 
 def test_a_generator_that_others_use_meanwhile_goes_on_from_there():
     mine, torchs = torch.Generator(), torch.Generator()
-    sampler = RandomSampler(DATA, generator=mine)
-    early, expected = DrawAhead(sampler, iter(sampler)), iter(RandomSampler(DATA, generator=torchs))
+    early, expected = start(RandomSampler(DATA, generator=mine)), iter(RandomSampler(DATA, generator=torchs))
     early.reach(1)
-    assert [next(early, None) for _ in range(11)] == [next(expected) for _ in range(10)] + [None]
+    assert [next(early) for _ in range(10)] == [next(expected) for _ in range(10)]
+    assert not early.may_draw
     for generator in (mine, torchs):
         torch.rand(3, generator=generator)
     early.reach(11)
-    assert next(expected, None) is None
+    assert early.may_draw
+    assert next(early, None) is next(expected, None) is None
     assert torch.equal(mine.get_state(), torchs.get_state())
+
+
+def drawn(indices):
+    try:
+        return next(indices, None)
+    except IndexError:
+        return "error"
+
+
+def drawn_at(draws, ahead, sampler, change):
+    """All that an iterator gives whose user takes one after the other, with two drawn at the start, as torch does."""
+    early, given = start(sampler), []
+    for taken in itertools.count():
+        if taken == draws + 1:
+            change(sampler)
+        changed = early.reach(taken + 2)
+        if changed is not None:
+            assert changed >= taken
+            del given[changed:]
+        while early.may_draw and len(given) < taken + 2 + ahead:
+            given.append(drawn(early))
+        if given[taken] is None:
+            return given[:taken]
+
+
+def drawn_by_torch(draws, sampler, change):
+    """The same of torch's own iterator."""
+    indices, given = iter(sampler), []
+    for taken in itertools.count():
+        if taken == draws + 1:
+            change(sampler)
+        while len(given) < taken + 2:
+            given.append(drawn(indices))
+        if given[taken] is None:
+            return given[:taken]
+
+
+def set_batch_size(sampler):
+    sampler.batch_size = 1
+
+
+def reverse(sampler):
+    indices = getattr(sampler, "sampler", sampler).indices
+    indices[:] = indices[::-1]
+
+
+def cut(sampler):
+    getattr(sampler, "sampler", sampler).indices = list(range(7))
+
+
+def grow(sampler):
+    getattr(sampler, "sampler", sampler).data_source.extend(range(5))
+
+
+def subset(kind=list):
+    return SubsetRandomSampler(kind(DATA), generator=torch.Generator().manual_seed(1))
+
+
+def shuffled(**options):
+    return RandomSampler(list(DATA), generator=torch.Generator().manual_seed(1), **options)
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 5])
+@pytest.mark.parametrize("ahead", [0, 1, 3, 100])
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: BatchSampler(SequentialSampler(DATA), 2, False), set_batch_size),
+        (lambda: BatchSampler(SequentialSampler(DATA), 2, True), set_batch_size),
+        (lambda: BatchSampler(shuffled(), 3, False), set_batch_size),
+        (lambda: BatchSampler(subset(), 2, False), set_batch_size),
+        (lambda: BatchSampler(subset(), 2, False), reverse),
+        (lambda: BatchSampler(subset(), 3, True), reverse),
+        (lambda: BatchSampler(subset(), 3, True), set_batch_size),
+        (subset, reverse),
+        (subset, cut),
+        (lambda: BatchSampler(subset(tuple), 2, False), cut),
+        (lambda: BatchSampler(subset(), 2, True), cut),
+        (lambda: BatchSampler(subset(np.array), 2, False), reverse),
+        (lambda: BatchSampler(shuffled(), 2, False), grow),
+        (shuffled, grow),
+        (lambda: RandomSampler(list(DATA), replacement=True), grow),
+    ],
+)
+def test_what_changes_meanwhile_shows_as_in_torch(make, change, ahead, draws):
+    torch.manual_seed(1)
+    expected = drawn_by_torch(draws, make(), change)
+    torch.manual_seed(1)
+    assert drawn_at(draws, ahead, make(), change) == expected
 
 
 def test_automatic_survives_copies_and_rebuilding():

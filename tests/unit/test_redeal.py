@@ -6,13 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from rayloader.redeal import Stage, rest
+from rayloader.redeal import Stage, share
 
 
 def sampler_of(length, num_replicas, rank, *, shuffle=True, drop_last=False):
     sampler = DistributedSampler(range(length), num_replicas, rank, shuffle=shuffle, drop_last=drop_last)
     sampler.set_epoch(3)
     return sampler
+
+
+def ranges(length):
+    """What a rank has taken: all up to a place, and with `in_order=False` some of what comes after."""
+    places = st.lists(st.integers(0, length), min_size=3, max_size=3).map(sorted)
+    return places.map(lambda three: [(0, three[0]), (three[1], three[2])])
 
 
 @given(
@@ -26,15 +32,18 @@ def sampler_of(length, num_replicas, rank, *, shuffle=True, drop_last=False):
 def test_what_one_world_has_not_taken_another_gets_once(length, worlds, shuffle, drop_last, data):
     stages, seen = [], []
     for number, world in enumerate(worlds):
-        dealt = [rest(sampler_of(length, world, r, shuffle=shuffle, drop_last=drop_last), stages) for r in range(world)]
+        sampler = sampler_of(length, world, 0, shuffle=shuffle, drop_last=drop_last)
+        dealt = [share(sampler, 3, stages, world, rank) for rank in range(world)]
         if number == 0:  # then it is what the sampler itself gives
             assert dealt == [
                 list(sampler_of(length, world, r, shuffle=shuffle, drop_last=drop_last)) for r in range(world)
             ]
         assert len({len(mine) for mine in dealt}) == 1
         last = number == len(worlds) - 1
-        taken = [len(mine) if last else data.draw(st.integers(0, len(mine))) for mine in dealt]
-        seen += [sample for mine, count in zip(dealt, taken, strict=True) for sample in mine[:count]]
+        taken = [[(0, len(mine))] if last else data.draw(ranges(len(mine))) for mine in dealt]
+        seen += [
+            sample for mine, some in zip(dealt, taken, strict=True) for begin, end in some for sample in mine[begin:end]
+        ]
         stages.append(Stage(taken))
     counts = Counter(seen)
     repeated = sum(counts.values()) - len(counts)

@@ -4,6 +4,7 @@ An image is mostly opened in the process that made it, which is no different fro
 can show is asked of one.
 """
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -367,12 +369,8 @@ def test_a_deleted_file_is_reached_through_the_driver_only(data_file):
 
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
 def test_torchs_shared_memory_stays_shared(strategy):
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy(strategy)
-    try:
+    with sharing(strategy):
         tensor = torch.zeros(1000).share_memory_()
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
     image = write({"flags": tensor, "part": tensor[10:12]})
     found = read(image)
     found["flags"] += 1
@@ -381,6 +379,73 @@ def test_torchs_shared_memory_stays_shared(strategy):
     assert found["part"].tolist() == [5, 1]
     with pytest.raises(ReplicaError, match=r"shared memory, /dev/shm/torch_.*keep the workers on the driver's"):
         read(image, here=False)
+
+
+@contextlib.contextmanager
+def sharing(strategy):
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+class SharesAgain:
+    """As Hugging Face's streams do."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.part = tensor[10:12]
+        self.array = tensor.numpy()
+        self.row = tensor.numpy()[20:30]
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.tensor = self.tensor.share_memory_()
+
+
+@pytest.mark.parametrize("kind", ["file_descriptor", "file_system", "from_file", "queue"])
+def test_what_torch_has_shared_is_shared_for_torch_again(tmp_path, kind):
+    with sharing(kind) if kind == "file_system" else contextlib.nullcontext():
+        if kind == "from_file":
+            tensor = torch.from_file(str(tmp_path / "cells"), shared=True, size=1000).zero_()
+        else:
+            tensor = torch.zeros(1000).share_memory_()
+        if kind == "queue":
+            tensor = ForkingPickler.loads(bytes(ForkingPickler.dumps(tensor)))
+        found = read(write(SharesAgain(tensor)))
+        assert found.tensor.is_shared()
+        assert found.tensor.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        assert found.tensor.data_ptr() != tensor.data_ptr()
+        found.part += 1
+        found.array[5] = 2
+        found.row[0] = 3
+        tensor[999] = 4
+        assert found.tensor[[5, 10, 11, 20, 999]].tolist() == [2, 1, 1, 3, 4]
+        assert torch.equal(found.tensor, tensor)
+        if kind != "from_file":  # torch can't send those of files on
+            sent = ForkingPickler.loads(bytes(ForkingPickler.dumps(found.tensor)))
+            sent[0] = 5
+            assert tensor[0] == 5
+
+
+def test_shared_memory_that_the_driver_has_dropped():
+    """The workers still share it: the image keeps the file, though it has lost its name."""
+    with sharing("file_system"):
+        image = write(torch.zeros(1000).share_memory_())
+        one, other = read(image), read(image)
+        one[3] = 1
+        assert other[3] == 1
+
+
+def test_many_shared_tensors():
+    tensors = [torch.full((3,), float(number)).share_memory_() for number in range(300)]
+    found = read(write(tensors))
+    assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
+    for tensor in found:
+        tensor += 1
+    assert [tensor[0] for tensor in tensors] == list(range(1, 301))
 
 
 @pytest.mark.parametrize("name", ["plasma1x", "rayloader-arena-1"])
@@ -395,7 +460,7 @@ def test_memory_of_rays_and_our_own_is_copied(tmp_path, name):
 
 def test_shared_memory_that_cannot_be_reached_is_copied(monkeypatch, data_file):
     mapped = np.memmap(data_file, mode="r+")
-    monkeypatch.setattr("rayloader.transport.mapped._ways", lambda mapped: iter(()))
+    monkeypatch.setattr("rayloader.transport.mapped._ways", lambda *_: iter(()))
     image = write(mapped)
     assert image.address.regions == ()
     assert read(image)[255] == 255

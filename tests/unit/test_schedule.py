@@ -18,6 +18,8 @@ from rayloader.messages import (
     Command,
     Deliver,
     DrawIndices,
+    DrawsPutOff,
+    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -377,6 +379,77 @@ def test_a_worker_without_a_process_gets_none_of_the_tasks_for_any():
     schedule.handle(TasksDone((0,)))
     schedule.handle(BatchTaken(0))
     assert draw(schedule, 1) == [("submit", 1, (4, None))]
+
+
+def deep(num_workers: int = 2, **options: bool) -> Schedule:
+    """One that has drawn further ahead than torch would, and submitted all of that one by one."""
+    schedule = Schedule(num_workers, 1, elastic=True, **options)
+    schedule.handle(Opened())
+    draw(schedule, num_workers)
+    for worker_id in range(num_workers):
+        schedule.handle(Paced(worker_id, 1, 4))
+    draw(schedule, 3 * num_workers)
+    return schedule
+
+
+def test_draws_that_are_put_off_come_when_torch_would_draw():
+    schedule = deep()
+    schedule.handle(TasksDone(tuple(range(8))))
+    assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
+    assert schedule.handle(DrawsPutOff()) == []
+    assert (schedule.owed_draws, schedule.window) == (0, 2)
+    for task_id in range(1, 6):
+        assert schedule.handle(BatchTaken(task_id)) == []
+    assert schedule.torch_draws == 8
+    assert in_words(schedule.handle(BatchTaken(6))) == [("draw", 1)]
+    assert schedule.handle(Paced(0, 4, 12)) == []  # it does not grow again
+
+
+def test_what_waits_for_its_call_to_fill_is_submitted_when_draws_are_put_off():
+    schedule = deep(1)
+    schedule.handle(Paced(0, 2, 4))
+    schedule.handle(TasksDone((0, 1, 2, 3)))
+    for _ in range(4):
+        schedule.handle(CallAnswered(0))
+    schedule.handle(BatchTaken(0))
+    schedule.handle(BatchTaken(1))
+    assert draw(schedule, 1) == []
+    assert in_words(schedule.handle(DrawsPutOff())) == [("submit", 0, (4, None))]
+
+
+def test_draws_undone_are_gone_whatever_their_state_and_come_again_at_torchs_moments():
+    schedule = deep()
+    schedule.handle(TasksDone((0, 1, 2, 4, 5)))  # 0 to 2 delivered, 4 and 5 ready, 3, 6 and 7 outstanding
+    schedule.handle(WorkerLost(1, "killed", blameless=True))
+    schedule.handle(BatchTaken(0))
+    assert in_words(schedule.handle(DrawsUndone(2))) == [("forget", 2, 3, 4, 5, 6, 7), ("draw", 1)]
+    assert [task.task_id for task in schedule.tasks] == [1]
+    assert schedule.handle(WorkerReady(1, calls=0)) == []
+    assert schedule.handle(WorkerLost(0, "moved", blameless=True)) != []
+    assert schedule.handle(WorkerReady(0, calls=0)) == []
+    assert draw(schedule, 1) == [("submit", 0, (2, None))]
+    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
+    assert draw(schedule, 1) == [("submit", 1, (3, None))]
+
+
+def test_draws_undone_are_drawn_again_though_the_sampler_had_ended():
+    schedule = deep(1, dynamic=True)
+    schedule.handle(SamplerExhausted())
+    schedule.handle(TasksDone((0,)))
+    schedule.handle(BatchTaken(0))
+    assert in_words(schedule.handle(DrawsUndone(1))) == [("forget", 1, 2, 3), ("draw", 1)]
+    assert not schedule.finished
+
+
+def test_a_stream_that_ended_in_a_draw_that_is_undone_has_not_ended():
+    schedule = deep()
+    schedule.handle(TasksDone((0, 1)))
+    schedule.handle(WorkerExhausted(2))
+    schedule.handle(BatchTaken(0))
+    assert in_words(schedule.handle(DrawsUndone(2))) == [("forget", 3, 5, 7), ("draw", 1)]
+    schedule.handle(WorkerLost(0, "moved", blameless=True))
+    schedule.handle(WorkerReady(0, calls=0))
+    assert draw(schedule, 1) == [("submit", 0, (2, None))]
 
 
 def test_an_epoch_goes_on_where_another_was_and_leaves_out_what_is_done():

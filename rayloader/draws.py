@@ -1,0 +1,59 @@
+"""What the sampler gives for a task: as it was when it was drawn, and a checksum of the values.
+
+Promise: a sampler may reuse and overwrite what it yields, as one that yields views of one array does; a worker gets
+what was drawn, whenever it is told, and told again. The checksum depends on all values and on nothing else: not on
+what lies beside them in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from rayloader.transport import codec
+
+
+class Drawn(NamedTuple):
+    """The indices of a task."""
+
+    encoded: codec.Encoded  # owns its memory
+    checksum: int  # of all the indices of the epoch, up to these
+
+    @property
+    def indices(self) -> Any:
+        """The object that the sampler gave, made again."""
+        return codec.decode(self.encoded.skeleton, codec.writable_copies(self.encoded.buffers), self.encoded.carried)
+
+
+def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:
+    """Takes down what the sampler gave.
+
+    Args:
+        indices: anything that can be pickled.
+        before: the checksum of the indices drawn before these.
+        carry: as in `codec.encode`.
+    """
+    encoded = codec.encode(indices, carry=carry)
+    if not encoded.buffers:
+        return Drawn(encoded, zlib.crc32(encoded.skeleton, before))
+    encoded = replace(encoded, buffers=[memoryview(bytes(buffer)) for buffer in encoded.buffers])
+    # The skeleton says where in its memory a tensor lies, and the buffers hold what lies beside it.
+    values = io.BytesIO()
+    _Values(values, protocol=5).dump(indices)
+    return Drawn(encoded, zlib.crc32(values.getbuffer(), before))
+
+
+class _Values(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles tensors as what they hold."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized and not obj.is_nested:
+            content = obj.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+            return Tensor, (str(obj.dtype), tuple(obj.shape), content.numpy().tobytes())
+        return super().reducer_override(obj)

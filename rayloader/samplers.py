@@ -1,0 +1,309 @@
+"""The samplers of a loader: what they draw from, and how they are made to draw the same again.
+
+Promise: pure of Ray and of workers. What a sampler and a loader's base seed draw from can be captured, put back, and
+set for a while (`Samplers.at`) without anybody noticing.
+
+NOTE [What a state moves]: the random generators, the samplers and their epoch belong to the program. A state puts them
+to what they were when it was saved in `load_state_dict`, at once; what the program does to them afterwards counts. At
+`iter()` a loader draws from them what torch's loader would have drawn there, and nothing else. So the `iter()` that
+goes on in the middle of an epoch draws nothing: in the run that was never interrupted nobody called `iter()` at that
+point. The indices that were drawn before the state was saved are drawn again from copies of the generators as they
+were when the epoch began (`Samplers.at`); whatever the sampler draws later, it draws from the program's generators, as
+in the run that was never interrupted. A state that was saved between two epochs changes nothing at `iter()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from rayloader import redeal
+from rayloader.errors import StateError
+from rayloader.generators import find_generators
+from rayloader.prefetch import QUIET_SAMPLERS
+from rayloader.random_state import RandomState
+from rayloader.snapshot import has_state
+
+Attributes = list[dict[str, Any]]
+
+_SIMPLE = (int, float, str, bool, type(None))
+# What makes a DistributedSampler this rank's; another number of ranks may go on, see `redeal.py`.
+RANK = ("num_replicas", "rank")
+_OF_RANK = (*RANK, "num_samples", "total_size")
+_DISTRIBUTED = (*RANK, "seed", "shuffle", "drop_last")
+_END = object()
+
+# Simple attributes of samplers when a loader first had them, by id: what has changed since is the sampler's progress.
+_first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+
+
+class Moment(NamedTuple):
+    """What a loader's samplers are at one moment, apart from their own `state_dict`.
+
+    Attributes:
+        random: the generators that the samplers and the base seed draw from.
+        attributes: simple ones (numbers, strings, booleans, None) of each sampler, the outermost first.
+    """
+
+    random: RandomState
+    attributes: Attributes
+
+    def pack(self) -> dict[str, Any]:
+        """As plain types and a tensor."""
+        return {"random": self.random.pack(), "attributes": [dict(simple) for simple in self.attributes]}
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> Moment:
+        """The inverse of `pack`."""
+        return cls(RandomState.unpack(packed["random"]), [dict(simple) for simple in packed["attributes"]])
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the outermost sampler that has one."""
+        return next((simple["epoch"] for simple in self.attributes if "epoch" in simple), None)
+
+    def with_epoch(self, epoch: int | None) -> Moment:
+        """The same in another epoch."""
+        changed = [{**simple, "epoch": epoch} if "epoch" in simple else simple for simple in self.attributes]
+        return self._replace(attributes=changed)
+
+
+class OwnState(NamedTuple):
+    """What `state_dict` of a sampler gave, and of its iterator; or why it can't be told."""
+
+    sampler: bytes | None = None
+    iterator: bytes | None = None
+    error: str = ""
+
+
+class Samplers:
+    """The sampler of a loader and those that it wraps."""
+
+    def __init__(self, loader: Any) -> None:
+        self.index_sampler = loader._index_sampler
+        self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
+        self._chain = _chain(self.index_sampler)
+        self._stateful = next((sampler for sampler in self._chain if has_state(sampler)), None)
+        innermost = self._chain[-1]
+        self.is_stock = type(innermost) in QUIET_SAMPLERS and all(type(s) is BatchSampler for s in self._chain[:-1])
+        own = loader.generator is not None and getattr(innermost, "generator", loader.generator) is not None
+        self._needs_global = not (self.is_stock and own)
+        self._generators: list[Any] = [] if loader.generator is None else [loader.generator]
+        for sampler in self._chain:
+            inner = {k: v for k, v in _vars(sampler).items() if k not in ("data_source", "dataset", "sampler")}
+            self._generators += [g for g in find_generators(inner) if all(g is not known for known in self._generators)]
+
+    @property
+    def name(self) -> str:
+        """Of the kinds of samplers."""
+        return " of ".join(type(sampler).__name__ for sampler in self._chain)
+
+    @property
+    def distributed(self) -> DistributedSampler[Any] | None:
+        """The sampler, if it is torch's for several ranks."""
+        return self._chain[-1] if type(self._chain[-1]) is DistributedSampler else None
+
+    def iterator(self, stages: list[redeal.Stage]) -> Any:
+        """The index sampler's; after stages, over what is left for this rank."""
+        if not stages:
+            return iter(self.index_sampler)
+        sampler = self.distributed
+        assert sampler is not None
+        mine = redeal.share(sampler, sampler.epoch, stages, sampler.num_replicas, sampler.rank)
+        return redeal.in_batches(mine, self._batch_size, drop_last=self._drop_last)
+
+    # ---- generators and attributes
+
+    def capture(self) -> Moment:
+        """The generators that `iter()` and the samplers draw from, and the samplers' attributes."""
+        random = RandomState.capture(self._generators)
+        if self.is_stock:
+            random = random._replace(python=None, numpy=None)
+        if not self._needs_global:
+            random = random._replace(torch=None)
+        return Moment(random, [_simple(sampler) for sampler in self._chain])
+
+    def restore(self, moment: Moment, progress: list[list[str]]) -> None:
+        """Puts the generators back, and of the attributes those that `progress` names for each sampler."""
+        changed = [
+            {name: simple[name] for name in names if name in simple}
+            for simple, names in zip(moment.attributes, progress, strict=True)
+        ]
+        self.move_to(Moment(moment.random, changed))
+
+    @contextlib.contextmanager
+    def at(self, moment: Moment) -> Iterator[None]:
+        """For a while all is as it was at that moment; afterwards as it was before."""
+        before = self.capture()
+        self.move_to(moment)
+        try:
+            yield
+        finally:
+            self.move_to(before)
+
+    def move_to(self, moment: Moment) -> None:
+        """All is as it was at that moment."""
+        for sampler, simple in zip(self._chain, moment.attributes, strict=True):
+            if "epoch" in simple and hasattr(sampler, "set_epoch") and sampler.epoch != simple["epoch"]:
+                sampler.set_epoch(simple["epoch"])
+            if sampler is not self._stateful:  # else its state_dict() says what it is
+                _vars(sampler).update(simple)
+        if moment.random.others is not None and len(moment.random.others) != len(self._generators):
+            raise StateError(
+                f"the state is of a loader whose sampler has {len(moment.random.others)} random generators of its own, "
+                f"this one has {len(self._generators)}; make the loader as the one that was saved"
+            )
+        moment.random.restore(self._generators)
+
+    def progress(self) -> list[list[str]]:
+        """Of each sampler the attributes that have changed since a loader first had it."""
+        return [
+            [name for name, value in _simple(sampler).items() if name not in first or not _same(value, first[name])]
+            for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
+        ]
+
+    def check(self, saved: Attributes, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:
+        """Raises StateError if the saved samplers were made with other arguments than these.
+
+        An attribute that has changed neither there nor here, and differs, is an argument.
+
+        Args:
+            saved: the attributes that the state has.
+            progress: as it was there.
+            tells: whether the sampler's state_dict, or its iterator's, says what it is.
+            any_rank: whether the state may be another rank's.
+
+        Returns:
+            The progress, there or here.
+        """
+        both = [sorted({*theirs, *ours}) for theirs, ours in zip(progress, self.progress(), strict=True)]
+        for sampler, simple, moves in zip(self._chain, saved, both, strict=True):
+            own = _simple(sampler)
+            for name in own.keys() & simple.keys():
+                if isinstance(sampler, DistributedSampler) and name in _DISTRIBUTED:
+                    matters = True
+                else:
+                    matters = not tells and name not in moves
+                if _is_epoch(sampler, name):
+                    moves.append(name)
+                elif matters and not (any_rank and name in _OF_RANK) and not _same(own[name], simple[name]):
+                    _refuse(sampler, name, simple[name], own[name])
+        return both
+
+    # ---- what the user's samplers tell themselves
+
+    def is_stateful(self, iterator: Any) -> bool:
+        """Whether the sampler, or its iterator, tells its state."""
+        return has_state(iterator) or self._stateful is not None
+
+    def own_state(self, iterator: Any = None) -> OwnState:
+        """What the sampler and its iterator tell."""
+        try:
+            own = None if self._stateful is None else cloudpickle.dumps(self._stateful.state_dict())
+            its = cloudpickle.dumps(iterator.state_dict()) if has_state(iterator) else None
+        except Exception:  # the user's state_dict() may raise anything, and may give what can't be copied
+            return OwnState(error=traceback.format_exc())
+        return OwnState(own, None if iterator is self._stateful else its)
+
+    def load(self, state: bytes | None) -> None:
+        """Gives the sampler its state back."""
+        if self._stateful is not None and state is not None:
+            self._stateful.load_state_dict(pickle.loads(state))
+
+    def load_between_epochs(self, state: bytes | None) -> None:
+        """The same for a state from between two epochs: the next epoch is a whole one.
+
+        Samplers differ in what they then tell: that they begin, or, as torchdata's do, that all was given. Such a
+        sampler is asked once, has nothing to give, and then begins.
+        """
+        self.load(state)
+        if self._stateful is None or state is None:
+            return
+        before = self.capture()
+        is_at_end = next(iter(self.index_sampler), _END) is _END
+        if is_at_end:
+            before.random.restore(self._generators)
+        else:
+            self.move_to(before)
+            self.load(state)
+
+
+class Resuming:
+    """A loader as torch's iterators see it, from which making one draws nothing that is the program's."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._index_sampler = ()
+        self.generator = torch.Generator()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def note_first_attributes(loader: Any) -> None:
+    """Remembers what a loader's samplers are like when it is made."""
+    for sampler in _chain(loader._index_sampler):
+        _first_attributes(sampler)
+
+
+def _first_attributes(sampler: Any) -> dict[str, Any]:
+    key = id(sampler)
+    if key not in _first_seen:
+        try:
+            reference = weakref.ref(sampler, lambda _: _first_seen.pop(key, None))
+        except TypeError:  # a list, for instance: it has no attributes
+            return _simple(sampler)
+        _first_seen[key] = reference, _simple(sampler)
+    return _first_seen[key][1]
+
+
+def _chain(sampler: Any) -> list[Any]:
+    chain: list[Any] = []
+    while sampler is not None and all(sampler is not known for known in chain):
+        chain.append(sampler)
+        inner = getattr(sampler, "sampler", None)  # a tensor, perhaps: it has no truth
+        sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
+    return chain
+
+
+def _vars(obj: Any) -> dict[str, Any]:
+    attributes: dict[str, Any] = getattr(obj, "__dict__", {})
+    return attributes
+
+
+def _simple(sampler: Any) -> dict[str, Any]:
+    return {name: value for name, value in _vars(sampler).items() if type(value) in _SIMPLE}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)
+
+
+def _is_epoch(sampler: Any, name: str) -> bool:
+    """Whether it is the epoch that the program sets."""
+    return hasattr(sampler, "set_epoch") and "epoch" in name.lower()
+
+
+def _refuse(sampler: Any, name: str, saved: Any, own: Any) -> None:
+    what = f"the state was saved with {name}={saved!r} of the sampler {type(sampler).__name__}, which is {own!r} here"
+    if isinstance(saved, (float, str)) or isinstance(own, (float, str)):  # a path, a time: perhaps of no matter
+        warnings.warn(
+            f"{what}: if the order of the samples depends on it, the batches are others than those of the saved run; "
+            "make the sampler as the one that was saved, or give it state_dict() and load_state_dict()",
+            stacklevel=4,
+        )
+        return
+    raise StateError(
+        f"{what}: its batches would not be the rest of the same stream; make the sampler as the one that was saved"
+        + (", or load the list of all ranks' states" if name in RANK else "")
+        + ", or, if the attribute says how far the sampler is, give it state_dict() and load_state_dict()"
+    )

@@ -1,0 +1,248 @@
+"""Many small tensors and arrays in a replica: pickled, stored, compared and made again in bulk.
+
+A dataset may hold a list of 100,000 of them. One by one, each costs some 40 microseconds on its way, and hardly any of
+that is for its bytes. So those of one type, data type and shape form a *group*. The pickle says only "the next of this
+group"; their bytes lie one behind the other in a few buffers, which are put together when they are read; and a worker
+makes the whole group again in one go.
+
+Promise: only what comes back exactly goes this way: dense tensors that need no gradient and have a storage of their own
+to the byte, and arrays of numbers. A tensor that turns out to share its storage with another, or to lie in a file, is
+replaced in its group by one over a span, as the codec makes them. Tensors over parts of one storage, such as the rows
+of another, are *views*: they have no bytes of their own, and the skeleton holds their offsets. The first few of each
+kind are left to the codec: an object with few tensors has no groups.
+
+No state beside that of one pickle. Ray is unknown here.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rayloader.transport.mapped import Mappings
+
+_FEW = 8  # members of a group that are left to the codec
+_SMALL = 1 << 16  # bytes of a member at most: to copy more costs what is saved
+_BUFFER = (1 << 20) - 1  # bytes of a buffer of several members at most: the piece that is written anew for a change
+# torch's data types that NumPy has too, by NumPy's name.
+_WIDTHS = ["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+_DTYPES = {getattr(torch, name): name for name in ("bool", *_WIDTHS)}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHeader:
+    """What `remake` needs beside the bytes."""
+
+    of_tensors: bool
+    dtype: str  # NumPy's
+    shape: tuple[int, ...]
+    buffers: int  # how many, after those of the groups before
+
+
+@dataclass(frozen=True, slots=True)
+class ViewsHeader:
+    """What `remake_views` needs beside the storage."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offsets: np.ndarray[Any, Any]  # in elements
+
+
+class Gathered:
+    """A buffer that is put together from members of a group when it is read."""
+
+    def __init__(self, group: Group, members: Sequence[Any]) -> None:
+        self._group, self._members = group, members
+        self.nbytes: int = len(members) * group.nbytes
+
+    def content(self) -> memoryview:
+        """The bytes as they are now."""
+        if not self._group.of_tensors:
+            return memoryview(b"".join(self._members))
+        whole: Any = torch.cat(self._members) if self._group.shape else torch.stack(self._members)  # type: ignore[arg-type]
+        return memoryview(whole.numpy()).cast("B")
+
+
+class Group:
+    """The tensors or the arrays of one data type and shape, in the order in which unpickling will ask for them."""
+
+    def __init__(self, of_tensors: bool, dtype: str, shape: tuple[int, ...]) -> None:
+        self.of_tensors, self.dtype, self.shape = of_tensors, dtype, shape
+        self.strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))  # in elements
+        self.nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        self.left = _FEW  # to the codec
+        self.members: list[Any] = []
+        self.token = pickle.PickleBuffer(bytearray())
+        # The same for every member: the pickle holds its arguments once. An iterator takes the place of the token.
+        self.reduction = next, (self.token,)
+
+    def gather(self) -> list[Gathered]:
+        """The buffers of all members."""
+        each = max(1, _BUFFER // self.nbytes)
+        return [Gathered(self, self.members[first : first + each]) for first in range(0, len(self.members), each)]
+
+
+class Views:
+    """The tensors of one data type, shape and stride over one storage, in the order of unpickling."""
+
+    def __init__(self, storage: torch.UntypedStorage, tensor: Tensor) -> None:
+        self.storage, self._itemsize = storage, tensor.itemsize
+        self._kind = _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.stride()
+        last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+        self.farthest = storage.nbytes() // self._itemsize - last - 1  # offset that is in the storage
+        self.offsets: list[int] = []
+        self._extent = (last + 1) * self._itemsize
+        self.token = pickle.PickleBuffer(bytearray())
+        self.reduction = next, (self.token,)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the storage that they need, and that behind the last."""
+        return min(self.offsets) * self._itemsize, max(self.offsets) * self._itemsize + self._extent
+
+    @property
+    def header(self) -> ViewsHeader:
+        """Of them."""
+        return ViewsHeader(*self._kind, np.array(self.offsets, np.int64))
+
+
+class Groups:
+    """The groups of one object that is being pickled."""
+
+    def __init__(self) -> None:
+        # None: such members never go this way.
+        self._of_tensors: dict[tuple[torch.dtype, torch.Size], Group | None] = {}
+        self._of_arrays: dict[tuple[np.dtype[Any], tuple[int, ...]], Group | None] = {}
+        self._of_views: dict[tuple[Any, ...], int | Views] = {}  # by storage; as long as it is a number, how many
+
+    def tensor(self, tensor: Tensor) -> Any:
+        """The reduction of a tensor of no subclass and without attributes; None if it does not go this way."""
+        try:
+            dtype, shape = tensor.dtype, tensor.shape
+            try:
+                group = self._of_tensors[dtype, shape]
+            except KeyError:
+                group = self._of_tensors[dtype, shape] = _group(True, _DTYPES.get(dtype), tuple(shape))
+            if group is None:
+                return None
+            if group.left:
+                group.left -= 1
+                return None
+            storage, stride = tensor.untyped_storage(), tensor.stride()
+            if storage.nbytes() != group.nbytes:
+                return self._view(tensor, storage, (storage._cdata, dtype, shape, stride))
+            if stride != group.strides:
+                return None
+            if tensor.requires_grad or tensor.storage_offset() or not tensor.is_cpu:
+                return None
+        except (RuntimeError, NotImplementedError):  # nested or sparse: without a shape, or without a storage
+            return None
+        group.members.append(tensor)
+        return group.reduction
+
+    def _view(self, tensor: Tensor, storage: torch.UntypedStorage, kind: tuple[Any, ...]) -> Any:
+        views = self._of_views.get(kind, 0)
+        if isinstance(views, int):
+            if views < _FEW:
+                self._of_views[kind] = views + 1
+                return None
+            views = self._of_views[kind] = Views(storage, tensor)
+        offset = tensor.storage_offset()
+        if tensor.requires_grad or not tensor.is_cpu or tensor.is_neg() or offset > views.farthest:
+            return None
+        views.offsets.append(offset)  # type: ignore[arg-type] # no SymInt without a compiler
+        return views.reduction
+
+    def array(self, array: np.ndarray[Any, Any]) -> Any:
+        """The reduction of an array of no subclass; None if it does not go this way."""
+        dtype, shape = array.dtype, array.shape
+        try:
+            group = self._of_arrays[dtype, shape]
+        except KeyError:
+            plain = dtype.isbuiltin == 1 and dtype.kind in "biufc"
+            group = self._of_arrays[dtype, shape] = _group(False, dtype.str if plain else None, shape)
+        if group is None:
+            return None
+        if group.left:
+            group.left -= 1
+            return None
+        owner = array if array.base is None else array.base
+        # What owns its memory has it from the heap, not from a file.
+        if type(owner) is not np.ndarray or not owner.flags.owndata or not array.flags.c_contiguous or dtype.metadata:
+            return None
+        group.members.append(array)
+        return group.reduction
+
+    def filled(self) -> list[Group]:
+        """Those that have members."""
+        groups = [*self._of_tensors.values(), *self._of_arrays.values()]
+        return [group for group in groups if group is not None and group.members]
+
+    def views(self) -> list[Views]:
+        """As `filled`."""
+        return [views for views in self._of_views.values() if isinstance(views, Views) and views.offsets]
+
+
+def _group(of_tensors: bool, dtype: str | None, shape: tuple[int, ...]) -> Group | None:
+    if dtype is None:
+        return None
+    group = Group(of_tensors, dtype, shape)
+    return group if 0 < group.nbytes <= _SMALL else None
+
+
+def not_alone(groups: Sequence[Group], mappings: Mappings, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The tensors that share their storage or lie in a file: numbers of the group, and in it.
+
+    Args:
+        groups: all of a pickle.
+        mappings: of this process.
+        storages: addresses of the storages that are in the pickle beside the groups.
+    """
+    of_tensors = [number for number, group in enumerate(groups) if group.of_tensors]
+    if not of_tensors:
+        return
+    counts = [len(groups[number].members) for number in of_tensors]
+    members = (member for number in of_tensors for member in groups[number].members)
+    addresses = np.fromiter(map(Tensor.data_ptr, members), np.int64, sum(counts))
+    sizes = np.repeat([groups[number].nbytes for number in of_tensors], counts)
+    _, place, times = np.unique(addresses, return_inverse=True, return_counts=True)
+    found = (times[place] > 1) | np.isin(addresses, list(storages)) | (mappings.find(addresses, sizes) >= 0)
+    ends = np.cumsum(counts)
+    for index in np.flatnonzero(found).tolist():
+        which = int(np.searchsorted(ends, index, "right"))
+        yield of_tensors[which], index - int(ends[which] - counts[which])
+
+
+def remake(header: GroupHeader, buffers: Iterator[memoryview]) -> list[Any]:
+    """The members of a group, as views of its buffers, of which it takes as many as it needs."""
+    members: list[Any] = []
+    for _ in range(header.buffers):
+        whole = np.frombuffer(next(buffers), header.dtype).reshape(-1, *header.shape)
+        # Not `list(whole)`, where members have no axes: that gives scalars.
+        arrays = list(whole) if header.shape else [whole[number, ...] for number in range(len(whole))]
+        members += map(torch.from_numpy, arrays) if header.of_tensors else arrays
+    return members
+
+
+def remake_views(header: ViewsHeader, storage: torch.UntypedStorage, start: int) -> list[Tensor]:
+    """The tensors over a storage that begins with byte `start` of the original one."""
+    dtype = getattr(torch, header.dtype)
+    whole = torch.empty(0, dtype=dtype, device="cpu")
+    whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+    offsets = header.offsets - start // dtype.itemsize
+    steps = np.unique(np.diff(offsets))
+    if len(steps) == 1 and steps[0] > 0:  # as of the rows of a tensor: one call makes them all
+        rows = whole.as_strided((len(offsets), *header.shape), (int(steps[0]), *header.stride), int(offsets[0]))
+        members: Iterable[Tensor] = rows.unbind(0)
+    else:
+        members = (whole.as_strided(header.shape, header.stride, offset) for offset in offsets.tolist())
+    return [member.data for member in members]  # no views of each other for autograd

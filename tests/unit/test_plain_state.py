@@ -1,0 +1,69 @@
+"""What `state_dict` of the user's objects gives, in a file that `torch.load(weights_only=True)` reads."""
+
+import io
+import pathlib
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+
+from rayloader.plain_state import _TYPE, pack, unpack
+
+STATES = [
+    {"a": 1, "b": [2.5, None, True, (b"x", "y")]},
+    OrderedDict(b=np.arange(3), a=deque([1])),
+    defaultdict(list, {"x": [np.float32(2)]}),
+    defaultdict(None, {3: 4}),
+    defaultdict(int),
+    deque([1, {"a": pathlib.Path("/tmp/x")}, deque()], maxlen=3),
+    deque([1, 2]),
+    pathlib.Path("data/train"),
+    pathlib.PurePosixPath("/a/b"),
+    pathlib.PureWindowsPath("c:/a"),
+    torch.float32,
+    torch.bfloat16,
+    np.dtype("float32"),
+    np.dtype(">i2"),
+    {"dtype": np.dtype(bool), torch.int8: [torch.int8]},
+    {pathlib.Path("a"): 1, (1, "b"): 2, np.int64(3): 3, np.dtype("f4"): 4},
+    OrderedDict([(pathlib.Path("a"), 1)]),
+    {_TYPE: "a name that the user chose"},
+    {1, 2},
+    frozenset([1, "a"]),
+    range(2, 9, 3),
+    slice(None, 4),
+    Counter("aab"),
+    complex(1, 2),
+    [np.float64(1.5), np.bool_(True), np.arange(6).reshape(2, 3)[:, ::2], np.zeros((2, 0), "U3"), np.array(5)],
+    np.datetime64("2026-01-02"),
+]
+
+
+def same(a, b):
+    if isinstance(a, (np.ndarray, np.generic)):
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, dict):
+        factories = getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
+        return type(a) is type(b) and factories and same(list(a.items()), list(b.items()))
+    if isinstance(a, (list, tuple, deque)):
+        ends = getattr(a, "maxlen", None) == getattr(b, "maxlen", None)
+        return type(a) is type(b) and ends and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: type(state).__name__)
+def test_a_state_comes_back_from_a_file(state):
+    file = io.BytesIO()
+    torch.save(pack(state), file)
+    file.seek(0)
+    assert same(unpack(torch.load(file, weights_only=True)), state)
+
+
+def test_what_is_not_known_is_left_as_it_is():
+    """Its file is then torch's matter."""
+    structured, objects = np.zeros(2, [("a", "i4")]), np.array([None])
+    factory = defaultdict(lambda: 3)
+    assert pack(structured) is structured
+    assert pack(objects) is objects
+    assert pack(factory) is factory
