@@ -256,7 +256,12 @@ class Position:
             "stages": [stage.taken for stage in self.stages],
             "stream": None if self.stream is None else self.stream.pack(),
             "workers": [
-                {"state": _pack_worker(journal.base), "replay": journal.replay} for journal in self.journals
+                {
+                    "state": _pack_worker(journal.base),
+                    "replay": [[told.task_id, told.digest] for told in journal.replay],
+                    "remembers": _remembers(journal),
+                }
+                for journal in self.journals
             ],
         }  # fmt: skip
 
@@ -285,11 +290,11 @@ class Position:
         self.starts = [Start.unpack(start) for start in packed["starts"]]
         self.stateful = any(start.own != OwnState() for start in self.starts)
         told: dict[int, codec.Encoded | None]
-        told = {task_id: None for worker in packed["workers"] for task_id in worker["replay"]}
+        told = {task_id: None for worker in packed["workers"] for task_id, _ in worker["replay"]}
         iterator = iter(()) if self.finished and not told else self._draw_again(packed, told)
         for journal, worker in zip(self.journals, packed["workers"], strict=True):
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
-            replay = [Told(t, encoded) for t in worker["replay"] if (encoded := told[t])]
+            replay = [Told(t, encoded, digest) for t, digest in worker["replay"] if (encoded := told[t])]
             journal.starts_at(_unpack_worker(worker["state"]), replay)
         return iterator
 
@@ -447,9 +452,10 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     if state["num_workers"] == num_workers:
         return position, num_workers
     is_map = state["fits"]["dataset_kind"] == "map"
-    if loader.seeding == "batch" and is_map and not any(map(_depends_on_worker, position["workers"])):
+    if loader.seeding == "batch" and is_map and not any(worker["remembers"] for worker in position["workers"]):
         new = WorkerState(epoch=position["epoch"]) if position["epoch"] and not position["finished"] else None
-        workers: list[Any] = [{"state": _pack_worker(new), "replay": []} for _ in range(num_workers)]
+        worker: dict[str, Any] = {"state": _pack_worker(new), "replay": [], "remembers": False}
+        workers: list[Any] = [worker for _ in range(num_workers)]
         return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
     return (None, num_workers) if position["finished"] else (position, state["num_workers"])
 
@@ -469,7 +475,7 @@ def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None
             f'worker has a stream of its own; {remedy}. With seeding="batch" both give the same batches'
         )
     position, process = state["position"], state["process"]
-    past = any(map(_depends_on_worker, position["workers"])) if position is not None else False
+    past = any(worker["remembers"] for worker in position["workers"]) if position is not None else False
     if process is not None:
         past = past or local_state.depends_on_the_past(process)
     if state["fits"]["dataset_kind"] == "iterable" or past:
@@ -479,12 +485,12 @@ def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None
         )
 
 
-def _depends_on_worker(packed: dict[str, Any]) -> bool:
+def _remembers(journal: Journal) -> bool:
     """Whether with `seeding="batch"` what a worker builds depends on what it has built."""
-    state = _unpack_worker(packed["state"])
+    state = journal.newest
     if state is None:
-        return bool(packed["replay"])  # it has not told what its dataset holds
-    return bool(state.dataset or state.iterator or state.random.others)
+        return bool(journal.replay)  # it has not told what its dataset holds
+    return bool(state.dataset or state.iterator or state.random.others or state.random.later)
 
 
 def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from torch.utils.data import _DatasetKind
 
 from rayloader import session
 from rayloader.answers import Answers
@@ -117,10 +116,11 @@ class Actor:
 
     def run(self, worker_id: int, tasks: Sequence[Told], room: Room | None, *, wanted: bool) -> Ref:
         """`Worker.run`."""
+        digests = None if wanted else [task.digest for task in tasks]
         self.calls += 1
         wires = [to_wire(task.indices) for task in tasks]
         task_ids = tuple(task.task_id for task in tasks)
-        return self.handle.run.remote(pack((worker_id, self.calls, task_ids, wires, room, wanted), wires))
+        return self.handle.run.remote(pack((worker_id, self.calls, task_ids, wires, room, digests), wires))
 
     def leave(self, worker_id: int) -> None:
         """`Worker.leave`."""
@@ -329,12 +329,6 @@ class Crew:
         except RayError:  # it has not, or it never will
             return False
         return self.journals[worker_id].begun
-
-    def depends_on_the_past(self, worker_id: int) -> bool:
-        """Whether what the worker has built shows in what it builds next."""
-        setup, state = self._setups[worker_id], self.journals[worker_id].state
-        stateless = state is not None and state.dataset is None
-        return not (setup.seed_batches and setup.dataset_kind == _DatasetKind.Map and stateless)
 
     def lose(self, actor: Actor) -> None:
         """The actor is dead, or must not be trusted any more: it is killed, and what it shares with us is given up."""

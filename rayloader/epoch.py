@@ -90,6 +90,8 @@ logger = logging.getLogger("rayloader")
 TICK_S = 1.0
 # How often a wait for a call of several tasks looks at the control page, in seconds: a call is meant to take less.
 PAGE_TICK_S = 0.01
+# After how many seconds of building batches again that is said, and again each time that it has taken twice as long.
+REPLAY_PATIENCE_S = 10.0
 # After how many seconds without the next batch it is said that workers of one process cannot wait for each other.
 SHARED_PATIENCE_S = 30.0
 
@@ -115,6 +117,14 @@ class _Call:
     num_tasks: int  # that it brought
     lent: Lent | None  # room for its batches
     wanted: bool  # what it builds
+
+
+@dataclass(slots=True)
+class _Replay:
+    """What a worker that was restored builds again, before it is told anything else."""
+
+    began: float  # time.monotonic()
+    news_at: float  # when to say how far it is
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -192,6 +202,7 @@ class Epoch:
         self._schedule = schedule
         self._calls: list[deque[_Call]] = [deque() for _ in crew.journals]  # unanswered, by worker, oldest first
         self._left_over = [0] * len(crew.journals)  # tasks that a worker's answered calls have not done
+        self._replays: dict[int, _Replay] = {}  # under way, by worker
         self._unanswered: set[int] = set()  # tasks
         self._results: dict[int, Result] = {}  # not delivered, by task
         self._deliverable: deque[tuple[Task, Result]] = deque()  # in delivery order
@@ -208,7 +219,7 @@ class Epoch:
         for worker_id, journal in enumerate(self._crew.journals):
             if self._crew.is_away(worker_id):
                 self._crew.replace(worker_id)
-            elif fresh and journal.entries:
+            elif fresh and (journal.entries or journal.state is not None):
                 self._tell_again(worker_id)
         self._handle(Opened())
         self._draw_owed()
@@ -454,7 +465,7 @@ class Epoch:
         told = [Told(task.task_id, task.indices.encoded) for task in tasks]
         self._crew.journals[worker_id].told(told)
         self._unanswered.update(task.task_id for task in tasks)
-        if not self._crew.is_away(worker_id):
+        if not self._crew.is_away(worker_id) and worker_id not in self._replays:
             self._call(worker_id, told)
 
     def _call(self, worker_id: int, told: list[Told], *, wanted: bool = True) -> None:
@@ -503,6 +514,7 @@ class Epoch:
 
     def _drop_calls(self, worker_id: int) -> None:
         self._calls[worker_id].clear()
+        self._replays.pop(worker_id, None)
         self._left_over[worker_id] = 0
 
     @_changes
@@ -528,13 +540,29 @@ class Epoch:
                 journal.resumed = actor.resume(worker_id, entry)
             else:
                 actor.run(worker_id, [entry], None, wanted=False)
-        told = [entry for entry in entries[begin:] if isinstance(entry, Told)]
-        known = [task for task in told if task.task_id not in self._unanswered]
-        if known and self._crew.depends_on_the_past(worker_id):
-            self._call(worker_id, known, wanted=False)
-        for task in told:
-            if task.task_id in self._unanswered:
-                self._call(worker_id, [task])
+        known = [e for e in entries[begin:] if isinstance(e, Told) and e.task_id not in self._unanswered]
+        began = time.monotonic()
+        self._replays[worker_id] = _Replay(began, began + REPLAY_PATIENCE_S)
+        self._call(worker_id, known, wanted=False)
+
+    def _go_on_replaying(self, worker_id: int, done: int, total: int) -> None:
+        """The worker has built a part of what it must build again."""
+        if done < total:
+            replay, now = self._replays[worker_id], time.monotonic()
+            if now >= replay.news_at:
+                seconds = now - replay.began
+                replay.news_at = now + max(REPLAY_PATIENCE_S, seconds)
+                logger.warning(
+                    "rayloader: worker %d builds again what it had built before: %d of %d batches in %.0f s, %.1f a "
+                    "second; a dataset with state_dict() and load_state_dict() need not be read again",
+                    *(worker_id, done, total, seconds, done / max(seconds, 1e-9)),
+                )
+            self._call(worker_id, [], wanted=False)
+            return
+        del self._replays[worker_id]
+        for entry in self._crew.journals[worker_id].entries:
+            if isinstance(entry, Told) and entry.task_id in self._unanswered:
+                self._call(worker_id, [entry])
         self._handle(WorkerReady(worker_id, len(self._calls[worker_id])))
 
     def _restart_hung(self) -> bool:
@@ -671,11 +699,13 @@ class Epoch:
         lane, pace = self._crew.actor(worker_id).lane, self._paces[worker_id]
         if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
             return  # closed meanwhile, or the worker was given up: a late answer is nobody's
-        results = [result_of(final) for task_id, final in reply.results if task_id in self._unanswered]
+        results = [
+            result_of(final) for task_id, final in reply.results if task_id in self._unanswered or not call.wanted
+        ]
         self._take_in(worker_id, results, call.lent)
         if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
             return  # it exited
-        self._note_state(worker_id, WorkerState(*reply.state))
+        self._note_state(worker_id, reply.state)
         self._calls[worker_id].popleft()
         self._crew.forget(call.ref)
         self._left_over[worker_id] += call.num_tasks - len(reply.results)
@@ -683,19 +713,22 @@ class Epoch:
             lane.was_full()
         if reply.no_arena:
             lane.refused(reply.no_arena)
-        if reply.exhausted:  # it writes nothing any more, and will say nothing new
+        if reply.exhausted and call.wanted:  # it writes nothing any more, and will say nothing new
             self._calls[worker_id].clear()
-            self._crew.journals[worker_id].entries.clear()
+            self._crew.journals[worker_id].exhausted()
+        elif not call.wanted:
+            self._go_on_replaying(worker_id, *reply.replay)
         else:
             self._handle(CallAnswered(worker_id))
             if pace.saw(len(reply.results), reply.seconds, reply.nbytes, publishes=reply.publishes):
                 self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
 
-    def _note_state(self, worker_id: int, state: WorkerState) -> None:
+    def _note_state(self, worker_id: int, state: tuple[Any, ...] | None) -> None:
         journal = self._crew.journals[worker_id]
         if not journal.begun:
             journal.reached_begin(self._crew.fetch(self._crew.actor(worker_id), journal.resumed, None))
-        journal.reached(state)
+        if state is not None:
+            journal.reached(WorkerState(*state))
 
     def note_begins(self) -> None:
         """Waits until every worker has begun the epoch; the pin thread goes on meanwhile."""
@@ -746,13 +779,17 @@ class Epoch:
         """Reports results to the schedule, but for those that were forgotten or published before."""
         done = []
         for result in results:
-            if result.task_id not in self._unanswered:
+            if result.task_id not in self._unanswered and result.kind not in (
+                ResultKind.EXITED,
+                ResultKind.NOT_STARTED,
+            ):
                 continue
             match result.kind:
                 case ResultKind.BATCH | ResultKind.ERROR | ResultKind.EMPTY:
                     if result.wire is not None and lent is not None:
                         result = result._replace(wire=unplaced(result.wire, lent))
                     self._results[result.task_id] = result
+                    self._crew.journals[worker_id].answered(result.task_id, result.digest)
                     done.append(result.task_id)
                 case ResultKind.EXHAUSTED:
                     self._tasks_done(done)

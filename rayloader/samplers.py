@@ -28,8 +28,9 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from rayloader import redeal
 from rayloader.errors import StateError
+from rayloader.generators import find_generators
 from rayloader.prefetch import QUIET_SAMPLERS
-from rayloader.random_state import RandomState, find_generators
+from rayloader.random_state import RandomState
 from rayloader.snapshot import has_state
 
 Attributes = list[dict[str, Any]]

@@ -40,6 +40,7 @@ from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rayloader import generators
 from rayloader.transport import bulk, classes, plain
 from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 
@@ -97,7 +98,8 @@ def encode(
         carry: Types whose instances are left to whoever transports the rest, such as Ray's references.
         mapped: For replicas: the file-backed memory of this process, which must not be copied, however small an
             array is, or in whatever steps it goes through it. Arrays that go through the same memory more than once
-            keep doing so.
+            keep doing so. And a replica's random generators can be noted when it is decoded, see
+            generators.py.
 
     Raises:
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -288,6 +290,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
+        if self.mapped is not None and issubclass(kind, generators.KINDS):
+            return generators.reduce_generator(obj, self._reduced)
         if issubclass(kind, type):
             if self.known_classes:
                 return classes.reduce_by_id(obj, super().reducer_override)
@@ -296,6 +300,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.ordinary.add(kind)
             return NotImplemented
         return super().reducer_override(obj)
+
+    def _reduced(self, obj: Any) -> Any:
+        """As if this class had no `reducer_override`."""
+        reduce = self.dispatch_table.get(type(obj))
+        return reduce(obj) if reduce is not None else obj.__reduce_ex__(_PROTOCOL)
 
     def replace_members(self, groups: Sequence[bulk.Group]) -> list[tuple[int, int, pickle.PickleBuffer]]:
         """The members of groups that must be over a span: group, place in it, token."""
