@@ -240,7 +240,7 @@ class Worker:
         nbytes = sum(result.nbytes for result, _ in results)
         exhausted = bool(results) and results[-1][0].kind is ResultKind.EXHAUSTED
         lane, publishes = self._lane, self._page is not None
-        reply = Reply(sent, nbytes, exhausted, state, replay, seconds, publishes, lane.was_full, lane.error)
+        reply = Reply(sent, nbytes, exhausted, state, replay, seconds, publishes, lane.take_full(), lane.error)
         return pack(reply, [result.wire for result, final in results if result.wire and not isinstance(final, bytes)])
 
     def leave(self, worker_id: int) -> None:

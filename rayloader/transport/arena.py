@@ -268,7 +268,7 @@ class ArenaWriter:
         taken.sent = True
         offset = taken.slot[1]
         for buffer in buffers:
-            self._mapping.bytes[offset : offset + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
+            self._mapping.memory[offset : offset + buffer.nbytes] = buffer
             offset += -(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN
         return taken.slot
 

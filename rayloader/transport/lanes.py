@@ -231,10 +231,9 @@ class WorkerLane:
                 self._arena.abandon(worker_id, room.leased)
         return self._arena
 
-    @property
-    def was_full(self) -> bool:
+    def take_full(self) -> bool:
         """Whether there was no room for something since this was asked last."""
-        full = self._arena is not None and self._arena.full
-        if self._arena is not None:
-            self._arena.full = False
-        return full
+        if self._arena is None or not self._arena.full:
+            return False
+        self._arena.full = False
+        return True
