@@ -46,7 +46,8 @@ def nodes():
         folder = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: Ray puts sockets below it
         patch.setenv("RAY_TMPDIR", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("PYTHONPATH", str(HERE))  # for Ray's own workers: the tests send them tasks of these modules
+        # For Ray's own workers: the tests send them tasks of these modules, which use the package that is tested here.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
         cluster = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 1, "resources": {"here": 4, "single": 1}, "include_dashboard": False},
