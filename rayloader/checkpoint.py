@@ -111,7 +111,8 @@ class Position:
     """How far the user of one iterator is; kept up to date by the epoch, under `lock`."""
 
     def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
-        self.lock = threading.Condition()
+        self.lock = threading.RLock()  # taken and let go in C: no interrupt comes in between, as with a Condition
+        self.handed: Any = None  # the epoch's `Delivery` whose batch the user was given last
         self.samplers = samplers
         self.base_seed = base_seed
         self.shared_seed: int | None = None
@@ -142,8 +143,11 @@ class Position:
         self.skipped = 0  # samples
         self.stages: list[redeal.Stage] = []  # that the epoch went through with other numbers of ranks
         self.finished = False
+        self.handed = None
+        self._counted = -1  # the task that was taken last
         self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
         self._checksums: dict[int, int] = {}  # of the indices up to each task that is drawn and not taken
+        self._forgotten = 0  # no task before it is in there
         self.stateful = False
         self.stream: Stream | None = None  # without workers
         self.error = ""  # why the position can't be told
@@ -161,10 +165,8 @@ class Position:
         if isinstance(iterator, DrawnAgain):
             return
         self.stateful = self.samplers.is_stateful(iterator)
-        if self.stateful:
-            own = self.samplers.own_state(iterator)
-            start = self.starts[0]
-            self.starts = [start._replace(own=start.own._replace(iterator=own.iterator, error=own.error))]
+        start = self.starts[0]
+        self.starts = [start._replace(own=self.samplers.with_iterator(start.own, iterator))]
 
     def first_draw(self, iterator: Any) -> None:
         """The same, where that is some time after the iterator was made."""
@@ -178,7 +180,7 @@ class Position:
         if task_id in self._ahead:
             self._ahead[task_id] = checksum
         if task_id == 0 and self.stateful and len(self.starts) == 1:
-            own = self.samplers.own_state(iterator)
+            own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
             self.starts.append(Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum))
 
     def sampler_ended(self, total: int) -> None:
@@ -194,27 +196,40 @@ class Position:
         """Whether the user has this task's batch already."""
         return task_id in self._ahead
 
+    def settle(self) -> None:
+        """Counts the batch that was handed over last, if that is still to be done."""
+        with self.lock:
+            if self.handed is not None and not self.handed.counted:
+                task = self.handed.task
+                self.taken(task.worker_id, task.task_id, task.indices.checksum)
+                self.handed.counted = True
+
     def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
-        """The user has this task's batch now."""
+        """The user has this task's batch now. Telling it twice in a row does no harm, see `Journal.taken`."""
         if self.journals:
             self.journals[worker_id].taken(task_id)
             self.next_worker = (worker_id + 1) % self.num_workers
-        self.delivered += 1
-        before = self.next_task
-        if task_id == self.next_task or self.iterable:  # there nobody waits for what an exhausted worker was to build
-            self.next_task, self.checksum = task_id + 1, checksum
-        else:
-            self._ahead[task_id] = checksum
+        if task_id != self._counted:
+            if task_id == self.next_task or self.iterable:
+                # There nobody waits for what an exhausted worker was to build.
+                self.next_task, self.checksum = task_id + 1, checksum
+            else:
+                self._ahead[task_id] = checksum
+            self.delivered += 1
+            self._counted = task_id
         while self.next_task in self._ahead:
-            self.checksum = self._ahead.pop(self.next_task)
+            self.checksum = self._ahead[self.next_task]
+            del self._ahead[self.next_task]
             self.next_task += 1
-        for taken in range(before, self.next_task):
-            self._checksums.pop(taken, None)
+        while self._forgotten < self.next_task:
+            self._checksums.pop(self._forgotten, None)
+            self._forgotten += 1
 
     # ---- as a state
 
     def pack(self) -> dict[str, Any]:
         """The position, as part of a state."""
+        self.settle()
         if not all(journal.begun for journal in self.journals):
             raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
         if self.error:
@@ -241,7 +256,12 @@ class Position:
             "stages": [stage.taken for stage in self.stages],
             "stream": None if self.stream is None else self.stream.pack(),
             "workers": [
-                {"state": _pack_worker(journal.base), "replay": journal.replay} for journal in self.journals
+                {
+                    "state": _pack_worker(journal.base),
+                    "replay": [[told.task_id, told.digest] for told in journal.replay],
+                    "remembers": _remembers(journal),
+                }
+                for journal in self.journals
             ],
         }  # fmt: skip
 
@@ -270,11 +290,11 @@ class Position:
         self.starts = [Start.unpack(start) for start in packed["starts"]]
         self.stateful = any(start.own != OwnState() for start in self.starts)
         told: dict[int, codec.Encoded | None]
-        told = {task_id: None for worker in packed["workers"] for task_id in worker["replay"]}
+        told = {task_id: None for worker in packed["workers"] for task_id, _ in worker["replay"]}
         iterator = iter(()) if self.finished and not told else self._draw_again(packed, told)
         for journal, worker in zip(self.journals, packed["workers"], strict=True):
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
-            replay = [Told(t, encoded) for t in worker["replay"] if (encoded := told[t])]
+            replay = [Told(t, encoded, digest) for t, digest in worker["replay"] if (encoded := told[t])]
             journal.starts_at(_unpack_worker(worker["state"]), replay)
         return iterator
 
@@ -432,9 +452,10 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     if state["num_workers"] == num_workers:
         return position, num_workers
     is_map = state["fits"]["dataset_kind"] == "map"
-    if loader.seeding == "batch" and is_map and not any(map(_depends_on_worker, position["workers"])):
+    if loader.seeding == "batch" and is_map and not any(worker["remembers"] for worker in position["workers"]):
         new = WorkerState(epoch=position["epoch"]) if position["epoch"] and not position["finished"] else None
-        workers: list[Any] = [{"state": _pack_worker(new), "replay": []} for _ in range(num_workers)]
+        worker: dict[str, Any] = {"state": _pack_worker(new), "replay": [], "remembers": False}
+        workers: list[Any] = [worker for _ in range(num_workers)]
         return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
     return (None, num_workers) if position["finished"] else (position, state["num_workers"])
 
@@ -454,7 +475,7 @@ def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None
             f'worker has a stream of its own; {remedy}. With seeding="batch" both give the same batches'
         )
     position, process = state["position"], state["process"]
-    past = any(map(_depends_on_worker, position["workers"])) if position is not None else False
+    past = any(worker["remembers"] for worker in position["workers"]) if position is not None else False
     if process is not None:
         past = past or local_state.depends_on_the_past(process)
     if state["fits"]["dataset_kind"] == "iterable" or past:
@@ -464,12 +485,12 @@ def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None
         )
 
 
-def _depends_on_worker(packed: dict[str, Any]) -> bool:
+def _remembers(journal: Journal) -> bool:
     """Whether with `seeding="batch"` what a worker builds depends on what it has built."""
-    state = _unpack_worker(packed["state"])
+    state = journal.newest
     if state is None:
-        return bool(packed["replay"])  # it has not told what its dataset holds
-    return bool(state.dataset or state.iterator or state.random.others)
+        return bool(journal.replay)  # it has not told what its dataset holds
+    return bool(state.dataset or state.iterator or state.random.others or state.random.later)
 
 
 def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:

@@ -1,24 +1,33 @@
-"""What one worker was told, and its snapshots: enough to go on with it in another process.
+"""What one worker was told, what it answered, and its snapshots: enough to go on with it in another process.
 
 Promise: pure bookkeeping. A worker that starts from `state` and is told `entries` again is where the lost one was to
 be; one that starts from `base` and builds the tasks in `replay` again is where the user is.
+
+NOTE [Proof]. Whether a worker can be brought to where another process was shows when it builds something again that was
+delivered: the digests of the two batches must be equal. So `state` and `base` are snapshots from before the last task
+that was answered, or taken, and at least that one is built again. A dataset that tells its own state is believed; and
+of a stream that has ended nothing can be built.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rayloader.snapshot import WorkerState
 from rayloader.transport.codec import Encoded
 
 
-class Told(NamedTuple):
+@dataclass(slots=True)
+class Told:
     """A task that the worker was given."""
 
     task_id: int
     indices: Encoded
+    digest: int | None = None  # of what it answered; None: it has not
+    taken: bool = False  # by the user
 
 
 class Resumed(NamedTuple):
@@ -33,87 +42,118 @@ class Journal:
     """Of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
 
     def __init__(self) -> None:
-        self.state: WorkerState | None = None  # newest snapshot; None: as `start` makes it
-        self.entries: deque[Told | Resumed] = deque()  # told since
-        self.base: WorkerState | None = None  # newest snapshot that the user has got to
-        self._since: deque[WorkerState] = deque()  # snapshots after `base`, oldest first
-        self._taken: deque[int] = deque()  # tasks after `base` that the user has taken, oldest first
+        self.base: WorkerState | None = None  # newest snapshot that the user has got past; None: as `start` makes it
+        self._snapshots: deque[WorkerState] = deque()  # after `base`, oldest first
+        self._told: dict[int, Told] = {}  # after `base`, by task, ascending
+        self._last_answered = -1
         self._last_taken = -1
-        self._since_base: deque[Told] = deque()  # all that it was told after `base`
+        self._before: tuple[WorkerState | None, list[Told | Resumed]] = None, []  # `state` and `entries` when it began
         self.shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
         self.begun = True  # `base` is of this epoch
         self.resumed: Any = None  # until it is: where the snapshot of the epoch's begin will come from
 
     @property
-    def replay(self) -> list[int]:
-        """Tasks that the user has, and `base` has not."""
-        return list(self._taken)
+    def state(self) -> WorkerState | None:
+        """The snapshot that another process starts from; None: as `start` makes it."""
+        if not self.begun:
+            return self._before[0]
+        return next((s for s in reversed(self._snapshots) if _is_before(s, self._last_answered)), self.base)
 
-    def told(self, entries: Iterable[Told | Resumed]) -> None:
+    @property
+    def newest(self) -> WorkerState | None:
+        """The newest snapshot, for what it says of the worker at all; None if there is none."""
+        return self._snapshots[-1] if self._snapshots else self.base
+
+    @property
+    def entries(self) -> list[Told | Resumed]:
+        """What it was told after `state`."""
+        state = self.state
+        done = state.last_task if self.begun and state is not None else -1
+        return [*self._before[1], *(told for told in self._told.values() if told.task_id > done)]
+
+    @property
+    def replay(self) -> list[Told]:
+        """The tasks after `base` that the user has taken."""
+        return [told for told in self._told.values() if told.taken]
+
+    def told(self, tasks: Iterable[Told]) -> None:
         """The worker was given something more to do."""
-        for entry in entries:
-            self.entries.append(entry)
-            if isinstance(entry, Told):
-                self._since_base.append(entry)
+        self._told.update((told.task_id, told) for told in tasks)
 
     def untell(self, from_task: int) -> bool:
         """Back to before it was told this task of the current epoch, or a later one; whether it was."""
-        if not self._since_base or self._since_base[-1].task_id < from_task:
+        kept = {task_id: told for task_id, told in self._told.items() if task_id < from_task}
+        if len(kept) == len(self._told):
             return False
-        self._since = deque(state for state in self._since if state.last_task < from_task)
-        self.state = self._since[-1] if self._since else self.base
-        self._since_base = deque(entry for entry in self._since_base if entry.task_id < from_task)
-        last_task = -1 if self.state is None else self.state.last_task
-        self.entries = deque(entry for entry in self._since_base if entry.task_id > last_task)
+        self._told = kept
+        self._snapshots = deque(state for state in self._snapshots if state.last_task < from_task)
+        self._last_answered = min(self._last_answered, from_task - 1)
         return True
 
     def begins(self, resumed: Resumed) -> None:
         """A new epoch begins."""
-        self.begun = False
-        if resumed.undo_from and self.state is not None and self.state.last_task >= resumed.undo_from:
+        state, entries = self.state, self.entries
+        if resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
             # What is to be undone can't be told to another process any more.
-            self.state = self.state._replace(error="it died between an epoch that was broken off and the next")
-        self.entries.append(resumed)
-        self._since.clear()
-        self._since_base.clear()
-        self._taken.clear()
-        self._last_taken = -1
+            state = state._replace(error="it died between an epoch that was broken off and the next")
+        self._before = state, [*entries, resumed]
+        self.begun = False
+        self._snapshots.clear()
+        self._told.clear()
+        self._last_answered = self._last_taken = -1
 
     def reached_begin(self, state: WorkerState) -> None:
         """The snapshot of the epoch's begin has come, a whole one."""
         self.begun, self.resumed = True, None
-        while any(isinstance(entry, Resumed) for entry in self.entries):
-            entry = self.entries.popleft()
+        for entry in self._before[1]:
             if isinstance(entry, Resumed):
                 self.shared_seed = entry.shared_seed
-        self.state = self.base = state
+        self._before = None, []
+        self.base = state
+
+    def answered(self, task_id: int, digest: int) -> None:
+        """The worker has built this task."""
+        if (told := self._told.get(task_id)) is not None:
+            told.digest = digest
+        self._last_answered = max(self._last_answered, task_id)
 
     def reached(self, state: WorkerState) -> None:
-        """A snapshot has come with the answer to a call: what it has done need not be told again."""
-        self.state = state.over(self.state)
-        while self.entries and isinstance(first := self.entries[0], Told) and first.task_id <= state.last_task:
-            self.entries.popleft()
-        self._since.append(self.state)
+        """A snapshot has come with the answer to a call."""
+        self._snapshots.append(state.over(self.newest))
         self._advance()
 
+    def exhausted(self) -> None:
+        """The worker's stream has ended: what it was told and has not built it never will."""
+        self._told = {task_id: told for task_id, told in self._told.items() if told.digest is not None}
+
     def taken(self, task_id: int) -> None:
-        """The user has this task's batch; a worker's batches are taken in the order in which it built them."""
-        self._taken.append(task_id)
+        """The user has this task's batch; a worker's batches are taken in the order in which it built them.
+
+        Telling it twice does no harm, also after an interrupt in the midst of it, see `_advance`.
+        """
+        if (told := self._told.get(task_id)) is not None:
+            told.taken = True
         self._last_taken = task_id
         self._advance()
 
     def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:
-        """The worker goes on from where another run's was."""
-        self.state = self.base = base
-        self.entries = deque(replay)
-        self._taken = deque(entry.task_id for entry in self.entries if isinstance(entry, Told))
-        self._since_base = deque(entry for entry in self.entries if isinstance(entry, Told))
-        self._last_taken = self._taken[-1] if self._taken else -1
+        """The worker goes on from where another run's was, with what the user had taken since."""
+        self.base = base
+        for told in replay:
+            told.taken = True
+            self._told[told.task_id] = told
+            self._last_answered = self._last_taken = told.task_id
 
     def _advance(self) -> None:
-        while self._since and self._since[0].last_task <= self._last_taken:
-            self.base = self._since.popleft()
-        while self.base is not None and self._taken and self._taken[0] <= self.base.last_task:
-            self._taken.popleft()
-        while self.base is not None and self._since_base and self._since_base[0].task_id <= self.base.last_task:
-            self._since_base.popleft()
+        # Python lets signal handlers run when a call returns: none comes between what belongs together here.
+        while self._snapshots and _is_before(self._snapshots[0], self._last_taken):
+            self.base = self._snapshots[0]
+            del self._snapshots[0]
+        done = -1 if self.base is None else self.base.last_task
+        if self._told and next(iter(self._told)) <= done:
+            self._told = {task_id: told for task_id, told in self._told.items() if task_id > done}
+
+
+def _is_before(state: WorkerState, task_id: int) -> bool:
+    """Whether to go on from this snapshot where everything up to a task is known; see NOTE [Proof]."""
+    return state.last_task < task_id or (state.last_task == task_id and not state.is_to_be_proven)

@@ -46,7 +46,8 @@ class DataLoader(TorchDataLoader[_T_co]):
     (`num_workers=0`) batches are made in this process, as torch makes them, and Ray is neither imported nor started;
     of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there, the others nothing. With
     workers, Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay
-    warm between epochs and are shared by the loaders of the process.
+    warm between epochs, and for a minute after the last loader (2 seconds in a Ray that ran already), and are shared by
+    the loaders of the process.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has an object of its own, anew at each `iter()` unless
@@ -71,8 +72,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         pin_memory_device: deprecated in torch.
         in_order: deliver the batches in order; otherwise as they are finished.
         ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that runs already
-            while it has as many CPUs as this process has workers, else 0), `num_gpus`, `memory`, `resources`,
-            `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
+            while it has as many CPUs as this process has workers, else 0, and 0 too if others keep all CPUs for 10
+            seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`, `scheduling_strategy`,
+            `runtime_env`.
         fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones (seconds instead of
             milliseconds; for datasets that leave traces in module globals).
         prefetch_bytes: bytes of batches that may be under way where the depth is automatic, of all workers together;
@@ -85,8 +87,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             `seeding="batch"` and a map-style dataset.
         max_worker_restarts: how often in a row, without a finished batch in between, a worker whose process died is
             given a new one that goes on where it was; 0: the first death ends the epoch. By default 3: what kills a
-            process over and over, before it finishes anything, does not get better. A batch that kills its worker
-            twice, alone at work, ends the epoch whatever this is.
+            process over and over, before it finishes anything, does not get better. Whatever this is, a batch ends the
+            epoch at which its worker died five times, alone at work, or exited twice (`SystemExit`).
         on_timeout: "raise" an error after `timeout` seconds without the next batch, as torch does, or "restart" the
             worker that it is waited for of: its process is killed and replaced as one that died.
         on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch is

@@ -25,14 +25,14 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import skipping
 from rayloader.checkpoint import Position, goes_on
+from rayloader.digest import chain, digest
 from rayloader.draws import drawn
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.local_state import Stream, generators_of
 from rayloader.random_state import RandomState, seed_all
 from rayloader.redeal import Stage
 from rayloader.samplers import Resuming, Samplers
-from rayloader.snapshot import digest, has_state, load_state
-from rayloader.transport import codec
+from rayloader.snapshot import has_state, load_state
 
 
 class LocalIterator(_SingleProcessDataLoaderIter):
@@ -199,7 +199,7 @@ class LocalIterator(_SingleProcessDataLoaderIter):
             else:
                 data = fetcher.fetch(indices)
         if self._stream.begin is not None:
-            self._stream.digest = digest(codec.encode(data), self._stream.digest)
+            self._stream.digest = chain(digest(data), self._stream.digest)
         return data
 
     def _count_skipped(self, skipped: list[skipping.Skipped]) -> None:

@@ -15,7 +15,8 @@ import cloudpickle
 
 from rayloader import plain_state
 from rayloader.errors import StateError
-from rayloader.random_state import RandomState, find_generators
+from rayloader.generators import find_generators
+from rayloader.random_state import RandomState
 from rayloader.snapshot import has_state, load_state
 
 

@@ -1,4 +1,4 @@
-"""Random generators: the global ones of Python, torch and NumPy, and those that a dataset holds.
+"""The states of random generators: of the global ones of Python, torch and NumPy, and of others.
 
 Promise: what `capture` saw, `restore` puts back bit for bit, in this process or another, also from its packed form.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
-import types
 import zlib
 from collections import deque
 from typing import Any, NamedTuple
@@ -16,9 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# Where to look for generators in a dataset: so deep, and at so many objects at most.
-_DEPTH = 5
-_OBJECTS = 1000
+from rayloader.generators import Later, set_state, state_of
 
 _Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
 
@@ -30,20 +27,21 @@ class RandomState(NamedTuple):
     torch: bytes | None = None
     numpy: _Numpy | None = None
     others: tuple[Any, ...] | None = None
+    later: tuple[Later, ...] | None = None  # of generators that were made in a worker; `Generators` puts them back
 
     @classmethod
     def capture(cls, others: list[Any], before: RandomState | None = None) -> RandomState:
         """As they are now; 0.01 ms without `others`.
 
         Args:
-            others: further generators, as `find_generators` gives them.
+            others: further generators, as `generators.distinct` gives them.
             before: an earlier capture, to share what has not changed.
         """
         return cls(
             random.getstate(),
             torch.get_rng_state().numpy().tobytes(),
             _numpy_state(None if before is None else before.numpy),
-            tuple(_state(generator) for generator in others),
+            tuple(map(state_of, others)),
         )
 
     def restore(self, others: list[Any]) -> None:
@@ -56,7 +54,7 @@ class RandomState(NamedTuple):
             np.random.set_state(self.numpy[1])
         if self.others is not None:
             for generator, state in zip(others, self.others, strict=True):
-                _set_state(generator, state)
+                set_state(generator, state)
 
     def since(self, before: RandomState) -> RandomState:
         """What has changed."""
@@ -65,6 +63,7 @@ class RandomState(NamedTuple):
             None if self.torch == before.torch else self.torch,
             self._numpy_since(before),
             None if _same(self.others, before.others) else self.others,
+            None if _same(self.later, before.later) else self.later,
         )
 
     def _numpy_since(self, before: RandomState) -> _Numpy | None:
@@ -80,7 +79,8 @@ class RandomState(NamedTuple):
         """As plain types and one tensor; 2.5 KB a generator that is not None."""
         content = bytearray()
         numpy = self.numpy[1] if self.numpy is not None else None
-        parts = {"python": self.python, "torch": self.torch, "numpy": numpy, "others": self.others}
+        later = None if self.later is None else tuple(map(tuple, self.later))
+        parts = {"python": self.python, "torch": self.torch, "numpy": numpy, "others": self.others, "later": later}
         packed = {name: _pack(part, content) for name, part in parts.items()}
         return {**packed, "content": torch.frombuffer(content, dtype=torch.uint8) if content else None}
 
@@ -88,8 +88,10 @@ class RandomState(NamedTuple):
     def unpack(cls, packed: dict[str, Any]) -> RandomState:
         """The inverse of `pack`."""
         content = b"" if packed["content"] is None else packed["content"].numpy().tobytes()
-        python, numpy, others = (_unpack(packed[name], content) for name in ("python", "numpy", "others"))
-        return cls(python, _unpack(packed["torch"], content), None if numpy is None else (b"", numpy), others)
+        names = ("python", "torch", "numpy", "others", "later")
+        python, torch_, numpy, others, later = (_unpack(packed[name], content) for name in names)
+        numpy = None if numpy is None else (b"", numpy)
+        return cls(python, torch_, numpy, others, None if later is None else tuple(Later(*one) for one in later))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -151,47 +153,6 @@ def _numpy_state(before: _Numpy | None) -> _Numpy:
     return raw, np.random.get_state(legacy=False)
 
 
-def find_generators(obj: Any) -> list[Any]:
-    """The random generators that an object holds, in its attributes and containers."""
-    found: list[Any] = []
-    seen = {id(np.random.mtrand._rand), id(torch.default_generator)}
-    level = [obj]
-    for _ in range(_DEPTH):
-        below: list[Any] = []
-        for part in level:
-            if id(part) in seen or len(seen) > _OBJECTS:
-                continue
-            seen.add(id(part))
-            if isinstance(part, (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)):
-                found.append(part)
-            elif isinstance(part, (list, tuple)):  # not sets: each process has them in another order
-                below += list(part)[:_OBJECTS]
-            elif isinstance(part, dict):
-                below += list(part.values())[:_OBJECTS]
-            elif not isinstance(part, (type, types.ModuleType, torch.Tensor)):
-                below += list(getattr(part, "__dict__", {}).values())
-        level = below
-    return found
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    state = generator.get_state()
-    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(_as_tensor(state) if isinstance(state, bytes) else state)
-
-
 def _as_tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
@@ -210,12 +171,12 @@ class Rewind:
 
     Args:
         max_tasks: how many tasks may have to be undone.
-        dataset: whose own generators go with the global ones.
+        generators: that go with the global ones.
     """
 
-    def __init__(self, max_tasks: int, dataset: Any) -> None:
+    def __init__(self, max_tasks: int, generators: list[Any]) -> None:
         self._before: deque[tuple[int, RandomState]] = deque(maxlen=max_tasks)  # by task, ascending
-        self._generators = find_generators(dataset)
+        self._generators = generators
 
     def task_begins(self, task_id: int) -> None:
         """The next task; they ascend."""

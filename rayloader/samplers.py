@@ -28,8 +28,9 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from rayloader import redeal
 from rayloader.errors import StateError
+from rayloader.generators import find_generators
 from rayloader.prefetch import QUIET_SAMPLERS
-from rayloader.random_state import RandomState, find_generators
+from rayloader.random_state import RandomState
 from rayloader.snapshot import has_state
 
 Attributes = list[dict[str, Any]]
@@ -204,14 +205,15 @@ class Samplers:
         """Whether the sampler, or its iterator, tells its state."""
         return has_state(iterator) or self._stateful is not None
 
-    def own_state(self, iterator: Any = None) -> OwnState:
-        """What the sampler and its iterator tell."""
-        try:
-            own = None if self._stateful is None else cloudpickle.dumps(self._stateful.state_dict())
-            its = cloudpickle.dumps(iterator.state_dict()) if has_state(iterator) else None
-        except Exception:  # the user's state_dict() may raise anything, and may give what can't be copied
-            return OwnState(error=traceback.format_exc())
-        return OwnState(own, None if iterator is self._stateful else its)
+    def own_state(self) -> OwnState:
+        """What the sampler tells."""
+        return OwnState()._replace(**_told(self._stateful, "sampler"))
+
+    def with_iterator(self, own: OwnState, iterator: Any) -> OwnState:
+        """The same, and what its iterator tells, if that is another object."""
+        if iterator is self._stateful or not has_state(iterator):
+            return own
+        return own._replace(**_told(iterator, "iterator"))
 
     def load(self, state: bytes | None) -> None:
         """Gives the sampler its state back."""
@@ -252,6 +254,15 @@ def note_first_attributes(loader: Any) -> None:
     """Remembers what a loader's samplers are like when it is made."""
     for sampler in _chain(loader._index_sampler):
         _first_attributes(sampler)
+
+
+def _told(obj: Any, name: str) -> dict[str, Any]:
+    if obj is None:
+        return {}
+    try:
+        return {name: cloudpickle.dumps(obj.state_dict())}
+    except Exception:  # the user's state_dict() may raise anything, and may give what can't be copied
+        return {"error": traceback.format_exc()}
 
 
 def _first_attributes(sampler: Any) -> dict[str, Any]:

@@ -1,24 +1,29 @@
 """What a worker is at the end of a call, so that another process can go on from there.
 
 Promise: a worker that was restored from a snapshot builds the same batches as the one that it was taken of, as far as
-they depend on the global random generators, on generators that the dataset holds, on the dataset's own `state_dict`,
-and for iterable datasets on how far they were read. What cannot be restored is an error, never a guess.
+they depend on random generators (the global ones, and those of generators.py), on the dataset's own `state_dict`, and
+for iterable datasets on how far they were read. What cannot be restored is an error, never a guess.
+
+NOTE [One percent]. A snapshot costs what the user's `state_dict` costs, and a look at all objects for new generators.
+So the next one is taken only when the worker has worked a hundred times as long as the last one took. What it builds
+in between is built again where another process goes on. Nobody who never saves a state pays for one.
 """
 
 from __future__ import annotations
 
 import pickle
+import time
 import traceback
-import zlib
 from typing import Any, NamedTuple
 
 import cloudpickle
 
-from rayloader.random_state import RandomState, find_generators
-from rayloader.transport.codec import Encoded
+from rayloader.errors import ReplayError
+from rayloader.generators import Generators
+from rayloader.random_state import RandomState
 
-# How much of a buffer of a batch goes into the digest, at its begin, in its middle and at its end, in bytes.
-_SAMPLE = 64
+# A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
+SHARE = 0.01
 
 
 class WorkerState(NamedTuple):
@@ -30,10 +35,10 @@ class WorkerState(NamedTuple):
         last_task: the last of them, -1 if there is none.
         exhausted: its iterable dataset has ended.
         ended: it has, in the midst of the last batch.
-        digest: checksum of what an iterable dataset without state gave.
+        digest: checksum of what an iterable dataset gave.
         random: the generators; None in it: as seeding left them.
         begin: likewise, before the iterator of this epoch was made.
-        dataset: the dataset's `state_dict()`, pickled; None if it has none.
+        dataset: the dataset's `state_dict()`, pickled; None if it has none, or is its own iterator.
         iterator: likewise of its iterator.
         error: why there is no whole snapshot, if that is so.
     """
@@ -49,6 +54,11 @@ class WorkerState(NamedTuple):
     dataset: bytes | None = None
     iterator: bytes | None = None
     error: str = ""
+
+    @property
+    def is_to_be_proven(self) -> bool:
+        """Whether it can't be known without building a batch that it says all, see NOTE [Proof] in journal.py."""
+        return not self.exhausted and self.dataset is None and self.iterator is None
 
     def over(self, before: WorkerState | None) -> WorkerState:
         """The whole snapshot, of one that was sent after `before`."""
@@ -72,31 +82,53 @@ class Recorder:
 
     Args:
         dataset: the worker's own.
+        generators: likewise.
         seeded: the global generators as seeding left them.
     """
 
-    def __init__(self, dataset: Any, seeded: RandomState) -> None:
+    def __init__(self, dataset: Any, generators: Generators, seeded: RandomState) -> None:
         self._dataset = dataset
-        self._seeded = seeded
-        self._generators = find_generators(dataset)
-        self._looked_again = False  # for generators, after the first tasks
-        self._error = ""
-        self._random = seeded  # as last told
+        self._generators = generators
+        self._seeded = self._random = seeded._replace(later=())  # as last told
         self._begin: RandomState | None = None  # not told yet
         self._states: dict[str, bytes] = {}  # as last told
+        self._cost = 0.0  # seconds that the last snapshot took
+        self._worked = 0.0  # seconds since then
 
-    def capture(self) -> RandomState:
-        """The generators as they are."""
-        return RandomState.capture(self._generators, self._random)
+    def worked(self, seconds: float) -> None:
+        """The worker has worked."""
+        self._worked += seconds
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a snapshot, see NOTE [One percent]."""
+        return self._worked * SHARE >= self._cost
+
+    def capture(self, *, look: bool = True) -> RandomState:
+        """The generators as they are, of the later ones only with a `look` for them."""
+        random = RandomState.capture(self._generators.given, self._random)
+        return random._replace(later=self._generators.look() if look else self._random.later)
 
     def restore(self, random: RandomState) -> None:
-        """Puts the generators to what a snapshot says."""
-        self._random = random.over(self._seeded)
-        self._random.restore(self._generators)
+        """Puts the generators to what a snapshot says.
+
+        Raises:
+            ReplayError: the dataset has other generators.
+        """
+        random = random.over(self._seeded)
+        given = len(self._generators.given)
+        if random.others is not None and len(random.others) not in (0, given):
+            raise ReplayError(
+                f"the snapshot is of a dataset with {len(random.others)} random generators, this one has {given}; make "
+                "the dataset, collate_fn and worker_init_fn as those that were saved"
+            )
+        self._random = random
+        random._replace(others=random.others or None).restore(self._generators.given)
+        self._generators.put_back(random.later or ())
 
     def is_at(self, random: RandomState) -> bool:
-        """Whether the generators are what a snapshot says."""
-        return self.capture().since(random.over(self._seeded)) == RandomState()
+        """Whether the generators, but for later ones, are what a snapshot says."""
+        return self.capture(look=False)._replace(later=None).since(random.over(self._seeded)) == RandomState()
 
     def forget(self) -> None:
         """What was told may not have been heard: the next snapshot tells all."""
@@ -109,27 +141,21 @@ class Recorder:
 
     def snapshot(self, iterator: Any, **position: Any) -> WorkerState:
         """The state at this moment, where it is another than the last."""
-        before, self._random = self._random, self.capture()
-        if position["tasks"] and not self._looked_again and iterator is None:  # else it is read again from its begin
-            self._look_again()
+        began = time.perf_counter()
+        # A stream without state is read again from its start, and makes again what it makes.
+        look = iterator is None or has_state(iterator) or has_state(self._dataset)
+        before, self._random = self._random, self.capture(look=look)
         state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
         self._begin = None
+        dataset = None if iterator is self._dataset else self._dataset
         try:
-            return state._replace(
-                error="" if has_state(self._dataset) else self._error,
-                dataset=self._changed("dataset", self._dataset),
-                iterator=self._changed("iterator", iterator) if iterator is not self._dataset else None,
+            state = state._replace(
+                dataset=self._changed("dataset", dataset), iterator=self._changed("iterator", iterator)
             )
         except Exception:  # the user's state_dict() may raise anything
-            return state._replace(error=traceback.format_exc())
-
-    def _look_again(self) -> None:
-        self._looked_again = True
-        if [id(g) for g in find_generators(self._dataset)] != [id(g) for g in self._generators]:
-            self._error = (
-                "the dataset has made a random generator of its own while loading, which another process would make "
-                "anew; make it in __init__ or in worker_init_fn, or give the dataset state_dict() and load_state_dict()"
-            )
+            state = state._replace(error=traceback.format_exc())
+        self._cost, self._worked = time.perf_counter() - began, 0.0
+        return state
 
     def _changed(self, name: str, obj: Any) -> bytes | None:
         if not has_state(obj):
@@ -145,14 +171,3 @@ def load_state(obj: Any, state: bytes | None) -> None:
     """Gives an object of the user's its state back."""
     if state is not None:
         obj.load_state_dict(pickle.loads(state))
-
-
-def digest(encoded: Encoded, before: int) -> int:
-    """A checksum of a batch and what came before it: of its structure, and of samples of its buffers."""
-    checksum = zlib.crc32(encoded.skeleton, before)
-    for buffer in encoded.buffers:
-        content = memoryview(buffer).cast("B")
-        middle = len(content) // 2
-        for begin in (0, middle, max(0, len(content) - _SAMPLE)):
-            checksum = zlib.crc32(content[begin : begin + _SAMPLE], checksum)
-    return checksum

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import os
 import pickle
 import random
 import socket
 import time
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,10 +37,12 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import session, skipping
 from rayloader.collate import stack, stack_into
+from rayloader.digest import chain, digest
 from rayloader.errors import ReplayError, ReplicaMemoryError
+from rayloader.generators import Generators, note_modules, noting
 from rayloader.process_state import Baseline, ProcessState
 from rayloader.random_state import RandomState, Rewind, seed_all
-from rayloader.snapshot import Recorder, WorkerState, digest, load_state
+from rayloader.snapshot import Recorder, WorkerState, has_state, load_state
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaError, ArenaWriter
 from rayloader.transport.control_page import PAGE_BYTES, PageAddress, WorkerPage
@@ -53,6 +57,8 @@ IN_BAND_BYTES = 1 << 16
 
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.
 CARRY = (ray.ObjectRef,)
+# How long a call builds again what nobody waits for, in seconds: then it returns, so that the driver sees progress.
+REPLAY_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,7 @@ class Result(NamedTuple):
     text: str = ""
     nbytes: int = 0  # of the batch's buffers
     skipped: tuple[skipping.Skipped, ...] = ()
+    digest: int = 0  # tells whether it is the same when it is built again
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +157,8 @@ class Reply:
     results: list[tuple[int, Any]]  # each task and its result as it travels, see NOTE [final]
     nbytes: int  # of their batches' buffers
     exhausted: bool  # the last of them says that the iterable dataset has ended
-    state: tuple[Any, ...]  # fields of `WorkerState`: the worker after these tasks, where it has changed
+    state: tuple[Any, ...] | None  # fields of `WorkerState`: the worker after these tasks, if a snapshot was taken
+    replay: tuple[int, int]  # batches built again since the worker was restored, and how many that must be
     seconds: float  # spent on the tasks
     publishes: bool  # whether this worker's control page works
     full: bool  # the arena had no room for something
@@ -169,6 +177,7 @@ class Worker:
         self._lane = WorkerLane()
         self._page: WorkerPage | None = None
         self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
+        note_modules()
         gc.freeze()  # what was imported stays: `stop` collects the user's objects only
 
     def hello(self, probe: FileAddress | None = None) -> WorkerAddress:
@@ -210,27 +219,28 @@ class Worker:
         """Builds tasks' batches, in order.
 
         Args:
-            message: packed (worker_id, call, task_ids, indices, room, wanted): `call` counts the calls of this actor;
+            message: packed (worker_id, call, task_ids, indices, room, digests): `call` counts the calls of this actor;
                 of the tasks, which may be none, to go on with those that an earlier call left over, `indices` holds
                 what the sampler gave for each; `room` says where in this actor's arena the batches may lie;
-                where they are not `wanted` they are built for what that changes in the worker, and not sent.
+                if there are `digests` the batches are built for what that changes in the worker, and not sent: they
+                must be those of these digests, where one is known.
 
         Returns:
             A packed `Reply`.
         """
-        worker_id, call, task_ids, indices, room, wanted = unpack(message)
+        worker_id, call, task_ids, indices, room, digests = unpack(message)
         self._switch_to(worker_id)
         hosted = self._hosted[worker_id]
         arena = self._lane.open(room)
         began = time.perf_counter()
-        results = hosted.run(call, task_ids, indices, arena, wanted=wanted)
-        state = hosted.snapshot()
+        results = hosted.run(call, task_ids, indices, arena, digests)
         seconds = time.perf_counter() - began
+        replay, state = hosted.replay, hosted.snapshot_if_due(seconds)
         sent = [(result.task_id, final) for result, final in results]
         nbytes = sum(result.nbytes for result, _ in results)
         exhausted = bool(results) and results[-1][0].kind is ResultKind.EXHAUSTED
         lane, publishes = self._lane, self._page is not None
-        reply = Reply(sent, nbytes, exhausted, tuple(state), seconds, publishes, lane.was_full, lane.error)
+        reply = Reply(sent, nbytes, exhausted, state, replay, seconds, publishes, lane.was_full, lane.error)
         return pack(reply, [result.wire for result, final in results if result.wire and not isinstance(final, bytes)])
 
     def leave(self, worker_id: int) -> None:
@@ -263,6 +273,7 @@ class _Task(NamedTuple):
     task_id: int
     indices: Wire
     wanted: bool
+    digest: int | None  # of what was delivered before, where it is built again
 
 
 class _Hosted:
@@ -276,14 +287,18 @@ class _Hosted:
         self._collate_fn: Any = None
         self._fetcher: Any = None
         self._failure: Result | None = None  # of `start` or `resume`; answers every task
+        self._unrestored = False  # that failure says that this worker can't be brought to where it was
         self._exhausted = False
+        self._end_is_told = False  # in a snapshot
         self._epoch = 0
         self._tasks = 0  # built in this epoch
         self._last_task = -1
         self._digest = 0
+        self._goal: WorkerState | None = None  # to which an iterable dataset is being read again
+        self._replayed, self._to_replay = 0, 0  # batches
         self._parked: RandomState | None = None
         self._worker_info: Any = None
-        self._recorder = Recorder(None, RandomState.capture([]))
+        self._recorder = Recorder(None, Generators({}, []), RandomState.capture([]))
         self._left: deque[_Task] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
 
@@ -291,7 +306,10 @@ class _Hosted:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process)
-            loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
+            with noting() as noted:
+                loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
+            names = "dataset", "collate_fn", "worker_init_fn"
+            generators = Generators({name: getattr(loaded, name) for name in names}, noted)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             default_collate_fn_map[torch.Tensor] = stack
             default_collate_fn_map.update(loaded.collate_fn_map)
@@ -299,46 +317,80 @@ class _Hosted:
             seeded = RandomState.capture([])
             if loaded.worker_init_fn is not None:
                 loaded.worker_init_fn(self._setup.worker_id)
-            self._recorder = Recorder(self._dataset, seeded)
+            self._recorder = Recorder(self._dataset, generators, seeded)
             if self._setup.max_undone:
-                self._rewind = Rewind(self._setup.max_undone, self._dataset)
+                self._rewind = Rewind(self._setup.max_undone, generators.given)
             if state is None:
                 self._create_fetcher()
             else:
                 self._restore(state)
+        self._unrestored = self._failure is not None and state is not None
 
     def _restore(self, state: WorkerState) -> None:
-        """Makes this the worker that the snapshot was taken of."""
+        """Makes this the worker that the snapshot was taken of; a stream that can't tell its state is read later."""
         if state.error:
             raise ReplayError(f"the state of worker {self._setup.worker_id} could not be told:\n{state.error}")
         self._epoch, self._exhausted = state.epoch, state.exhausted
         load_state(self._dataset, state.dataset)
-        if self._is_iterable and not state.exhausted and state.dataset is None and state.iterator is None:
-            self._replay(state)
-        else:
+        if self._is_iterable and state.is_to_be_proven:
+            if state.begin is not None:
+                self._recorder.restore(state.begin)
+            self._goal = state
+            self._to_replay += state.tasks
             self._create_fetcher()
-            if self._iterator is not self._dataset:
-                load_state(self._iterator, state.iterator)
-            if self._is_iterable:
-                self._fetcher.ended = state.ended
-            self._recorder.restore(state.random)
+            return
+        self._create_fetcher()
+        load_state(self._iterator, state.iterator)  # after `__iter__`, which may have put it back to its start
+        if self._is_iterable:
+            self._fetcher.ended = state.ended
+        self._recorder.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
-    def _replay(self, state: WorkerState) -> None:
-        """An iterable dataset that cannot tell its state: read again from its begin."""
-        if state.begin is not None:
-            self._recorder.restore(state.begin)
-        self._create_fetcher()
-        placeholder = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
-        while self._tasks < state.tasks and not self._exhausted:
-            self._build(-1, placeholder, None)
-        if self._tasks != state.tasks or self._digest != state.digest or not self._recorder.is_at(state.random):
-            raise ReplayError(
-                f"the iterable dataset of worker {self._setup.worker_id} was to be read again up to batch "
-                f"{state.tasks}, and gave something else than before; to be resumed, a dataset must give the same "
-                "each time that it is read, or have state_dict() and load_state_dict()"
-            )
-        self._recorder.restore(state.random)
+    def _read_on(self, until: float) -> bool:
+        """Reads an iterable dataset from its start to where it was; False if that is not done at the time `until`."""
+        goal = self._goal
+        if goal is None:
+            return True
+        nothing = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
+        again = _Task(0, -1, nothing, wanted=False, digest=None)
+        while self._failure is None and self._tasks < goal.tasks and not self._exhausted:
+            result = self._build(again, None)
+            if result.kind is ResultKind.EXITED:
+                self._failure = result._replace(kind=ResultKind.NOT_STARTED)
+            self._replayed += 1
+            if time.monotonic() >= until:
+                return False
+        self._goal, self._replayed = None, goal.tasks
+        if self._failure is not None:
+            return True
+        with self._keeping_failure():
+            if self._tasks != goal.tasks or self._digest != goal.digest or not self._recorder.is_at(goal.random):
+                raise ReplayError(
+                    f"the iterable dataset of worker {self._setup.worker_id} was to be read again up to batch "
+                    f"{goal.tasks}, and gave something else than before; to be resumed, a dataset must give the same "
+                    "each time that it is read, or have state_dict() and load_state_dict()"
+                )
+            self._recorder.restore(goal.random)
+        self._unrestored = self._failure is not None
+        self._last_task = goal.last_task
+        return True
+
+    @property
+    def replay(self) -> tuple[int, int]:
+        """How many batches were built again, and how many that must be."""
+        return self._replayed, self._to_replay
+
+    def snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
+        """The worker as it is now, if a snapshot is due after these seconds of work."""
+        self._recorder.worked(seconds)
+        if self._goal is not None or self._unrestored:
+            return None
+        begins = 0 < self._replayed == self._to_replay  # something new, after all that was built again
+        ends = self._exhausted and not self._end_is_told
+        self._end_is_told = self._exhausted
+        if begins:
+            self._replayed = self._to_replay = 0
+        return tuple(self.snapshot()) if begins or ends or self._recorder.is_due else None
 
     def snapshot(self) -> WorkerState:
         """The worker as it is now, where it has changed since the last snapshot."""
@@ -368,14 +420,17 @@ class _Hosted:
         What torch's worker would have been given is built first, also as there, and nothing more: the random streams
         go on from behind it.
         """
+        self._read_on(math.inf)
         while self._left:
             task = self._left.popleft()
             if undo_from is None or task.task_id < undo_from:
-                self._build(task.task_id, task.indices, None)
+                self._do(task, None)
         if self._rewind is not None:
             self._rewind.undo_from(undo_from)
-        self._epoch, self._exhausted = epoch, False
+        self._epoch, self._exhausted, self._end_is_told = epoch, False, False
         self._tasks, self._last_task, self._digest = 0, -1, 0
+        if self._unrestored and self._failure is not None:
+            return self.snapshot()._replace(error=self._failure.text)
         if self._fetcher is not None:  # else never started: that failure stands
             self._failure = None
             with self._keeping_failure():
@@ -390,41 +445,74 @@ class _Hosted:
         task_ids: tuple[int, ...],
         indices: list[Wire],
         arena: ArenaWriter | None,
-        *,
-        wanted: bool,
+        digests: list[int | None] | None,
     ) -> list[tuple[Result, Any]]:
-        """One result a task, and what travels of it, up to the first that cannot be published while others wait."""
-        self._left.extend(map(_Task, itertools.repeat(call), task_ids, indices, itertools.repeat(wanted)))
+        """One result a task, and what travels of it, up to the first that cannot be published while others wait.
+
+        What is not wanted is built for a while; the rest of it is left over.
+        """
+        wanted = digests is None
+        known: list[int | None] = [None] * len(task_ids) if digests is None else digests
+        self._left.extend(map(_Task, itertools.repeat(call), task_ids, indices, itertools.repeat(wanted), known))
+        self._unrestored |= not wanted and self._failure is not None
+        self._to_replay += 0 if wanted else len(task_ids)
         if self._page is not None:
             self._page.begin(call)
         results: list[tuple[Result, Any]] = []
+        until = time.monotonic() + REPLAY_SECONDS
+        if not self._read_on(until):
+            return []
         while self._left:
             task = self._left.popleft()
             if self._page is not None and self._page.dropped(task.call, task.task_id):
+                self._replayed += not task.wanted
                 continue
-            if self._rewind is not None:
-                self._rewind.task_begins(task.task_id)
-            result = self._build(task.task_id, task.indices, arena)
+            result = self._do(task, arena)
             if not task.wanted:
                 result = result._replace(wire=None, nbytes=0, skipped=())
             others_wait = bool(self._left) and not self._exhausted
             final = _final(result, PAGE_BYTES if others_wait else IN_BAND_BYTES)
             results.append((result, final))
+            if not task.wanted and time.monotonic() >= until:
+                break
             if result.kind in (ResultKind.EXITED, ResultKind.NOT_STARTED) or (others_wait and not self._publish(final)):
                 break
         return results
+
+    def _do(self, task: _Task, arena: ArenaWriter | None) -> Result:
+        """A task's result; that of one that is done again must be what it was."""
+        if self._rewind is not None:
+            self._rewind.task_begins(task.task_id)
+        result = self._build(task, arena)
+        self._replayed += not task.wanted
+        if task.digest in (None, result.digest) or self._failure is not None or result.kind is ResultKind.EXITED:
+            return result
+        if has_state(self._dataset) or has_state(self._iterator):
+            return result  # they are believed
+        with self._keeping_failure():
+            raise ReplayError(
+                f"batch {task.task_id} of worker {self._setup.worker_id} was built again, for the worker lost its "
+                "process or was resumed, and is not what it was: it depends on something that cannot be restored, such "
+                "as a random generator that cannot be followed, the time, the process, or the order of a set of "
+                "strings (set PYTHONHASHSEED). Make generators in __init__ or in worker_init_fn; or give the dataset "
+                "state_dict() and load_state_dict(): then it is believed to restore itself"
+            )
+        self._unrestored = True
+        assert self._failure is not None
+        return self._failure._replace(task_id=task.task_id)
 
     def _publish(self, final: Any) -> bool:
         """Shows a result to the driver before the call ends; False if it does not fit, or must go through Ray."""
         return self._page is not None and isinstance(final, bytes) and self._page.publish(final)
 
-    def _build(self, task_id: int, indices: Wire, arena: ArenaWriter | None) -> Result:
+    def _build(self, task: _Task, arena: ArenaWriter | None) -> Result:
+        task_id = task.task_id
+        if self._failure is not None and (self._unrestored or not self._exhausted):
+            # The indices of a stream are endless: that it can't start is told once, as an iterator that raised ends.
+            self._exhausted = self._is_iterable and task.wanted and not self._unrestored
+            return self._failure._replace(task_id=task_id)
         if self._exhausted:
             return Result(task_id, ResultKind.EXHAUSTED)
-        if self._failure is not None:
-            # Its indices are endless: told once, as an iterator that raised ends.
-            self._exhausted = self._is_iterable
-            return self._failure._replace(task_id=task_id)
         skipped: list[skipping.Skipped] = []
         setup = self._setup
         try:
@@ -434,23 +522,26 @@ class _Hosted:
                 seed_all(setup.base_seed, self._epoch, number)
             if arena is not None:
                 arena.begin(setup.worker_id)
-            encoded = codec.encode(self._fetch(indices, arena, skipped), known_classes=True, carry=CARRY)
-            if self._is_iterable:
-                self._digest = digest(encoded, self._digest)
+            batch = self._fetch(task.indices, arena, skipped)
+            encoded = codec.encode(batch, known_classes=True, carry=CARRY)
+            checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum(buffer.nbytes for buffer in encoded.buffers)
             if arena is not None:
-                del encoded  # the last that refers to the batch, unless user code does
+                del batch, encoded  # the last that refer to the batch, unless user code does
                 wire = sealed(wire, arena)
-            result = Result(task_id, ResultKind.BATCH, wire, nbytes=nbytes, skipped=tuple(skipped))
+            result = Result(task_id, ResultKind.BATCH, wire, nbytes=nbytes, skipped=tuple(skipped), digest=checksum)
         except skipping.NothingLeft:
             result = Result(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
         except Exception as error:  # all that user code can raise: it belongs to the user, not to Ray
             if isinstance(error, StopIteration) and self._is_iterable:
                 self._exhausted = True
                 return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
-            result = _error(task_id, self._where)._replace(skipped=tuple(skipped))
+            checksum = zlib.crc32(type(error).__qualname__.encode())
+            result = _error(task_id, self._where)._replace(skipped=tuple(skipped), digest=checksum)
         except BaseException as error:
             return _exited(task_id, error)
+        if self._is_iterable:
+            self._digest = chain(result.digest, self._digest)
         self._tasks, self._last_task = self._tasks + 1, task_id
         return result
 

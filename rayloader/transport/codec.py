@@ -26,6 +26,7 @@ import io
 import mmap
 import operator
 import pickle
+import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rayloader import generators
 from rayloader.transport import bulk, classes, plain
 from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 
@@ -51,6 +53,7 @@ _PROTOCOL = 5
 _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span stay whole
 _MAPPED = 1 << 20  # bytes; copies from this size on are not taken from the heap
+_SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not this machine's
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 
 _NO_BUFFERS = pickle.dumps(([], [], [], [], []), _PROTOCOL)
@@ -95,7 +98,8 @@ def encode(
         carry: Types whose instances are left to whoever transports the rest, such as Ray's references.
         mapped: For replicas: the file-backed memory of this process, which must not be copied, however small an
             array is, or in whatever steps it goes through it. Arrays that go through the same memory more than once
-            keep doing so.
+            keep doing so. And a replica's random generators can be noted when it is decoded, see
+            generators.py.
 
     Raises:
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -286,12 +290,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
-        if self.known_classes and issubclass(kind, type):
-            return classes.reduce_by_id(obj, super().reducer_override)
-        if not issubclass(kind, (type, types.FunctionType)):  # cloudpickle's own are of these
+        if self.mapped is not None and issubclass(kind, generators.KINDS):
+            return generators.reduce_generator(obj, self._reduced)
+        if issubclass(kind, type):
+            if self.known_classes:
+                return classes.reduce_by_id(obj, super().reducer_override)
+            return classes.with_slots(obj, super().reducer_override(obj))
+        if not issubclass(kind, types.FunctionType):  # cloudpickle's own are of these
             self.ordinary.add(kind)
             return NotImplemented
         return super().reducer_override(obj)
+
+    def _reduced(self, obj: Any) -> Any:
+        """As if this class had no `reducer_override`."""
+        reduce = self.dispatch_table.get(type(obj))
+        return reduce(obj) if reduce is not None else obj.__reduce_ex__(_PROTOCOL)
 
     def replace_members(self, groups: Sequence[bulk.Group]) -> list[tuple[int, int, pickle.PickleBuffer]]:
         """The members of groups that must be over a span: group, place in it, token."""
@@ -360,6 +373,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dtype, strides = array.dtype, None
         if dtype.hasobject or dtype.itemsize == 0:
             return NotImplemented
+        if self.mapped is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
+            dtype = dtype.newbyteorder("=")
+            array = array.astype(dtype)
         if self.mapped is not None and array.nbytes and not array.flags.c_contiguous:
             low, high = byte_bounds(array)
             if low in self.mapped or high - low <= array.nbytes:

@@ -152,26 +152,26 @@ def test_without_restarts_a_death_is_the_end_of_the_epoch_and_not_of_the_loader(
     assert epoch(loader) == undisturbed
 
 
-class DiesEverySecondTime(Dataset):
-    """Each process builds one batch, then dies over the next one."""
+class DiesEveryThirdTime(Dataset):
+    """Each process builds two batches, which leads one further than the one before it, then dies over the next one."""
 
     def __init__(self):
         self.built = 0
 
     def __len__(self):
-        return 3
+        return 4
 
     def __getitem__(self, index):
         self.built += 1
-        if self.built == 2:
+        if self.built == 3:
             os._exit(1)
         return index
 
 
 @pytest.mark.full
 def test_a_finished_batch_starts_the_count_of_deaths_anew(caplog):
-    loader = DataLoader(DiesEverySecondTime(), None, num_workers=1, max_worker_restarts=1, prefetch_factor=1)
-    assert list(loader) == list(range(3))
+    loader = DataLoader(DiesEveryThirdTime(), None, num_workers=1, max_worker_restarts=1, prefetch_factor=1)
+    assert list(loader) == list(range(4))
     assert len(warned(caplog)) == 2
 
 

@@ -327,14 +327,15 @@ class TensorBatches(Sampler):
     """Gives its batches as tensors, views of one permutation; of another seed another one."""
 
     def __init__(self, seed, kind=torch.Tensor):
-        order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(seed))
-        self.batches = (order.numpy() if kind is np.ndarray else order).reshape(7, 3)
+        self.seeds = [seed]  # in a list: only the indices show that it is another
+        self.kind = kind
 
     def __len__(self):
         return 7
 
     def __iter__(self):
-        return iter(self.batches)
+        order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(*self.seeds))
+        return iter((order.numpy() if self.kind is np.ndarray else order).reshape(7, 3))
 
 
 # ---- runs

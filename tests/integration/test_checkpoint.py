@@ -467,7 +467,7 @@ def test_without_order_no_sample_is_lost_or_repeated(tmp_path, stream, num_worke
         saved.append(save(loader))
     assert [index for index, _ in samples(found)] == list(range(20))
     for taken, state in enumerate(saved, 1):
-        rest, following = resumed(make(arguments, num_workers, seed=2), state)
+        rest, following = resumed(hosted(arguments, num_workers, of=2), state)
         assert [index for index, _ in samples(found[:taken] + rest)] == list(range(20))
         assert [index for index, _ in samples(following)] == list(range(20))
         if stream:
@@ -498,7 +498,7 @@ def test_a_chain_of_unordered_runs(name, seed):
                     saved, resumes = save(loader), True
                     break
             if resumes:
-                loader = make(UNORDERED[name], chance.choice([1, 2, 3]), seed=2, in_order=False)
+                loader = hosted(UNORDERED[name], chance.choice([1, 2, 3]), in_order=False)
                 loader.load_state_dict(read(saved))
         assert sorted(found) == list(range(44))
 

@@ -8,7 +8,7 @@ import torch
 
 import checkpoint_data as data
 import rayloader.pool
-from checkpoint_data import batches, endless, make, read, save
+from checkpoint_data import batches, endless, hosted, make, read, save
 from probes import Calls, as_is, oversubscribed
 from rayloader import DataLoader
 
@@ -55,7 +55,7 @@ def test_a_state_after_a_resize(case):
     loader = make(CASES[case], persistent_workers=True)
     found = in_turn(loader, {2: 1, 4: 2}, 5)
     saved = save(loader)
-    loader = make(CASES[case], 2, seed=2, persistent_workers=True)
+    loader = hosted(CASES[case], 2, persistent_workers=True)
     loader.load_state_dict(read(saved))
     assert found + in_turn(loader, {0: 1, 3: 3}, 19) == expected
 

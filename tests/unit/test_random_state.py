@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.random_state import RandomState, Rewind, find_generators
+from rayloader.generators import find_generators
+from rayloader.random_state import RandomState, Rewind
 
 DRAWS = {"python": random.random, "torch": lambda: torch.rand(1).item(), "numpy": np.random.rand}
 
@@ -59,7 +60,7 @@ def run(rewind, tasks, noise):
 @pytest.mark.parametrize("undo_from", [0, 2, 4, 5, 6, 8, 10, 12])
 @pytest.mark.parametrize("every", [1, 3])
 def test_tasks_are_undone(undo_from, every):
-    rewind = Rewind(100, None)
+    rewind = Rewind(100, [])
     drawn = run(rewind, [0, 2, 4, 6, 8, 10], lambda task: task % every == 0)
     here = picture()
     rewind.undo_from(undo_from)
@@ -71,7 +72,7 @@ def test_tasks_are_undone(undo_from, every):
 
 
 def test_a_normal_number_in_store_is_undone_too():
-    rewind = Rewind(100, None)
+    rewind = Rewind(100, [])
     np.random.seed(0)
     drawn = []
     for task in range(6):
@@ -82,7 +83,7 @@ def test_a_normal_number_in_store_is_undone_too():
 
 
 def test_it_begins_anew():
-    rewind = Rewind(100, None)
+    rewind = Rewind(100, [])
     run(rewind, [0, 1], lambda task: True)
     rewind.undo_from(None)
     here = picture()
@@ -112,7 +113,7 @@ def numbers_of(holder):
 def test_generators_of_a_dataset_are_found_and_undone_too():
     holder = Holder()
     assert len(find_generators(holder)) == 4
-    rewind, drawn = Rewind(10, holder), []
+    rewind, drawn = Rewind(10, find_generators(holder)), []
     for task in range(5):
         rewind.task_begins(task)
         drawn.append(numbers_of(holder))

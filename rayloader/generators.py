@@ -1,0 +1,496 @@
+"""Random generators that user code holds: found in an object, in a replica, and where its code makes them later.
+
+Promise: `find_generators` lists the generators that an object holds, however many and however deep. A worker's
+`Generators` also knows those that were made after its replica was opened, by the paths that lead to them, and puts
+their states back in another process that has the same replica.
+
+NOTE [Given and later]. The pickler that ships a replica meets each generator in it, and `reduce_generator` has the
+worker's unpickler note each one: these are *given*, in an order that is the same in every worker, and need no search.
+The *later* ones (made by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample) are found among
+the objects that Python's collector tracks, and the paths to them by a walk from the replica and from the modules that
+were imported since the process started. In another process a later one is looked up by its path and given its state;
+if it is not there yet it is made. A generator that no path leads to (in the frame of an iterator, for instance) is
+not followed: batches that are built again are compared with what was delivered (digest.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import gc
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rayloader.errors import ReplayError
+
+KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
+
+Step = tuple[str, Any] | None  # None: a step that can't be taken in another process
+Path = tuple[Step, ...]
+_Node = tuple[Any, Step] | None  # the parent's node, and the step from there
+
+_ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
+_ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, property, np.dtype}
+_CHUNK = 100_000  # objects whose referents are looked at in one go
+
+
+# ---- generators
+
+
+def engine(generator: Any) -> Any:
+    """What holds a generator's state: NumPy's generators may share one."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator
+    return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator
+
+
+def state_of(generator: Any) -> Any:
+    """A generator's state as it tells it."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        return engine(generator).state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.get_state().numpy().tobytes()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """The inverse of `state_of`."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        engine(generator).state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def distinct(found: Iterable[Any]) -> list[Any]:
+    """The generators to be followed: each state once, without the global ones and those that can't tell their state."""
+    chosen: dict[int, Any] = {}
+    shared = {id(engine(obj)) for obj, *_ in _globals()}
+    for generator in found:
+        key = id(engine(generator))
+        if key in shared or (key in chosen and not isinstance(generator, np.random.RandomState)):
+            continue
+        with contextlib.suppress(Exception):  # random.SystemRandom, or a class of the user's
+            state_of(generator)
+            chosen[key] = generator
+    return list(chosen.values())
+
+
+def find_generators(obj: Any) -> list[Any]:
+    """The random generators that an object holds, in an order that depends on nothing but the object."""
+    return distinct(generator for _, generator in _walk([((None, ("root", "object")), obj)]))
+
+
+def _globals() -> tuple[tuple[Any, Any, str], ...]:
+    numpy = np.random.mtrand
+    return (
+        (random._inst, random, "_inst"),
+        (numpy._rand, numpy, "_rand"),
+        (numpy._rand._bit_generator, numpy._rand, "_bit_generator"),
+        (torch.default_generator, torch, "default_generator"),
+    )
+
+
+# ---- given ones: noted while a replica is unpickled
+
+_noted: list[Any] | None = None
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Any]]:
+    """Gives a list of the generators that are unpickled meanwhile, in the process's one thread that unpickles."""
+    global _noted
+    _noted = []
+    try:
+        yield _noted
+    finally:
+        _noted = None
+
+
+def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
+    """How a replica's pickler reduces a generator: as usual (`reduced`), and noted where it is unpickled.
+
+    The global ones are pickled by name: what is bound to one of them in the driver is bound to the worker's there, as
+    after a fork.
+    """
+    for one, owner, name in _globals():
+        if obj is one:
+            return getattr, (owner, name)
+    if isinstance(obj, random.SystemRandom) and type(obj).__reduce__ is random.Random.__reduce__:
+        return _without_state, (type(obj), vars(obj))
+    usual = reduced(obj)
+    if not isinstance(usual, tuple):
+        return usual
+    make, arguments, *rest = usual
+    return _note, (make, *arguments), *rest
+
+
+def _without_state(kind: Any, attributes: dict[str, Any]) -> Any:
+    generator = kind.__new__(kind)
+    vars(generator).update(attributes)
+    return generator
+
+
+def _note(make: Callable[..., Any], *arguments: Any) -> Any:
+    generator = make(*arguments)
+    if _noted is not None and isinstance(generator, KINDS):
+        _noted.append(generator)
+    return generator
+
+
+# ---- later ones
+
+
+class Later(NamedTuple):
+    """The state of a generator that was made after the replica was opened."""
+
+    paths: tuple[Path, ...]
+    kind: str  # what to make where it is missing; empty: that is not known
+    state: Any
+    lasting: bool  # it was not made anew since the last look: what it gives next depends on its state
+
+
+class Generators:
+    """The generators of one worker.
+
+    Args:
+        replica: the objects of the replica, by name.
+        noted: the generators that were met when it was unpickled.
+
+    Attributes:
+        given: of the replica.
+    """
+
+    def __init__(self, replica: dict[str, Any], noted: list[Any]) -> None:
+        self._replica = replica
+        self.given = distinct(noted)
+        self._known = {id(engine(generator)) for generator in [*noted, *self.given]}
+        self._noted = noted  # keeps their identities
+        self._later: list[tuple[tuple[Path, ...], Any, bool]] = []
+
+    def look(self) -> tuple[Later, ...]:
+        """The later ones as they are now."""
+        followed = []
+        for paths, before, _ in self._later:
+            now = self._at(paths[0])
+            if _is(now, KINDS) and id(engine(now)) not in self._known:
+                followed.append((paths, now, now is before))
+        seen = {id(engine(generator)) for _, generator, _ in followed}
+        unknown = _tracked(self._known | seen)
+        if unknown:
+            reached: dict[int, tuple[list[Path], Any]] = {}
+            for path, generator in _walk(self._roots()):
+                if id(engine(generator)) in unknown:
+                    reached.setdefault(id(generator), ([], generator))[0].append(path)
+            followed += [(tuple(paths), generator, True) for paths, generator in reached.values()]
+        self._later = followed
+        return tuple(
+            Later(paths, _kind(generator), state_of(generator), lasting) for paths, generator, lasting in followed
+        )
+
+    def put_back(self, later: tuple[Later, ...]) -> None:
+        """Gives the later ones the states that they had in another process.
+
+        Raises:
+            ReplayError: one is not there, and can't be made.
+        """
+        self._later = []
+        for paths, kind, state, lasting in later:
+            generator = self._at(paths[0])
+            fits = _is(generator, KINDS) and id(engine(generator)) not in self._known
+            try:
+                if not fits or _kind(generator) != kind or not _suits(generator, state):
+                    generator = _make(kind, state)
+                    for path in paths:
+                        _put(self._at(path[:-1]), path[-1], generator)
+                set_state(generator, state)
+            except Exception as error:
+                if not lasting:
+                    continue  # made anew for each sample: nothing depends on its state
+                raise ReplayError(
+                    f"the random generator at {in_words(paths[0])} was made while loading, and can't be made again in "
+                    "another process; make it in __init__ or in worker_init_fn, or give the dataset state_dict() and "
+                    "load_state_dict()"
+                ) from error
+            self._later.append((paths, generator, lasting))
+
+    def _roots(self) -> Iterator[tuple[_Node, Any]]:
+        for name, obj in self._replica.items():
+            yield (None, ("root", name)), obj
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, types.ModuleType) and name != __name__:
+                node = (None, ("module", name))
+                deep = name not in _MODULES_AT_START
+                for key, value in list(vars(module).items()):
+                    if _is(value, KINDS) or (deep and not key.startswith("__")):
+                        yield (node, ("attribute", key)), value
+
+    def _at(self, path: Path) -> Any:
+        """What a path leads to, None if it is not there."""
+        obj: Any = None
+        try:
+            for step in path:
+                if step is None:
+                    return None
+                kind, key = step
+                if kind == "root":
+                    obj = self._replica[key]
+                elif kind == "module":
+                    obj = sys.modules[key]
+                else:
+                    obj = _GET[kind](obj, key)
+        except Exception:  # whatever stands there instead
+            return None
+        return obj
+
+
+_MODULES_AT_START: dict[str, int] = {}  # with how many globals each
+
+
+def note_modules() -> None:
+    """The process has imported what it needs: generators in these modules are nobody's but theirs."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType):
+            _MODULES_AT_START[name] = len(vars(module))
+
+
+def _tracked(known: set[int]) -> set[int]:
+    """The identities of the engines of all generators that live in this process and are not known."""
+    kinds = {kind for base in KINDS for kind in _with_subclasses(base)}
+    objects = gc.get_objects()
+    found = [obj for obj in objects if type(obj) in kinds]
+    torch_kinds = _with_subclasses(torch.Generator)  # the collector tracks neither them nor a dict of nothing else
+    for begin in range(0, len(objects), _CHUNK):
+        holders = objects[begin : begin + _CHUNK]
+        while holders:
+            referents = gc.get_referents(*holders)
+            if not torch_kinds.isdisjoint(map(type, referents)):
+                found += [obj for obj in referents if type(obj) in torch_kinds]
+            holders = [obj for obj in referents if type(obj) in (dict, tuple) and not gc.is_tracked(obj)]
+    for name, count in _MODULES_AT_START.items():
+        module = sys.modules.get(name)
+        if module is not None and len(vars(module)) != count:
+            found += [obj for obj in vars(module).values() if type(obj) in kinds]
+    del objects
+    return {id(engine(obj)) for obj in distinct(found)} - known
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    below: list[type] = type.__subclasses__(kind)
+    return {kind}.union(*map(_with_subclasses, below))
+
+
+def _kind(generator: Any) -> str:
+    kind = type(generator)
+    if kind in (random.Random, np.random.Generator, np.random.RandomState):
+        return kind.__name__
+    if isinstance(generator, np.random.BitGenerator) and getattr(np.random, kind.__name__, None) is kind:
+        return "BitGenerator"
+    return "torch" if kind is torch.Generator and generator.device.type == "cpu" else ""
+
+
+def _suits(generator: Any, state: Any) -> bool:
+    return not isinstance(state, dict) or state["bit_generator"] == type(engine(generator)).__name__
+
+
+def _make(kind: str, state: Any) -> Any:
+    match kind:
+        case "Random":
+            return random.Random()
+        case "torch":
+            return torch.Generator()
+        case "Generator" | "RandomState" | "BitGenerator":
+            bits = getattr(np.random, state["bit_generator"])()
+            return bits if kind == "BitGenerator" else getattr(np.random, kind)(bits)
+    raise TypeError("a class of the user's")
+
+
+# ---- walking
+
+
+def _walk(roots: Iterable[tuple[_Node, Any]]) -> Iterator[tuple[Path, Any]]:
+    """The generators that are reached from some objects, with each path to them, the shortest first."""
+    queue = collections.deque(roots)
+    seen: set[int] = set()
+    slots: dict[type, list[str]] = {}
+    keep: list[Any] = []  # what was made on the way, so that no identity is used twice
+    while queue:
+        node, obj = queue.popleft()
+        if _is(obj, KINDS):
+            yield _path(node), obj
+        if id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        keep.append(obj)
+        queue.extend(((node, step), child) for step, child in _children(obj, slots) if type(child) not in _ATOMS)
+
+
+def _is(obj: Any, kinds: type | tuple[type, ...]) -> bool:
+    """As `isinstance`, which asks objects of the user's what they claim to be."""
+    return issubclass(type(obj), kinds)
+
+
+def _path(node: _Node) -> Path:
+    steps: list[Step] = []
+    while node is not None:
+        node, step = node
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
+def _children(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, Any]]:
+    kind = type(obj)
+    if _is(obj, (type, types.ModuleType)):
+        if _is(obj, type) and not _is_imported(obj):
+            yield from ((("attribute", name), value) for name, value in list(vars(obj).items()))
+        return
+    if _is(obj, (torch.Tensor, *KINDS[1:])):
+        return
+    if not _is_imported(kind):
+        yield ("class", None), kind
+    if _is(obj, dict):
+        yield from ((("key", k) if _is_plain(k) else None, value) for k, value in list(obj.items()))
+        yield ("factory", None), getattr(obj, "default_factory", None)
+    elif _is(obj, (list, tuple, collections.deque)):
+        yield from ((("item", number), value) for number, value in enumerate(obj))
+    elif _is(obj, (set, frozenset)):
+        yield from ((None, value) for value in obj)
+    elif _is(obj, np.ndarray):
+        if obj.dtype.hasobject:
+            yield from ((None, value) for value in obj.flat)
+        return
+    elif _is(obj, types.FunctionType):
+        yield from _of_function(obj)
+    elif _is(obj, types.CellType):
+        with contextlib.suppress(ValueError):  # empty
+            yield ("contents", None), obj.cell_contents
+    elif _is(obj, (types.MethodType, types.BuiltinMethodType)):
+        yield ("self", None), obj.__self__
+        yield ("function", None), getattr(obj, "__func__", None)
+        return
+    elif _is(obj, (staticmethod, classmethod)):
+        yield ("function", None), obj.__func__
+        return
+    elif _is(obj, functools.partial):
+        yield ("partial", "func"), obj.func
+        yield ("partial", "args"), obj.args
+        yield ("partial", "keywords"), obj.keywords
+    attributes = _attributes(obj)
+    if kind not in slots:
+        slots[kind] = [
+            name
+            for base in kind.__mro__
+            for name, member in vars(base).items()
+            if _is(member, types.MemberDescriptorType) and "__slots__" in vars(base)
+        ]
+    for name in slots[kind]:
+        with contextlib.suppress(AttributeError):  # not set
+            yield ("attribute", name), object.__getattribute__(obj, name)
+    if attributes is not None:
+        yield from ((("attribute", name), value) for name, value in list(attributes.items()))
+    elif not slots[kind] and not _is(obj, (dict, list, tuple, set, frozenset)):
+        yield from ((None, value) for value in gc.get_referents(obj) if not _is(value, type))
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
+    yield from ((("closure", n), cell) for n, cell in enumerate(function.__closure__ or ()))
+    yield from ((("default", n), value) for n, value in enumerate(function.__defaults__ or ()))
+    yield from ((("kwdefault", name), value) for name, value in (function.__kwdefaults__ or {}).items())
+    module = sys.modules.get(function.__globals__.get("__name__", ""))
+    if module is None or vars(module) is not function.__globals__:  # it was pickled by value
+        globals_ = list(function.__globals__.items())
+        yield from ((("global", name), value) for name, value in globals_ if name != "__builtins__")
+
+
+def _attributes(obj: Any) -> dict[str, Any] | None:
+    try:
+        attributes = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if _is(attributes, dict) else None
+
+
+def _is_imported(kind: type) -> bool:
+    """Whether a class belongs to a module that was there when the process started; its attributes are constants."""
+    return kind.__module__ in _MODULES_AT_START or kind.__module__ == "builtins"
+
+
+def _is_plain(key: Any) -> bool:
+    return type(key) in (str, int, float, bool, bytes, type(None)) or (
+        type(key) is tuple and all(map(_is_plain, key))
+    )  # fmt: skip
+
+
+_GET: dict[str, Callable[[Any, Any], Any]] = {
+    "attribute": lambda obj, name: _get_attribute(obj, name),
+    "key": lambda obj, key: dict.__getitem__(obj, key),
+    "item": lambda obj, number: obj[number],
+    "closure": lambda obj, number: obj.__closure__[number],
+    "contents": lambda obj, _: obj.cell_contents,
+    "default": lambda obj, number: obj.__defaults__[number],
+    "kwdefault": lambda obj, name: obj.__kwdefaults__[name],
+    "global": lambda obj, name: obj.__globals__[name],
+    "self": lambda obj, _: obj.__self__,
+    "function": lambda obj, _: obj.__func__,
+    "partial": getattr,
+    "factory": lambda obj, _: obj.default_factory,
+    "class": lambda obj, _: type(obj),
+}
+
+
+def _get_attribute(obj: Any, name: str) -> Any:
+    if isinstance(obj, (type, types.ModuleType)):
+        return vars(obj)[name]
+    attributes = _attributes(obj)
+    return attributes[name] if attributes and name in attributes else object.__getattribute__(obj, name)
+
+
+def _put(obj: Any, step: Step, value: Any) -> None:
+    match step:
+        case ("attribute", name):
+            if isinstance(obj, (type, types.ModuleType)) or _attributes(obj) is None:
+                setattr(obj, name, value)
+            else:
+                _attributes(obj)[name] = value  # type: ignore[index]
+        case ("key", key) if isinstance(obj, dict):
+            dict.__setitem__(obj, key, value)
+        case ("item", number) if isinstance(obj, list):
+            obj[number] = value
+        case ("contents", None):
+            obj.cell_contents = value
+        case ("global", name):
+            obj.__globals__[name] = value
+        case _:
+            raise TypeError("it can't be put there")
+
+
+def in_words(path: Path) -> str:
+    """A path as the user would write it."""
+    words = ""
+    for step in path:
+        match step:
+            case None:
+                words += ".?"
+            case ("root" | "module", name):
+                words += name
+            case ("attribute", name):
+                words += f".{name}"
+            case ("key" | "item", key):
+                words += f"[{key!r}]"
+            case (kind, None):
+                words += f".<{kind}>"
+            case (kind, key):
+                words += f".<{kind} {key}>"
+    return words

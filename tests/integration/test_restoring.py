@@ -1,0 +1,288 @@
+"""A worker that goes on in another process builds the same batches or says that it can't: after a kill, and resumed."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import rayloader.worker
+import restoring_data as data
+from latches import Gate
+from probes import Calls, Stream
+from rayloader import DataLoader, ReplayError, StateError
+from restoring_data import lists
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+EXIT_LIMIT = 30.0  # seconds for a process to end; on expiry the test fails
+HANG_LIMIT = 120.0  # seconds that a test waits for a batch
+
+
+def make(arguments, **options):
+    torch.manual_seed(1)
+    usual = {"batch_size": 4, "num_workers": 2, "prefetch_factor": 2, "timeout": HANG_LIMIT}
+    return DataLoader(**{**usual, **arguments, **options})
+
+
+def kill_worker(iterator, worker_id=0):
+    address = iterator._crew.address(worker_id)
+    process = psutil.Process(address.pid)
+    os.kill(address.pid, signal.SIGKILL)
+    process.wait(EXIT_LIMIT)
+
+
+def interrupted(loader, at):
+    """All batches of a run whose worker 0 is killed when so many were taken, and the state of the loader then."""
+    iterator = iter(loader)
+    found = [lists(next(iterator)) for _ in range(at)]
+    state = loader.state_dict()
+    kill_worker(iterator)
+    return found + [lists(batch) for batch in iterator], state
+
+
+def resumed(loader, state):
+    loader.load_state_dict(state)
+    return [lists(batch) for batch in loader]
+
+
+# ---- random generators
+
+
+@pytest.mark.parametrize("case", data.CASES)
+def test_generators_go_on_wherever_they_are(case):
+    expected = [lists(batch) for batch in make(data.CASES[case]())]
+    found, state = interrupted(make(data.CASES[case]()), at=16)
+    assert found == expected
+    assert resumed(make(data.CASES[case]()), state) == expected[16:]
+
+
+@pytest.mark.parametrize("seeding", ["worker", "batch"])
+def test_before_and_after_one_is_made_late(seeding):
+    """A state from each moment: batch 5 makes it in worker 1."""
+    options = {"seeding": seeding, "num_workers": 1}
+    loader = make({"dataset": data.Late()}, **options)
+    found, states = [], []
+    for batch in loader:
+        found.append(lists(batch))
+        states.append(loader.state_dict())
+    for taken in range(4, 9):
+        assert resumed(make({"dataset": data.Late()}, **options), states[taken - 1]) == found[taken:]
+
+
+CANNOT = {
+    "system's, shown": lambda: {"dataset": data.SystemRandom(shows=True)},
+    "the process": lambda: {"dataset": Calls(lambda index: [index, os.getpid()], data.LENGTH)},
+}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_what_cannot_be_followed_is_an_error_and_never_another_stream(case):
+    expected = [lists(batch)[0] for batch in make(CANNOT[case]())]
+    assert len(expected) == 24
+    loader = make(CANNOT[case]())
+    iterator = iter(loader)
+    for _ in range(16):
+        next(iterator)
+    state = loader.state_dict()
+    kill_worker(iterator)
+    errors = []
+    for _ in range(8):  # the batches under way may have been built before
+        try:
+            next(iterator)
+        except ReplayError as error:
+            errors.append(str(error))
+    assert len(errors) >= 2
+    assert all("worker 0" in error or "while loading" in error for error in errors)
+    loader = make(CANNOT[case]())
+    loader.load_state_dict(state)
+    iterator = iter(loader)
+    for _ in range(8):
+        with pytest.raises(ReplayError):
+            next(iterator)
+
+
+def test_one_that_is_made_late_within_what_is_made_late_is_exact_or_an_error():
+    """Nobody can make it again; but what was built before it was made can be built again."""
+    loader = make({"dataset": data.LateDeep()}, num_workers=1)
+    found, states = [], []
+    for batch in loader:
+        found.append(lists(batch))
+        states.append(loader.state_dict())
+    for taken in range(4, 20, 3):
+        loader = make({"dataset": data.LateDeep()}, num_workers=1)
+        loader.load_state_dict(states[taken - 1])
+        try:
+            assert [lists(batch) for batch in loader] == found[taken:]
+        except ReplayError as error:
+            assert "the random generator at dataset.generator." in str(error)  # noqa: PT017
+
+
+# ---- datasets that tell their state
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_a_dataset_that_is_its_own_iterator(at):
+    expected = [lists(batch) for batch in make({"dataset": data.OwnIterator()})]
+    assert len(expected) == 20
+    found, state = interrupted(make({"dataset": data.OwnIterator()}), at)
+    assert found == expected
+    assert resumed(make({"dataset": data.OwnIterator()}), state) == expected[at:]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_restore_that_fails_is_that_error_for_every_batch(num_workers):
+    loader = make({"dataset": data.OwnIterator()}, num_workers=2)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    state = loader.state_dict()
+    loader = make({"dataset": data.OwnIterator(fails=True)}, num_workers=num_workers)
+    loader.load_state_dict(state)
+    iterator = iter(loader)
+    for _ in range(12):
+        with pytest.raises(ValueError, match="as planned"):
+            next(iterator)
+
+
+class Differs(IterableDataset):
+    """Another stream in each process."""
+
+    def __iter__(self):
+        return iter([[index, os.getpid()] for index in range(40)])
+
+
+def test_a_stream_that_differs_is_that_error_for_every_batch():
+    loader = make({"dataset": Differs()}, num_workers=1)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    state = loader.state_dict()
+    kill_worker(iterator)
+    with pytest.raises(ReplayError):
+        list(iterator)
+    for _ in range(4):
+        with pytest.raises(ReplayError):
+            next(iterator)
+    loader = make({"dataset": Differs()}, num_workers=1)
+    loader.load_state_dict(state)
+    iterator = iter(loader)
+    for _ in range(4):
+        with pytest.raises(ReplayError):
+            next(iterator)
+
+
+def test_a_state_that_cannot_be_told_hurts_only_who_asks_for_it():
+    loader = make({"dataset": data.Untellable()})
+    iterator = iter(loader)
+    found = [lists(next(iterator)) for _ in range(8)]
+    with pytest.raises(StateError, match=r"could not tell its state(.|\n)*pickle"):
+        loader.state_dict()
+    found += [lists(batch) for batch in iterator]
+    assert found == [lists(batch) for batch in make({"dataset": data.Indices()})]
+
+
+class Heavy(data.Indices):
+    """Its state is large, and says how often it was told."""
+
+    def __init__(self):
+        self.told = 0
+        self.calls = 0
+
+    def __getitem__(self, index):
+        self.calls += 1
+        return [index, self.calls, self.told]
+
+    def state_dict(self):
+        self.told += 1
+        return {"calls": self.calls, "content": torch.zeros(4_000_000)}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def test_a_state_is_taken_rarely_and_nothing_is_lost():
+    loader = make({"dataset": Heavy()}, num_workers=1)
+    iterator = iter(loader)
+    batches = [lists(next(iterator)) for _ in range(24)]
+    assert max(batches[-1][2]) == 1  # after the first call; then not for a hundred times what that took
+    assert [batch[1] for batch in batches] == [[4 * n + k for k in range(1, 5)] for n in range(24)]
+    loader = make({"dataset": Heavy()}, num_workers=1)
+    iterator = iter(loader)
+    for _ in range(10):
+        next(iterator)
+    rest = resumed(make({"dataset": Heavy()}, num_workers=1), loader.state_dict())
+    assert [batch[1] for batch in rest] == [batch[1] for batch in batches[10:]]
+
+
+# ---- reading again takes its time
+
+
+@pytest.fixture
+def samples(monkeypatch):
+    """A function of an index that takes 0.03 s, by the clock of the driver, however fast this machine is."""
+    clock = torch.zeros(1, dtype=torch.double).share_memory_()
+
+    class Clock:
+        sleep = time.sleep
+
+        @staticmethod
+        def monotonic():
+            return 1e9 + clock.item()  # after everything that was timed by another clock
+
+    def sample(index):
+        clock.add_(0.03)
+        return index
+
+    monkeypatch.setattr("rayloader.epoch.time", Clock)
+    return sample
+
+
+def in_small_steps(worker_id):
+    """What must be built again is built one batch a call."""
+    rayloader.worker.REPLAY_SECONDS = 0.0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_building_again_is_no_hang(stream, samples, monkeypatch, caplog):
+    """All together it takes more than twice the timeout, and each batch an eighth of it."""
+    monkeypatch.setattr("rayloader.epoch.REPLAY_PATIENCE_S", 0.2)
+    monkeypatch.setattr("rayloader.journal._is_before", lambda state, task_id: False)  # snapshots are rare
+    arguments = {
+        "dataset": Stream(lambda worker: map(samples, range(96))) if stream else Calls(samples, 96),
+        "worker_init_fn": in_small_steps,
+        "fresh_processes": True,
+    }
+    options = {"num_workers": 1, "timeout": 1.0, "on_timeout": "restart", "max_worker_restarts": 1}
+    found, state = interrupted(make(arguments, **options), at=20)
+    assert found == torch.arange(96).view(-1, 4).tolist()
+    news = [r.getMessage() for r in caplog.records if "builds again" in r.getMessage()]
+    assert "rayloader: worker 0 builds again what it had built before: " in news[0]
+    assert len(news) >= 2
+    assert resumed(make(arguments, **options), state) == found[20:]
+
+
+def test_a_replay_that_hangs_times_out(tmp_path):
+    gate = Gate(tmp_path / "gate")
+
+    def samples(worker_id):
+        for index in range(60):
+            if index == 8 and (tmp_path / "again").exists():
+                gate.wait()
+            yield index
+
+    loader = make({"dataset": Stream(samples)}, num_workers=1)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    state = loader.state_dict()
+    list(iterator)
+    (tmp_path / "again").touch()
+    loader = make({"dataset": Stream(samples)}, num_workers=1, timeout=1.0)
+    loader.load_state_dict(state)
+    with pytest.raises(rayloader.BatchTimeoutError):
+        next(iter(loader))
+    gate.open()

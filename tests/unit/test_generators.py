@@ -1,0 +1,270 @@
+"""Generators in an object, in a replica, and made later: found, and put back in another process's copy."""
+
+import functools
+import gc
+import random
+import string
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from rayloader import generators
+from rayloader.errors import ReplayError
+from rayloader.generators import Generators, find_generators, noting
+from rayloader.transport import codec
+
+
+@pytest.fixture(autouse=True)
+def modules_noted(monkeypatch):
+    monkeypatch.setattr(generators, "_MODULES_AT_START", {})
+    generators.note_modules()
+    monkeypatch.delitem(generators._MODULES_AT_START, __name__)
+    gc.freeze()  # as a worker's process does when it has started
+    yield
+    gc.unfreeze()
+
+
+class Holder:
+    def __init__(self, held=None):
+        self.held = held
+
+    def __call__(self, *_):
+        return draw(self.held)
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+
+def draw(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand((), generator=generator).item()
+    return (generator.rand if isinstance(generator, np.random.RandomState) else generator.random)()
+
+
+def make(kind):
+    return {
+        "python": lambda: random.Random(1),
+        "numpy": lambda: np.random.default_rng(2),
+        "legacy": lambda: np.random.RandomState(3),
+        "torch": lambda: torch.Generator().manual_seed(4),
+    }[kind]()
+
+
+KINDS = ["python", "numpy", "legacy", "torch"]
+
+
+def closure(generator):
+    return lambda: draw(generator)
+
+
+def nested(obj, depth):
+    for _ in range(depth):
+        obj = Holder([obj])
+    return obj
+
+
+PLACES = {
+    "attribute": Holder,
+    "behind many objects": lambda g: Holder([*map(str, range(20_000)), *([k] for k in range(2_000)), g]),
+    "deep": lambda g: nested(g, 20),
+    "closure": closure,
+    "partial": lambda g: functools.partial(draw, g),
+    "default": lambda g: types.FunctionType(draw.__code__, globals(), "draw", (g,)),
+    "bound method": lambda g: Holder(g).__call__,
+    "slot": lambda g: set_slot(g),
+    "dict of tuples": lambda g: {"a": ({3: g},)},
+    "iterator": lambda g: iter([g]),
+}
+
+
+def set_slot(generator):
+    slotted = Slotted()
+    slotted.held = generator
+    return slotted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_generators_are_found_wherever_they_are(place, kind):
+    generator = make(kind)
+    (found,) = find_generators(PLACES[place](generator))
+    assert generators.engine(found) is generators.engine(generator)
+
+
+def test_the_search_ends_at_modules_classes_and_circles():
+    holder = Holder()
+    holder.held = [holder, sys, np, torch, Holder, find_generators, draw]
+    assert find_generators(holder) == []
+
+
+def test_of_shared_state_there_is_one():
+    bits = np.random.PCG64(1)
+    assert len(find_generators([np.random.Generator(bits), bits, np.random.Generator(bits)])) == 1
+    legacy = np.random.RandomState(1)
+    assert find_generators([legacy._bit_generator, legacy]) == [legacy]  # its second normal number in store counts
+
+
+def test_global_generators_and_those_without_a_state_are_nobodys():
+    held = [np.random.rand, random.random, torch.default_generator, np.random.mtrand._rand, random.SystemRandom()]
+    assert find_generators(held) == []
+
+
+def travelled(obj):
+    """The object as a worker has it, and its generators."""
+    encoded = codec.encode(obj, mapped=())
+    with noting() as noted:
+        copy = codec.decode(encoded.skeleton, encoded.buffers)
+    return copy, Generators({"dataset": copy}, noted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("iterator", "default")])
+def test_the_pickler_meets_each(place, kind):
+    original = make(kind)
+    _, copy = travelled(PLACES[place](original))
+    (found,) = copy.given
+    assert repr(generators.state_of(found)) == repr(generators.state_of(find_generators([original])[0]))
+
+
+class Own(random.Random):
+    """With a pickling of its own."""
+
+    def __init__(self, tag):
+        super().__init__(7)
+        self.tag = tag
+
+    def __reduce__(self):
+        return Own, (self.tag,), self.getstate()
+
+    def __setstate__(self, state):
+        self.setstate(state)
+
+
+def test_subclasses_and_who_is_the_same_as_whom_stay():
+    generator = Own("mine")
+    generator.random()
+    numpy = np.random.default_rng(5)
+    (one, same, numpys), copy = travelled(
+        (generator, Holder(generator), [numpy, np.random.Generator(numpy.bit_generator)])
+    )
+    assert type(one) is Own
+    assert one.tag == "mine"
+    assert same.held is one
+    assert one.random() == generator.random()
+    assert numpys[0].bit_generator is numpys[1].bit_generator
+    assert len(copy.given) == 2
+
+
+def test_what_is_bound_to_a_global_generator_is_bound_to_it_there_too():
+    """As after a fork: such a dataset draws from the generators that the worker's seeds reach."""
+    copy, found = travelled([np.random.rand, random.random, torch.default_generator, np.random.mtrand._rand])
+    assert copy[0].__self__ is copy[3] is np.random.mtrand._rand
+    assert copy[1].__self__ is random._inst
+    assert copy[2] is torch.default_generator
+    assert found.given == []
+
+
+def test_system_random_travels():
+    copy, found = travelled(Holder(random.SystemRandom()))
+    assert 0 <= copy() < 1
+    assert found.given == []
+
+
+# ---- made later
+
+
+def two_workers(obj):
+    """The same replica in two processes."""
+    return travelled(obj), travelled(obj)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_one_is_put_back(kind):
+    (old, mine), (new, others) = two_workers(Holder())
+    assert mine.look() == ()
+    old.held = make(kind)
+    draw(old.held)
+    later = mine.look()
+    expected = draw(old.held)
+    others.put_back(later)
+    assert draw(new.held) == expected
+    assert others.look()[0].paths == later[0].paths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_that_is_there_already_keeps_its_identity(kind):
+    (old, mine), (new, others) = two_workers([Holder(), Holder()])
+    old[0].held = old[1].held = make(kind)
+    new[0].held = new[1].held = there = make(kind)
+    later = mine.look()
+    assert len(later) == 1
+    draw(there)
+    others.put_back(later)
+    assert new[0].held is new[1].held is there
+    assert draw(there) == draw(old[0].held)
+
+
+def test_two_names_of_one_that_is_made_again_stay_names_of_one():
+    (old, mine), (new, others) = two_workers([Holder(), Holder()])
+    old[0].held = old[1].held = make("numpy")
+    others.put_back(mine.look())
+    assert new[0].held is new[1].held is not None
+
+
+def test_one_in_the_place_of_a_given_one():
+    """The given one, which somebody else has too, is left alone."""
+    shared = make("python")
+    (old, mine), (new, others) = two_workers([Holder(shared), shared])
+    old[0].held = random.Random(99)
+    others.put_back(mine.look())
+    assert new[0].held.random() == random.Random(99).random()
+    assert new[1].random() == make("python").random()
+
+
+def test_a_global_of_a_module(monkeypatch):
+    module = types.ModuleType("made_by_a_test")
+    monkeypatch.setitem(sys.modules, "made_by_a_test", module)
+    (_, mine), (_, others) = two_workers(None)
+    module.state = {"generators": [make("numpy")]}
+    later = mine.look()
+    expected = draw(module.state["generators"][0])
+    module.state = {"generators": [make("legacy")]}
+    others.put_back(later)
+    assert draw(module.state["generators"][0]) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_global_of_a_module_that_was_there_at_the_start(kind, monkeypatch):
+    (_, mine), (_, others) = two_workers(None)
+    monkeypatch.setattr(string, "generator", make(kind), raising=False)
+    later = mine.look()
+    expected = draw(string.generator)
+    del string.generator
+    others.put_back(later)
+    assert draw(string.generator) == expected
+
+
+def test_one_whose_place_is_missing_is_an_error():
+    (old, mine), (_, others) = two_workers(Holder())
+    old.held = Holder(make("numpy"))
+    with pytest.raises(ReplayError, match=r"generator at dataset\.held\.held was made while loading"):
+        others.put_back(mine.look())
+
+
+def test_one_that_is_made_anew_each_time_need_not_be_there():
+    (old, mine), (_, others) = two_workers(Holder())
+    old.held = Holder(make("numpy"))
+    mine.look()
+    old.held = Holder(make("numpy"))
+    others.put_back(mine.look())
+
+
+def test_one_that_nobody_reaches_is_not_followed():
+    (_, mine), _ = two_workers(Holder())
+    mine_alone = make("numpy")
+    assert mine.look() == ()
+    assert draw(mine_alone)
