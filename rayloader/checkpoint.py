@@ -16,12 +16,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import cloudpickle
-
-from rayloader import plain_state, redeal
+from rayloader import local_state, plain_state, redeal
 from rayloader.draws import drawn
 from rayloader.errors import StateError
 from rayloader.journal import Journal, Told
+from rayloader.local_state import Stream, pack_object, unpack_object
 from rayloader.random_state import RandomState
 from rayloader.samplers import RANK, Moment, OwnState, Samplers
 from rayloader.snapshot import WorkerState, has_state
@@ -43,22 +42,26 @@ class Start(NamedTuple):
     own: OwnState = OwnState()
     first: Any = None  # after the first draw: what that gave
     checksum: int = 0  # of that
+    drawing: Moment | None = None  # before the first draw, where the sampler's iterator was made some time before
 
     def pack(self) -> dict[str, Any]:
         """As part of a state."""
         return {
             "moment": self.moment.pack(),
-            "sampler": _pack_object(self.own.sampler),
-            "iterator": _pack_object(self.own.iterator),
+            "sampler": pack_object(self.own.sampler),
+            "iterator": pack_object(self.own.iterator),
             "first": plain_state.pack(self.first),
             "checksum": self.checksum,
+            "drawing": None if self.drawing is None else self.drawing.pack(),
         }
 
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> Start:
         """The inverse of `pack`."""
-        own = OwnState(_unpack_object(packed["sampler"]), _unpack_object(packed["iterator"]))
-        return cls(Moment.unpack(packed["moment"]), own, plain_state.unpack(packed["first"]), packed["checksum"])
+        own = OwnState(unpack_object(packed["sampler"]), unpack_object(packed["iterator"]))
+        drawing = None if packed["drawing"] is None else Moment.unpack(packed["drawing"])
+        first = plain_state.unpack(packed["first"])
+        return cls(Moment.unpack(packed["moment"]), own, first, packed["checksum"], drawing)
 
 
 class Checksums:
@@ -108,7 +111,8 @@ class Position:
     """How far the user of one iterator is; kept up to date by the epoch, under `lock`."""
 
     def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
-        self.lock = threading.Condition()
+        self.lock = threading.RLock()  # taken and let go in C: no interrupt comes in between, as with a Condition
+        self.handed: Any = None  # the epoch's `Delivery` whose batch the user was given last
         self.samplers = samplers
         self.base_seed = base_seed
         self.shared_seed: int | None = None
@@ -139,9 +143,14 @@ class Position:
         self.skipped = 0  # samples
         self.stages: list[redeal.Stage] = []  # that the epoch went through with other numbers of ranks
         self.finished = False
+        self.handed = None
+        self._counted = -1  # the task that was taken last
         self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
         self._checksums: dict[int, int] = {}  # of the indices up to each task that is drawn and not taken
+        self._forgotten = 0  # no task before it is in there
         self.stateful = False
+        self.stream: Stream | None = None  # without workers
+        self.error = ""  # why the position can't be told
         self._draws = 0  # from the sampler; the one that found its end among them
 
     def redeals(self, epoch: int | None, stages: list[redeal.Stage]) -> Any:
@@ -158,6 +167,11 @@ class Position:
         self.stateful = self.samplers.is_stateful(iterator)
         start = self.starts[0]
         self.starts = [start._replace(own=self.samplers.with_iterator(start.own, iterator))]
+
+    def first_draw(self, iterator: Any) -> None:
+        """The same, where that is some time after the iterator was made."""
+        self.starts = [self.starts[0]._replace(drawing=self.samplers.capture())]
+        self.sampler_begins(iterator)
 
     def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> None:
         """The sampler has given the indices of this task."""
@@ -182,29 +196,44 @@ class Position:
         """Whether the user has this task's batch already."""
         return task_id in self._ahead
 
+    def settle(self) -> None:
+        """Counts the batch that was handed over last, if that is still to be done."""
+        with self.lock:
+            if self.handed is not None and not self.handed.counted:
+                task = self.handed.task
+                self.taken(task.worker_id, task.task_id, task.indices.checksum)
+                self.handed.counted = True
+
     def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
-        """The user has this task's batch now."""
+        """The user has this task's batch now. Telling it twice in a row does no harm, see `Journal.taken`."""
         if self.journals:
             self.journals[worker_id].taken(task_id)
             self.next_worker = (worker_id + 1) % self.num_workers
-        self.delivered += 1
-        before = self.next_task
-        if task_id == self.next_task or self.iterable:  # there nobody waits for what an exhausted worker was to build
-            self.next_task, self.checksum = task_id + 1, checksum
-        else:
-            self._ahead[task_id] = checksum
+        if task_id != self._counted:
+            if task_id == self.next_task or self.iterable:
+                # There nobody waits for what an exhausted worker was to build.
+                self.next_task, self.checksum = task_id + 1, checksum
+            else:
+                self._ahead[task_id] = checksum
+            self.delivered += 1
+            self._counted = task_id
         while self.next_task in self._ahead:
-            self.checksum = self._ahead.pop(self.next_task)
+            self.checksum = self._ahead[self.next_task]
+            del self._ahead[self.next_task]
             self.next_task += 1
-        for taken in range(before, self.next_task):
-            self._checksums.pop(taken, None)
+        while self._forgotten < self.next_task:
+            self._checksums.pop(self._forgotten, None)
+            self._forgotten += 1
 
     # ---- as a state
 
     def pack(self) -> dict[str, Any]:
         """The position, as part of a state."""
+        self.settle()
         if not all(journal.begun for journal in self.journals):
             raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
+        if self.error:
+            raise StateError(f"the position in the epoch can't be told: {self.error}")
         for start in self.starts:
             if start.own.error:
                 raise StateError(f"the sampler could not tell its state:\n{start.own.error}")
@@ -225,6 +254,7 @@ class Position:
             "drawn": {"tasks": last + 1, "checksum": self._checksums.get(last, self.checksum)},
             "starts": [start.pack() for start in self.starts],
             "stages": [stage.taken for stage in self.stages],
+            "stream": None if self.stream is None else self.stream.pack(),
             "workers": [
                 {"state": _pack_worker(journal.base), "replay": journal.replay} for journal in self.journals
             ],
@@ -270,6 +300,8 @@ class Position:
         for start in self.starts:
             with self.samplers.at(start.moment):
                 iterator = self._iterator_at(start)
+                if start.drawing is not None:
+                    self.samplers.move_to(start.drawing)
                 if self.iterable:  # its indices stand for nothing, and are all the same
                     told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
                     return iterator
@@ -307,8 +339,8 @@ def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
         **state._asdict(),
         "random": state.random.pack(),
         "begin": None if state.begin is None else state.begin.pack(),
-        "dataset": _pack_object(state.dataset),
-        "iterator": _pack_object(state.iterator),
+        "dataset": pack_object(state.dataset),
+        "iterator": pack_object(state.iterator),
     }
 
 
@@ -320,18 +352,10 @@ def _unpack_worker(packed: dict[str, Any] | None) -> WorkerState | None:
             **packed,
             "random": RandomState.unpack(packed["random"]),
             "begin": None if packed["begin"] is None else RandomState.unpack(packed["begin"]),
-            "dataset": _unpack_object(packed["dataset"]),
-            "iterator": _unpack_object(packed["iterator"]),
+            "dataset": unpack_object(packed["dataset"]),
+            "iterator": unpack_object(packed["iterator"]),
         }
     )
-
-
-def _pack_object(state: bytes | None) -> dict[str, Any] | None:
-    return None if state is None else {"state": plain_state.pack(pickle.loads(state))}
-
-
-def _unpack_object(packed: dict[str, Any] | None) -> bytes | None:
-    return None if packed is None else cloudpickle.dumps(plain_state.unpack(packed["state"]))
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -357,7 +381,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         "version": VERSION,
         "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
         "fits": _fits(loader, samplers),
-        **_program(samplers, stateful=stateful),
+        **_program(loader, samplers, stateful=stateful),
         "position": packed,
         "redeal": None,
     }
@@ -366,20 +390,21 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
 def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
     samplers = Samplers(loader)
-    return {**copy.deepcopy(state), **_program(samplers, stateful=state["sampler"]["tells"])}
+    return {**copy.deepcopy(state), **_program(loader, samplers, stateful=state["sampler"]["tells"])}
 
 
-def _program(samplers: Samplers, *, stateful: bool) -> dict[str, Any]:
-    """What is the program's own: the generators and samplers as they are now."""
+def _program(loader: Any, samplers: Samplers, *, stateful: bool) -> dict[str, Any]:
+    """What is the program's own: the generators and samplers as they are now; without workers the dataset too."""
     own = samplers.own_state()
     if own.error:
         raise StateError(f"the sampler could not tell its state:\n{own.error}")
     sampler = {
-        "own": _pack_object(own.sampler),
+        "own": pack_object(own.sampler),
         "progress": samplers.progress(),
         "tells": stateful or samplers.is_stateful(None),
     }
-    return {"now": samplers.capture().pack(), "sampler": sampler}
+    process = None if loader.num_workers else local_state.capture(loader)
+    return {"now": samplers.capture().pack(), "sampler": sampler, "process": process}
 
 
 def load(loader: Any, state: Any) -> dict[str, Any]:
@@ -394,7 +419,10 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
     if isinstance(state, list):
         state = redealt(loader, state)
     progress = check_state(loader, state)
-    samplers, own = Samplers(loader), _unpack_object(state["sampler"]["own"])
+    _check_workers(loader, state, loader.num_workers)
+    samplers, own = Samplers(loader), unpack_object(state["sampler"]["own"])
+    if loader.num_workers == 0 and state["process"] is not None:
+        local_state.restore(loader, state["process"])
     if state["redeal"] is None and (state["position"] is None or state["position"]["finished"]):
         samplers.load_between_epochs(own)
     else:
@@ -411,6 +439,8 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     number; persistent ones of the same number go on. Where the batches do not depend on the workers, it is the
     loader's own number at once.
     """
+    if state is not None:
+        _check_workers(loader, state, num_workers)
     position = state["position"] if state is not None else None
     if state is None or position is None or (position["finished"] and not loader.persistent_workers):
         return None, num_workers
@@ -420,8 +450,33 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     if loader.seeding == "batch" and is_map and not any(map(_depends_on_worker, position["workers"])):
         new = WorkerState(epoch=position["epoch"]) if position["epoch"] and not position["finished"] else None
         workers: list[Any] = [{"state": _pack_worker(new), "replay": []} for _ in range(num_workers)]
-        return {**position, "workers": workers, "next_worker": position["next_task"] % num_workers}, num_workers
+        return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
     return (None, num_workers) if position["finished"] else (position, state["num_workers"])
+
+
+def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None:
+    """Raises StateError where a state with workers is for a loader without, or the other way round, and that matters.
+
+    Without workers the samples draw from the program's own generators.
+    """
+    if bool(state["num_workers"]) == bool(num_workers):
+        return
+    what = f"the state is of a loader with num_workers={state['num_workers']}, this one has {num_workers}"
+    remedy = "make the loader with workers, or without, as the one that was saved"
+    if loader.seeding != "batch":
+        raise StateError(
+            f"{what}: without workers the samples draw from the program's own random generators, and with workers each "
+            f'worker has a stream of its own; {remedy}. With seeding="batch" both give the same batches'
+        )
+    position, process = state["position"], state["process"]
+    past = any(map(_depends_on_worker, position["workers"])) if position is not None else False
+    if process is not None:
+        past = past or local_state.depends_on_the_past(process)
+    if state["fits"]["dataset_kind"] == "iterable" or past:
+        raise StateError(
+            f"{what}: its dataset is a stream, or has a state or random generators of its own, which the process that "
+            f"does the work has; {remedy}"
+        )
 
 
 def _depends_on_worker(packed: dict[str, Any]) -> bool:
@@ -512,7 +567,7 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
                 + (", or load the list of all ranks' states" if name in RANK else "")
             )
     return samplers.check(
-        state["now"]["attributes"], state["sampler"]["progress"], tells=state["sampler"]["tells"], any_rank=any_rank
+        Moment.unpack(state["now"]), state["sampler"]["progress"], tells=state["sampler"]["tells"], any_rank=any_rank
     )
 
 

@@ -8,9 +8,11 @@ or is to move to another, goes on there as its journal says. `release` gives the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pickle import PickleBuffer
@@ -21,8 +23,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from torch.utils.data import _DatasetKind
 
 from rayloader import session
+from rayloader.answers import Answers
 from rayloader.errors import RaySessionError
 from rayloader.journal import Journal, Resumed, Told
+from rayloader.placement import Verdict
 from rayloader.snapshot import WorkerState
 from rayloader.transport import memory_file
 from rayloader.transport.control_page import ControlPage, make_page
@@ -31,10 +35,13 @@ from rayloader.transport.replica import Image
 from rayloader.worker import Setup, Source, WorkerAddress
 
 if TYPE_CHECKING:
+    from rayloader.lifetimes import Lease
     from rayloader.pool import Pool
 
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
+# How often a wait for one answer looks whether Ray is still there to give it, in seconds.
+SESSION_TICK_S = 1.0
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
 
@@ -46,11 +53,12 @@ SESSION_ENDED = (
 
 
 class ActorState(Enum):
-    """Who an actor works for."""
+    """Who an actor works for; see lifetimes.py."""
 
-    BUSY = "busy"  # lent to an iterator
+    LENT = "lent"  # to the lease of a crew
     STOPPING = "stopping"  # told to stop, not answered
     IDLE = "idle"  # warm, free for any loader with the same options
+    GONE = "gone"  # killed, or to be forgotten with its session
 
 
 @dataclass(eq=False, slots=True)
@@ -62,11 +70,13 @@ class Actor:
     options: dict[str, Any]  # that it was made with
     hello: Ref  # answered with its address once it runs
     created_at: float  # time.monotonic()
-    state: ActorState = ActorState.BUSY
+    lease: weakref.ref[Lease] | None  # that it is lent to
+    state: ActorState = ActorState.LENT
     address: WorkerAddress | None = None
     started_at: float | None = None  # time.monotonic() when it was first seen to run
     stopped: Ref = None  # answer to `stop`
-    stop_by: float = 0.0  # time.monotonic()
+    stop_by: float = math.inf  # time.monotonic(); while it is stopping
+    keep_until: float = math.inf  # time.monotonic(); while it is not lent
     lane: ArenaLane = field(default_factory=ArenaLane)
     page: ControlPage | None = field(default_factory=make_page)
     calls: int = 0  # made of `run`
@@ -123,8 +133,8 @@ class Actor:
 
     def drop(self, from_task: int) -> None:
         """Nobody wants tasks from this one on, of the calls made so far."""
-        if self.page is not None:
-            self.page.drop(self.calls, from_task)
+        if (page := self.page) is not None:  # the janitor may take it away meanwhile
+            page.drop(self.calls, from_task)
 
 
 class ActorLost(Exception):
@@ -135,15 +145,6 @@ class ActorLost(Exception):
         self.actor = actor
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """What a crew leaves behind: actors to be used again, and actors that are gone or must go."""
-
-    actors: list[Actor]
-    gone: list[Actor]
-    busy: bool  # calls may be unanswered
-
-
 class Crew:
     """The actors that one iterator owns, until `release`, and the workers that they host, dealt out in turn.
 
@@ -152,12 +153,13 @@ class Crew:
         journals: of the workers.
     """
 
-    def __init__(self, pool: Pool, actors: list[Actor], remote_args: dict[str, Any], *, fresh: bool) -> None:
+    def __init__(self, pool: Pool, lease: Lease, remote_args: dict[str, Any], *, fresh: bool) -> None:
         self._pool = pool
+        self._lease: Lease | None = lease  # None when the actors were given back
         self._fresh = fresh  # no actor may have been another's before
         self._remote_args = remote_args
         self._pid = os.getpid()
-        self._released = False
+        self._answers = Answers()
         self._image: Image | None = None  # kept for workers that have yet to open it
         self._carried: list[Any] = []
         self._setups: list[Setup] = []
@@ -165,13 +167,23 @@ class Crew:
         self._away: set[int] = set()  # workers whose host is not told yet that it is them
         self._started: dict[int, Ref] = {}  # answers to `start`, by worker
         self._dead: list[Actor] = []
-        self.actors = actors
+        self.actors: list[Actor] = []
         self.journals: list[Journal] = []
 
     @property
     def usable(self) -> bool:
         """Whether the actors are still this crew's and can be talked to."""
-        return not self._released and not self._pool.closed and self._pool.session_alive()
+        return self._lease is not None and not self._pool.closed and self._pool.session_alive()
+
+    def lend(self, count: int, *, fresh: bool | None = None) -> list[Actor]:
+        """Adds so many actors; does not wait until new ones run. `fresh`: unlike the others of the crew."""
+        if self._lease is None:
+            self.check_session()
+            raise AssertionError("check_session() raises for a crew without a lease")
+        fresh = self._fresh if fresh is None else fresh
+        new = self._pool.lend(self._lease, self._remote_args, count, fresh=fresh)
+        self.actors = self.actors + new
+        return new
 
     def check_session(self) -> None:
         """Raises RaySessionError unless the crew is usable."""
@@ -180,7 +192,7 @@ class Crew:
                 "an iterator works in the process that made it, and this one was forked from it; "
                 "load with num_workers=0 here, or start this process with the spawn method"
             )
-        if self._released or self._pool.closed:
+        if self._lease is None or self._pool.closed:
             raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
         if not self._pool.session_alive():
             raise RaySessionError(SESSION_ENDED)
@@ -192,23 +204,28 @@ class Crew:
             ActorLost: it never will.
         """
         self.check_session()
-        try:
-            return unpack(ray.get(ref, timeout=timeout))
-        except GetTimeoutError:
-            return None
-        except RayError as error:
+        answers, give_up = self._answers, math.inf if timeout is None else time.monotonic() + timeout
+        while not answers.wait([ref], 1, min(SESSION_TICK_S, max(0.0, give_up - time.monotonic()))):
+            if time.monotonic() >= give_up:
+                return None
+            self.check_session()
+        answer = answers[ref]
+        if isinstance(answer, RayError):
             self.check_session()  # Ray's shutdown is not the worker's fault
-            raise ActorLost(actor, error) from error
-        except SystemExit as error:  # what Ray raises in a thread that waits while it is shut down
-            raise RaySessionError(SESSION_ENDED) from error
+            raise ActorLost(actor, answer) from answer
+        return unpack(answer)
 
     def ready(self, refs: Sequence[Ref], *, count: int, timeout: float) -> list[Ref]:
         """Those of `refs` that are answered (or lost), once `count` of them are or after `timeout` seconds."""
         self.check_session()
-        try:
-            return ray.wait(list(refs), num_returns=min(count, len(refs)), timeout=timeout)[0]
-        except SystemExit as error:  # as in fetch
-            raise RaySessionError(SESSION_ENDED) from error
+        return self._answers.wait(refs, min(count, len(refs)), timeout)
+
+    def forget(self, ref: Ref | None = None) -> None:
+        """Drops the answer to a call that was fetched; without one, all."""
+        if ref is None:
+            self._answers = Answers()  # those that still come go to the old one
+        else:
+            self._answers.forget(ref)
 
     def start(self, image: Image, carried: list[Any], setups: list[Setup], journals: list[Journal]) -> None:
         """Tells the actors which workers they are.
@@ -221,13 +238,16 @@ class Crew:
         self._hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(setups))]
         self._away = set(range(len(setups)))
         if not self._all_see_us():
-            with contextlib.suppress(ActorLost):  # the epoch will say so
-                while pending := [actor.hello for actor in self.actors if actor.address is None]:
-                    self.ready(pending, count=len(pending), timeout=LOCATE_TICK_S)
+            while pending := [a.hello for a in self.actors if a.address is None and a not in self._dead]:
+                self.ready(pending, count=len(pending), timeout=LOCATE_TICK_S)
+                try:
                     self.check_started()
+                except ActorLost as lost:  # its workers stay away; the epoch has them start elsewhere
+                    self.lose(lost.actor)
         contents: list[Ref] = []
-        for worker_id in range(len(setups)):
-            self._start_worker(worker_id, contents)
+        for worker_id, host in enumerate(self._hosts):
+            if host not in self._dead:
+                self._start_worker(worker_id, contents)
 
     def revive(self) -> list[int]:
         """Starts the workers that are away and have a host by now; the epoch is to tell them what their journals say.
@@ -240,7 +260,7 @@ class Crew:
             return []
         self.check_session()
         if not self._all_see_us():
-            self.check_started()
+            self.check_started()  # whoever moves is away already
         hosted = [worker_id for worker_id in sorted(self._away) if self._hosts[worker_id] not in self._dead]
         ready = [w for w in hosted if self._all_see_us() or self._hosts[w].address is not None]
         contents: list[Ref] = []
@@ -321,15 +341,14 @@ class Crew:
         if actor not in self._dead:
             self._dead.append(actor)
             self._away.update(self.hosted_by(actor))
-            self._pool.post(Returned([], [actor], busy=True))
+            self._pool.kill(actor)
 
     def replace(self, worker_id: int) -> bool:
         """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
         old = self._hosts[worker_id]
         if old in self._dead:
-            (new,) = self._pool.more(self._remote_args, 1, fresh=True)  # idle ones may be as dead
-            self.actors[self.actors.index(old)] = new
-            self._hosts = [new if host is old else host for host in self._hosts]
+            (new,) = self.lend(1, fresh=True)  # idle ones may be as dead
+            self._move([old], [new])
             return True
         return False
 
@@ -340,8 +359,9 @@ class Crew:
             The workers that move; they are away now.
         """
         self.check_session()
+        self.lend(max(0, count - len(self.actors)))
         kept, spare = self.actors[:count], self.actors[count:]
-        self.actors = kept + self._pool.more(self._remote_args, max(0, count - len(kept)), fresh=self._fresh)
+        self.actors = kept
         hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(self._hosts))]
         moved = [worker_id for worker_id, host in enumerate(hosts) if host is not self._hosts[worker_id]]
         for worker_id in moved:
@@ -353,7 +373,7 @@ class Crew:
         self._away.update(moved)
         for actor in spare:
             actor.drop(from_task=0)
-        self._pool.post(Returned([a for a in spare if a not in self._dead], [], busy=True))
+            self._pool.give_back(actor)
         return moved
 
     def restart(self, worker_id: int) -> None:
@@ -366,11 +386,27 @@ class Crew:
             host.lane.abandon(worker_id)
         self._away.add(worker_id)
 
-    def check_started(self) -> None:
-        """Notes which actors run by now.
+    def _move(self, old: list[Actor], new: list[Actor]) -> list[int]:
+        """Deals out the workers of some actors, which leave the crew, to others.
+
+        Returns:
+            The workers that move; they are away now.
+        """
+        moved = [worker_id for worker_id, host in enumerate(self._hosts) if host in old]
+        for number, worker_id in enumerate(moved):
+            self._hosts[worker_id] = new[number % len(new)]
+        self._away.update(moved)
+        self.actors = list(dict.fromkeys(self._hosts))
+        return moved
+
+    def check_started(self) -> list[int]:
+        """Notes which actors run by now, and sees to it that no worker waits for a process for too long.
+
+        Returns:
+            Workers that move to another actor, since theirs found no place; they are away now.
 
         Raises:
-            WorkerStartError: one has waited for its place for too long.
+            WorkerStartError: none has found a place.
             ActorLost: one could not be started.
         """
         self.check_session()
@@ -384,10 +420,21 @@ class Crew:
             except RayError as error:
                 self.check_session()
                 raise ActorLost(actor, error) from error
-        if pending:
-            progress = [actor.started_at for actor in self.actors if actor.started_at is not None]
-            waited = time.monotonic() - max([min(actor.created_at for actor in pending), *progress])
-            self._pool.check_start_limit(waited, len(pending), len(self.actors), pending[0].options)
+        if not pending:
+            return []
+        hosts = [actor for actor in self.actors if actor not in pending and actor not in self._dead]
+        match self._pool.verdict(pending, self._remote_args):
+            case Verdict.SHARE_CPUS:
+                hosts = self.lend(len(pending), fresh=True)
+            case Verdict.GIVE_UP if hosts:
+                self._pool.gave_up(pending, len(self.actors))
+            case Verdict.GIVE_UP:
+                raise self._pool.start_error(pending, len(self.actors))
+            case _:
+                return []
+        for actor in pending:
+            self._pool.kill(actor)
+        return self._move(pending, hosts)
 
     def address(self, worker_id: int) -> WorkerAddress | None:
         """Where a worker runs; None if it does not, or nobody can say any more."""
@@ -398,16 +445,21 @@ class Crew:
         return actor.address
 
     def release(self, *, busy: bool, reuse: bool = True) -> None:
-        """Gives the actors back; callable from a finalizer and more than once.
+        """Gives the actors back; callable more than once. Not for finalizers.
 
         Args:
             busy: calls may be unanswered.
             reuse: whether others may have the processes.
         """
-        if self._released or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        self._released, self._image = True, None
-        for actor in self.actors:
-            actor.drop(from_task=0)
-        alive = [actor for actor in self.actors if actor not in self._dead]
-        self._pool.post(Returned(alive, [], busy=busy) if reuse else Returned([], alive, busy=busy))
+        lease, self._lease = self._lease, None  # an interrupt after this ends the lease too: nobody refers to it then
+        if lease is not None:
+            self._image = None
+            for actor in self.actors:
+                actor.drop(from_task=0)
+            self._pool.end(lease, busy=busy, reuse=reuse)
+
+    def later(self, job: Callable[[], object]) -> None:
+        """Has something done by the thread that no finalizer can hinder; for finalizers."""
+        self._pool.later(job)

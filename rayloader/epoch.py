@@ -4,30 +4,51 @@ Promise: `Epoch` feeds events to the schedule and carries out its commands; it d
 calls, the answers that wait for their turn, and the pin thread; `close` ends all of them.
 
 Threads: the user's thread draws from the sampler, at torch's moments, and submits. It also receives, unless batches are
-to be pinned: then `rayloader-pin` receives and the user's thread takes from it. `Epoch._changed` guards the schedule
+to be pinned: then `rayloader-pin` receives and the user's thread takes from it. `Epoch._lock` guards the schedule
 and the tables.
+
+NOTE [interrupts]
+In the main thread a signal handler, Ctrl-C's for one, may raise at almost any line. Three rules keep `next()` right:
+1. A batch stays the next one until `EpochIterator.__next__` notes, as the last thing that it does, that the user has
+   it (`Position.handed`). CPython runs handlers when a call returns, when a function is entered and in loops, and
+   between that note and the user there is none of these. All that comes before may be done again, or is marked as done.
+2. What changes the tables is marked before and after (`_changes`). Where an exception breaks it off that is not ours,
+   the epoch is `broken`: `next()` says so, and the next `iter()` starts with fresh workers. The position is right
+   nevertheless, for it counts what was handed over and nothing else.
+3. Locks that the user's thread takes are C's own, and waits are for a `Bell`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import reprlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torch._utils import ExceptionWrapper
 
+from rayloader import skipping
+from rayloader.bell import Bell
 from rayloader.checkpoint import Position
 from rayloader.crew import Actor, ActorLost, Crew, Ref
 from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
 from rayloader.delivery.pinning import PinThread
 from rayloader.draws import Drawn, drawn
-from rayloader.errors import BatchTimeoutError, RayloaderError, SkipLimitError, WorkerDiedError, add_note
-from rayloader.journal import Resumed, Told
+from rayloader.errors import (
+    BatchTimeoutError,
+    RayloaderError,
+    RaySessionError,
+    SkipLimitError,
+    WorkerDiedError,
+    add_note,
+)
+from rayloader.journal import Journal, Resumed, Told
 from rayloader.messages import (
     ANY_WORKER,
     BatchTaken,
@@ -59,6 +80,7 @@ from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
+from rayloader.transport.control_page import ControlPage
 from rayloader.transport.lanes import Lent, from_wire, unplaced
 from rayloader.worker import CARRY, Result, ResultKind, result_of
 
@@ -72,12 +94,15 @@ PAGE_TICK_S = 0.01
 SHARED_PATIENCE_S = 30.0
 
 
-class Delivery(NamedTuple):
-    """A task and its batch, or the user's exception in its place; `Epoch.NOTHING` where all was skipped."""
+@dataclass(eq=False, slots=True)
+class Delivery:
+    """A task and its batch, or the user's exception in its place; `skipping.NOTHING` where all was skipped."""
 
     task: Task
     data: Any
     skipped: tuple[tuple[str, str], ...] = ()
+    taken: bool = False  # the schedule knows
+    counted: bool = False  # the position knows: the user has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +115,29 @@ class _Call:
     num_tasks: int  # that it brought
     lent: Lent | None  # room for its batches
     wanted: bool  # what it builds
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _changes(method: _Method) -> _Method:
+    """Marks a method that changes the tables of an epoch, see NOTE [interrupts]."""
+
+    @functools.wraps(method)
+    def change(self: Epoch, *args: Any) -> Any:
+        with self._lock:
+            self._begun += 1
+            try:
+                result = method(self, *args)
+            except BaseException as error:
+                ours = isinstance(error, (RayloaderError, ActorLost))
+                if ours or threading.current_thread() is not threading.main_thread():
+                    self._ended += 1  # no interrupt: nothing was left half done
+                raise
+            self._ended += 1
+            return result
+
+    return change  # type: ignore[return-value]
 
 
 class Epoch:
@@ -136,7 +184,11 @@ class Epoch:
         self._device_index = device_index
         self._pin_thread: PinThread[Delivery] | None = None
         self._tick = TICK_S if pin is None else PIN_TICK_S
-        self._changed = position.lock  # guards what follows; notified with every event
+        self._lock = position.lock  # guards what follows
+        self._news = Bell()  # for the pin thread: rung with every event
+        self._begun = self._ended = 0  # changes of what follows
+        self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
+        self._out: Delivery | None = None  # what `next` gives until it was handed over
         self._schedule = schedule
         self._calls: list[deque[_Call]] = [deque() for _ in crew.journals]  # unanswered, by worker, oldest first
         self._left_over = [0] * len(crew.journals)  # tasks that a worker's answered calls have not done
@@ -148,10 +200,7 @@ class Epoch:
         self.dropped: dict[int, int] = {}  # by worker: its first task that nobody wants any more, set by `close`
         self._last_arrival = 0.0  # time.monotonic()
         self._failure: WorkerDiedError | None = None
-        self._cut_short = False  # closed before its last batch
         self._warned = False  # of workers that share a process
-
-    NOTHING = object()
 
     def open(self, *, fresh: bool = True) -> None:
         """Fills the window. What the sampler raises is raised here. `fresh`: the workers have only just started."""
@@ -168,9 +217,15 @@ class Epoch:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing more to come."""
-        with self._changed:
+        """Whether every batch was taken; never true of an epoch that was closed before."""
+        with self._lock:
             return self._schedule.finished
+
+    @property
+    def broken(self) -> bool:
+        """Whether an interrupt has left it half changed, see NOTE [interrupts]."""
+        with self._lock:
+            return self._drawing or self._begun != self._ended
 
     @property
     def failure(self) -> WorkerDiedError | None:
@@ -178,28 +233,34 @@ class Epoch:
         return self._failure
 
     def next(self) -> Delivery | None:
-        """The next batch, None after the last.
+        """The next batch, None after the last. It stays the next until it is the position's `handed`.
 
         Raises:
-            RayloaderError: a worker died, could not start, or did not answer in time.
+            RayloaderError: a worker died, could not start, or did not answer in time; the epoch was closed or broken.
             Exception: the sampler's own.
         """
-        if self._cut_short and self._failure is None:
-            self._crew.check_session()
+        if self._position.handed is self._out:
+            self._out = None
+        self._position.settle()
+        self._check_open()
         began = 0.0 if self._deliverable else time.monotonic()
-        while not self.finished:
-            delivery = self._open_first() if self._pin_thread is None else None
-            if delivery is None:
+        while self._out is not None or not self.finished:
+            if self._out is None:
+                self._out = self._open_first() if self._pin_thread is None else None
+            if self._out is None:
+                self._check_open()
                 self._check_integrity()
                 began = began or time.monotonic()
                 wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
-                delivery = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
-            if delivery is not None:
-                if not self._schedule.has(delivery.task):
-                    continue  # it was drawn again while it was being pinned
-                self._take(delivery)
-                if delivery.data is not self.NOTHING:
-                    return delivery
+                self._out = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
+            if self._out is not None:
+                if self._is_stale(self._out):
+                    self._out = None
+                    continue
+                self._take(self._out)
+                if self._out.data is not skipping.NOTHING:
+                    return self._out
+                self._drop_out()
                 began = 0.0
                 continue
             self._draw_owed()
@@ -213,102 +274,140 @@ class Epoch:
             raise self._failure.with_traceback(None)
         return None
 
+    def _check_open(self) -> None:
+        """Raises where the epoch cannot go on."""
+        if self.broken:
+            self._crew.check_session()
+            raise RayloaderError(
+                "this iterator was interrupted (by Ctrl-C, or a signal handler that raised) and has lost its place; "
+                "call iter() on the loader again. state_dict() still says which batches were taken"
+            )
+        if self._schedule.closed and not self._schedule.finished:
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)
+            self._crew.check_session()
+            raise RaySessionError("this epoch was ended: iter() was called on the loader again meanwhile")
+
+    def _is_stale(self, delivery: Delivery) -> bool:
+        """Whether it was drawn again while it was being pinned; then the pin thread is to go on."""
+        stale = not delivery.taken and not self._schedule.has(delivery.task)
+        if stale and self._pin_thread is not None:
+            self._pin_thread.taken(delivery)
+        return stale
+
     def _take(self, delivery: Delivery) -> None:
-        """The user has the batch."""
-        with self._changed:
-            self._position.taken(delivery.task.worker_id, delivery.task.task_id, delivery.task.indices.checksum)
-            self._handle(BatchTaken(delivery.task.task_id))
-            self._count_skipped(delivery.skipped)
+        """The user gets the batch."""
+        if self._pin_thread is not None:
+            self._pin_thread.taken(delivery)
+        if not delivery.taken:
+            self._end_turn(delivery)
         self._draw_owed()
 
-    def _count_skipped(self, skipped: tuple[tuple[str, str], ...]) -> None:
+    @_changes
+    def _end_turn(self, delivery: Delivery) -> None:
+        if self._pin_thread is None:
+            self._drop_first(delivery)
+        self._handle(BatchTaken(delivery.task.task_id))
+        delivery.taken = True
+        try:
+            self._count_skipped(delivery.skipped)
+        except SkipLimitError:
+            self._drop_out()
+            raise
+
+    def _drop_out(self) -> None:
+        """The next batch counts as handed over though the user does not get it."""
+        if self._out is not None:
+            self._position.handed = self._out
+            self._position.settle()
+            self._out = None
+
+    def _count_skipped(self, skipped: tuple[skipping.Skipped, ...]) -> None:
         self._position.skipped += len(skipped)
-        for index, reason in skipped:
-            logger.warning("rayloader: skipped sample %s: %s", index, reason)
-        if skipped and self._position.skipped > self._max_skipped:
-            raise SkipLimitError(
-                f"{self._position.skipped} samples have raised in this epoch, max_skipped={self._max_skipped} are "
-                f"skipped at most; the last is sample {skipped[-1][0]}: {skipped[-1][1]}. "
-                "Mend the data, or raise max_skipped"
-            )
+        skipping.tell(skipped, self._position.skipped, self._max_skipped)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""
-        with self._changed:
-            for worker_id in range(len(self._calls)):
-                self._take_published(worker_id)
-            for worker_id in self._crew.resize(count):
-                self._drop_calls(worker_id)
-                self._handle(WorkerLost(worker_id, "it moves to another process", blameless=True))
+        self._move_workers(count)
         self._revive()
 
-    def close(self, *, resuming: bool = False) -> None:
-        """Drops what is under way; callable more than once.
+    @_changes
+    def _move_workers(self, count: int) -> None:
+        for worker_id in range(len(self._calls)):
+            self._take_published(worker_id)
+        self._have_moved(self._crew.resize(count))
+
+    def close(self, *, resuming: bool = False, wait: bool = True) -> None:
+        """Drops what is under way; callable more than once. `wait`: until the pin thread has ended.
 
         With `resuming` the workers are to go on with another epoch, from where torch's would be by now: they finish
         their first tasks, and `dropped` says which are to be undone.
         """
-        with self._changed:
-            self._cut_short |= not self._schedule.finished
+        with self._lock:
             self._handle(Closed(resuming))
             for calls in self._calls:
                 calls.clear()
         if self._pin_thread is not None:
-            self._pin_thread.close()
+            self._pin_thread.close(wait=wait)
+        self._crew.forget()
 
     # ---- events in, commands out
 
+    @_changes
     def _handle(self, event: Event) -> None:
-        with self._changed:
-            for command in self._schedule.handle(event):
-                match command:
-                    case DrawIndices():
-                        pass  # owed: the sampler belongs to the user's thread, see _draw_owed
-                    case Submit(worker_id, tasks):
-                        self._submit(worker_id, tasks)
-                    case Deliver(task):
-                        self._deliverable.append((task, self._results.pop(task.task_id)))
-                    case Forget(task_ids):
-                        for task_id in task_ids:
-                            self._unanswered.discard(task_id)
-                            self._results.pop(task_id, None)
-                    case Drop(worker_id, first_task_id):
-                        actor = self._crew.actor(worker_id)
-                        if len(self._crew.hosted_by(actor)) == 1:
-                            actor.drop(first_task_id)
-                        self.dropped[worker_id] = first_task_id
-                    case ReplaceWorker(worker_id, cause):
-                        if self._crew.replace(worker_id):
-                            logger.warning(
-                                "rayloader: worker %d is lost and gets another process: %s", worker_id, cause
-                            )
-                    case Fail():
-                        self._failure = self._worker_died(command)
-            if self._pin_thread is not None:
-                self._changed.notify_all()
+        for command in self._schedule.handle(event):
+            match command:
+                case DrawIndices():
+                    pass  # owed: the sampler belongs to the user's thread, see _draw_owed
+                case Submit(worker_id, tasks):
+                    self._submit(worker_id, tasks)
+                case Deliver(task):
+                    self._deliverable.append((task, self._results.pop(task.task_id)))
+                case Forget(task_ids):
+                    for task_id in task_ids:
+                        self._unanswered.discard(task_id)
+                        self._results.pop(task_id, None)
+                case Drop(worker_id, first_task_id):
+                    actor = self._crew.actor(worker_id)
+                    if len(self._crew.hosted_by(actor)) == 1:
+                        actor.drop(first_task_id)
+                    self.dropped[worker_id] = first_task_id
+                case ReplaceWorker(worker_id, cause):
+                    if self._crew.replace(worker_id):
+                        logger.warning("rayloader: worker %d is lost and gets another process: %s", worker_id, cause)
+                case Fail():
+                    self._failure = self._worker_died(command)
+        if self._pin_thread is not None:
+            self._news.ring()
 
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
         ahead = self._sampler_iter if isinstance(self._sampler_iter, DrawAhead) else None
-        if ahead is not None and (changed := ahead.reach(self._schedule.torch_draws)) is not None:
-            self._undo(changed)
         if ahead is not None:
+            self._drawing = True
+            if (changed := ahead.reach(self._schedule.torch_draws)) is not None:
+                self._undo(changed)
             self._position.drawn_by_torch = self._schedule.torch_draws
+            self._drawing = False
         while self._schedule.owed_draws:
             if ahead is not None and not ahead.may_draw:
                 self._handle(DrawsPutOff())
                 break
+            self._drawing = True
             try:
                 indices = self._draw()
             except StopIteration:
                 self._position.sampler_ended(self._draws)
                 self._handle(SamplerExhausted())
-            except BaseException:  # the sampler's own, or that its indices cannot be pickled
+            except Exception:  # the sampler's own, or that its indices cannot be pickled
                 self._handle(SamplerFailed())
+                self._drop_out()  # as with torch's loader: the error comes in place of a batch that is there
+                self._drawing = False
                 raise
             else:
                 skip = self._position.has(self._draws - 1)
                 self._handle(IndicesSkipped() if skip else IndicesDrawn(indices))
+            self._drawing = False
 
     def _draw(self) -> Drawn:
         indices = next(self._sampler_iter)
@@ -321,13 +420,14 @@ class Epoch:
     def _undo(self, from_task: int) -> None:
         """The workers go back to before they were given this task, and build what is drawn instead."""
         self.note_begins()
-        with self._changed:
+        with self._lock:
             if self._failure is not None:
                 return
             for worker_id in range(len(self._calls)):
                 self._take_published(worker_id)
             before = [task for task in self._schedule.tasks if task.task_id < from_task]
-            self._checksum = before[-1].indices.checksum if before else self._position.checksum
+            last = before[-1] if before else self._out.task if self._out is not None else None
+            self._checksum = last.indices.checksum if last is not None else self._position.checksum
             self._draws = from_task
             self._position.undrawn(from_task)
             self._deliverable = deque(entry for entry in self._deliverable if entry[0].task_id < from_task)
@@ -341,7 +441,7 @@ class Epoch:
 
     def _check_integrity(self) -> None:
         """Raises where something under way was lost, which would be waited for for ever."""
-        with self._changed:
+        with self._lock:
             under_way = self._is_under_way() or self._deliverable or self._schedule.owed_draws
             if self._pin_thread is None and not under_way and not self._schedule.finished and self._failure is None:
                 raise RayloaderError("this iterator was interrupted and has lost its place; call iter() again")
@@ -370,20 +470,29 @@ class Epoch:
         self._give_up(actor, cause, suspect)
         self._revive()
 
+    @_changes
     def _give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
-        with self._changed:
-            worker_ids = self._crew.hosted_by(actor)
-            for worker_id in worker_ids:  # what they showed before is the driver's
-                self._take_published(worker_id)
-            numbers = {w: self._calls[w][0].number for w in worker_ids if self._calls[w]}
-            at_work = min(numbers, key=numbers.__getitem__, default=None)  # it makes one call after the other
-            if suspect is None and at_work is not None:
-                suspect = self._alone(at_work)
-            self._crew.lose(actor)
-            for worker_id in worker_ids:
-                self._drop_calls(worker_id)
-                blameless = at_work not in (None, worker_id)
-                self._handle(WorkerLost(worker_id, cause, None if blameless else suspect, blameless))
+        worker_ids = self._crew.hosted_by(actor)
+        for worker_id in worker_ids:  # what they showed before is the driver's
+            self._take_published(worker_id)
+        numbers = {w: self._calls[w][0].number for w in worker_ids if self._calls[w]}
+        at_work = min(numbers, key=numbers.__getitem__, default=None)  # it makes one call after the other
+        admitted = suspect is not None
+        if suspect is None and at_work is not None:
+            suspect = self._alone(at_work)
+        self._crew.lose(actor)
+        for worker_id in worker_ids:
+            self._drop_calls(worker_id)
+            blameless = at_work not in (None, worker_id)
+            lost = WorkerLost(worker_id, cause, suspect, admitted) if not blameless else None
+            self._handle(lost or WorkerLost(worker_id, cause, blameless=True))
+
+    @_changes
+    def _have_moved(self, worker_ids: list[int]) -> None:
+        """Takes in that these workers are to go on in other processes."""
+        for worker_id in worker_ids:
+            self._drop_calls(worker_id)
+            self._handle(WorkerLost(worker_id, "it moves to another process", blameless=True))
 
     def _alone(self, worker_id: int) -> int | None:
         """The task that a worker must be at: the only one of its oldest call."""
@@ -396,18 +505,18 @@ class Epoch:
         self._calls[worker_id].clear()
         self._left_over[worker_id] = 0
 
+    @_changes
     def _revive(self) -> None:
         """Sends lost tasks again where there is a process for them."""
-        with self._changed:
-            while self._failure is None:
-                try:
-                    ready = self._crew.revive()
-                except ActorLost as lost:  # another one
-                    self._give_up(lost.actor, str(lost))
-                    continue
-                for worker_id in ready:
-                    self._tell_again(worker_id)
-                break
+        while self._failure is None:
+            try:
+                ready = self._crew.revive()
+            except ActorLost as lost:  # another one
+                self._give_up(lost.actor, str(lost))
+                continue
+            for worker_id in ready:
+                self._tell_again(worker_id)
+            break
 
     def _tell_again(self, worker_id: int) -> None:
         """Brings a worker that was started from its last snapshot to where it is to be, see NOTE [blame]."""
@@ -430,7 +539,7 @@ class Epoch:
 
     def _restart_hung(self) -> bool:
         """Replaces the worker that the next batch is waited for of; False if there is none."""
-        with self._changed:
+        with self._lock:
             head = self._schedule.head
             if head is None or self._deliverable:
                 return False
@@ -456,35 +565,42 @@ class Epoch:
         return self._open_first()
 
     def _open_first(self) -> Delivery | None:
-        """The next batch if it is there."""
-        if not self._deliverable:
+        """The next batch if it is there, and it stays there until `_drop_first`."""
+        with self._lock:
+            first = self._deliverable[0] if self._deliverable else None
+        if first is None:
             return None
-        task, result = self._deliverable[0]
-        data = self.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
-        delivery = Delivery(task, data, result.skipped)
-        self._deliverable.popleft()  # only now: a Ctrl-C while it was opened does not lose it
-        return delivery
+        task, result = first
+        data = skipping.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
+        return Delivery(task, data, result.skipped)
+
+    def _drop_first(self, delivery: Delivery) -> None:
+        with self._lock:
+            if self._deliverable and self._deliverable[0][0] is delivery.task:
+                self._deliverable.popleft()
 
     def _receive_and_pin(self) -> Delivery | None:
         """The next batch, pinned; None after the last. Waits while all that is under way waits for the user."""
         assert self._pin is not None
         while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._schedule.finished or self._is_under_way() or self._deliverable or self._failure
-                )
-                if self._schedule.finished and self._failure is None:
+            with self._lock:
+                if self._schedule.closed or (self._schedule.finished and self._failure is None):
                     return None
+                idle = not (self._is_under_way() or self._deliverable or self._failure)
+            if idle:
+                self._news.wait(PIN_TICK_S)
+                continue
             delivery = self._receive(self._tick)
             if delivery is None:
                 continue
-            if isinstance(delivery.data, ExceptionWrapper) or delivery.data is self.NOTHING:
+            self._drop_first(delivery)
+            if isinstance(delivery.data, ExceptionWrapper) or delivery.data is skipping.NOTHING:
                 return delivery
             try:
-                return delivery._replace(data=self._pin(delivery.data))
+                return replace(delivery, data=self._pin(delivery.data))
             except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
                 where = f"in pin memory thread for device {self._device_index}"
-                return delivery._replace(data=ExceptionWrapper(where=where))
+                return replace(delivery, data=ExceptionWrapper(where=where))
 
     def _collect(self, wait: float) -> None:
         """Waits for answers, for about `wait` seconds, and takes them in.
@@ -494,7 +610,7 @@ class Epoch:
         whoever is done gets the next task, any answer is waited for. Of each worker only the oldest call counts: it
         answers them one after the other.
         """
-        with self._changed:
+        with self._lock:
             head = self._schedule.head
         if head is None:
             return
@@ -504,7 +620,7 @@ class Epoch:
             if self._await_call(head.worker_id, first, wait):
                 return
             count, wait = len(self._calls), 0.0
-        with self._changed:
+        with self._lock:
             oldest = {worker_id: calls[0] for worker_id, calls in enumerate(self._calls) if calls}
         if any(self._may_publish(worker_id, call) for worker_id, call in oldest.items()):
             wait = min(wait, PAGE_TICK_S)
@@ -517,7 +633,18 @@ class Epoch:
         if awaited:
             self._revive()
         if not answered and not sum(self._take_published(worker_id) for worker_id in oldest):
-            self._crew.check_started()
+            self._check_started()
+
+    def _check_started(self) -> None:
+        """Has workers whose actor found no place go on in the others."""
+        if self._move_homeless():
+            self._revive()
+
+    @_changes
+    def _move_homeless(self) -> bool:
+        moved = self._crew.check_started()
+        self._have_moved(moved)
+        return bool(moved)
 
     def _await_call(self, worker_id: int, call: _Call, wait: float) -> bool:
         """Waits for a worker's oldest call, or for results of it that come before; False if nothing came."""
@@ -536,29 +663,33 @@ class Epoch:
         if call is None or reply is None:
             return False
         self._last_arrival = time.monotonic()
-        lane, pace = self._crew.actor(worker_id).lane, self._paces[worker_id]
-        with self._changed:
-            if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
-                return True  # closed meanwhile, or the worker was given up: a late answer is nobody's
-            results = [result_of(final) for task_id, final in reply.results if task_id in self._unanswered]
-            self._take_in(worker_id, results, call.lent)
-            if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
-                return True  # it exited
-            self._note_state(worker_id, WorkerState(*reply.state))
-            self._calls[worker_id].popleft()  # only now: after a Ctrl-C before this it is fetched again
-            self._left_over[worker_id] += call.num_tasks - len(reply.results)
-            if reply.full:
-                lane.was_full()
-            if reply.no_arena:
-                lane.refused(reply.no_arena)
-            if reply.exhausted:  # it writes nothing any more, and will say nothing new
-                self._calls[worker_id].clear()
-                self._crew.journals[worker_id].entries.clear()
-            else:
-                self._handle(CallAnswered(worker_id))
-                if pace.saw(len(reply.results), reply.seconds, reply.nbytes, publishes=reply.publishes):
-                    self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
+        self._take_reply(worker_id, call, reply)
         return True
+
+    @_changes
+    def _take_reply(self, worker_id: int, call: _Call, reply: Any) -> None:
+        lane, pace = self._crew.actor(worker_id).lane, self._paces[worker_id]
+        if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
+            return  # closed meanwhile, or the worker was given up: a late answer is nobody's
+        results = [result_of(final) for task_id, final in reply.results if task_id in self._unanswered]
+        self._take_in(worker_id, results, call.lent)
+        if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
+            return  # it exited
+        self._note_state(worker_id, WorkerState(*reply.state))
+        self._calls[worker_id].popleft()
+        self._crew.forget(call.ref)
+        self._left_over[worker_id] += call.num_tasks - len(reply.results)
+        if reply.full:
+            lane.was_full()
+        if reply.no_arena:
+            lane.refused(reply.no_arena)
+        if reply.exhausted:  # it writes nothing any more, and will say nothing new
+            self._calls[worker_id].clear()
+            self._crew.journals[worker_id].entries.clear()
+        else:
+            self._handle(CallAnswered(worker_id))
+            if pace.saw(len(reply.results), reply.seconds, reply.nbytes, publishes=reply.publishes):
+                self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
 
     def _note_state(self, worker_id: int, state: WorkerState) -> None:
         journal = self._crew.journals[worker_id]
@@ -567,19 +698,25 @@ class Epoch:
         journal.reached(state)
 
     def note_begins(self) -> None:
-        """Waits until every worker has begun the epoch."""
+        """Waits until every worker has begun the epoch; the pin thread goes on meanwhile."""
         for worker_id, journal in enumerate(self._crew.journals):
             while not journal.begun and self._failure is None:
+                with self._lock:
+                    away, actor, resumed = self._crew.is_away(worker_id), self._crew.actor(worker_id), journal.resumed
                 try:
-                    with self._changed:
-                        if self._crew.is_away(worker_id):
-                            self._revive()
-                        elif not journal.begun:
-                            journal.reached_begin(self._crew.fetch(self._crew.actor(worker_id), journal.resumed, None))
-                            continue
-                    self._crew.ready(self._crew.awaited, count=1, timeout=self._tick)
+                    if away:
+                        self._revive()
+                        self._crew.ready(self._crew.awaited, count=1, timeout=self._tick)
+                    else:
+                        self._note_begin(journal, resumed, self._crew.fetch(actor, resumed, self._tick))
                 except ActorLost as lost:
                     self._lose(lost.actor, str(lost))
+
+    @_changes
+    def _note_begin(self, journal: Journal, resumed: Ref, state: WorkerState | None) -> None:
+        """`state` is the answer to `resumed`; None: it has not come yet."""
+        if state is not None and not journal.begun and journal.resumed is resumed:
+            journal.reached_begin(state)
 
     def _may_publish(self, worker_id: int, call: _Call) -> bool:
         """Whether the worker may have done a task of this call, its oldest, and not yet returned."""
@@ -587,7 +724,7 @@ class Epoch:
 
     def _oldest_call(self, worker_id: int) -> _Call | None:
         """None too when the epoch was closed meanwhile, by the user's thread."""
-        with self._changed:
+        with self._lock:
             return self._calls[worker_id][0] if self._calls[worker_id] else None
 
     def _take_published(self, worker_id: int) -> bool:
@@ -595,11 +732,14 @@ class Epoch:
         call, page = self._oldest_call(worker_id), self._crew.actor(worker_id).page
         if call is None or page is None or not self._may_publish(worker_id, call):
             return False
-        with self._changed:
-            entries = page.read(call.number)
-            if entries:
-                self._last_arrival = time.monotonic()
-                self._take_in(worker_id, [result_of(entry) for entry in entries], call.lent)
+        return self._read_page(worker_id, call, page)
+
+    @_changes
+    def _read_page(self, worker_id: int, call: _Call, page: ControlPage) -> bool:
+        entries = page.read(call.number)
+        if entries:
+            self._last_arrival = time.monotonic()
+            self._take_in(worker_id, [result_of(entry) for entry in entries], call.lent)
         return bool(entries)
 
     def _take_in(self, worker_id: int, results: list[Result], lent: Lent | None) -> None:
@@ -652,7 +792,7 @@ class Epoch:
         if not self._timeout:
             return math.inf
         started = began
-        with self._changed:
+        with self._lock:
             head = self._schedule.head
         if head is not None and head.worker_id != ANY_WORKER:
             actor = self._crew.actor(head.worker_id)
@@ -662,7 +802,7 @@ class Epoch:
         return max(began, self._last_arrival, started) + self._timeout
 
     def _warn_of_sharing(self) -> None:
-        with self._changed:
+        with self._lock:
             head = self._schedule.head
             if head is None or head.worker_id == ANY_WORKER:
                 return
@@ -678,7 +818,7 @@ class Epoch:
             )
 
     def _timed_out(self) -> BatchTimeoutError:
-        with self._changed:
+        with self._lock:
             head = self._schedule.head
         what = f" waiting for {describe(head, self._crew)}" if head is not None else " waiting for pinned memory"
         return BatchTimeoutError(f"DataLoader timed out after {self._timeout} seconds{what}")

@@ -29,11 +29,11 @@ from rayloader import session
 from rayloader.checkpoint import Position, goes_on
 from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
-from rayloader.epoch import Epoch, describe
+from rayloader.epoch import Delivery, Epoch, describe
 from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed
 from rayloader.pace import MAX_PLACES, Pace
-from rayloader.pool import Pool, exit_begins, get_pool
+from rayloader.pool import Pool, get_pool
 from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead, start
 from rayloader.process_state import ProcessState
 from rayloader.redeal import Stage
@@ -55,10 +55,12 @@ class EpochIterator(_BaseDataLoaderIter):
     forked child.
     """
 
+    _crew: Crew | None = None  # here, for `__del__` may run after an interrupt in the first line of `__init__`
+    _epoch: Epoch | None = None
+
     def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
         self._pid = os.getpid()
-        self._crew: Crew | None = None
-        self._epoch: Epoch | None = None
+        self._delivery: Delivery | None = None  # that `_next_data` has just returned
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's: what the batches depend on
         super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -102,6 +104,9 @@ class EpochIterator(_BaseDataLoaderIter):
     def _reset(self, loader: TorchDataLoader[Any], first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
         position = self.position
+        if self._epoch is not None and self._epoch.broken:
+            logger.warning("rayloader: an epoch was interrupted; iter() starts fresh workers")
+            self._release()
         fresh = self._crew is None or not self._crew.usable
         if fresh and not first_iter:
             position.restarts()
@@ -162,9 +167,9 @@ class EpochIterator(_BaseDataLoaderIter):
                 device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
             )
             self._epoch.open(fresh=fresh)
-        except BaseException:  # the sampler's or pickling's error, Ctrl-C: passed on
-            if first_iter or not self._persistent_workers:
-                self._close()  # no crew without an epoch that watches it
+        except BaseException as error:  # the sampler's or pickling's error, Ctrl-C: passed on
+            if first_iter or not self._persistent_workers or not isinstance(error, Exception):
+                self._close()  # no crew without an epoch that watches it; after an interrupt nobody knows where it is
             elif self._epoch is not None:
                 self._epoch.close()  # the workers keep their datasets for the next iter()
             raise
@@ -246,9 +251,13 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         if torch._C._autograd._profiler_enabled() or self._IterableDataset_len_called is not None:
-            return super().__next__()
-        data = self._next_data()  # spares what torch does for its profiler, as much as a small batch's whole way here
-        self._num_yielded += 1
+            data = super().__next__()
+        else:  # spares what torch does for its profiler, as much as a small batch's whole way here
+            data = self._next_data()
+            self._num_yielded += 1
+        delivery, self._delivery = self._delivery, None
+        delivery.data = None  # type: ignore[union-attr]
+        self.position.handed = delivery  # and nothing may be called after it: see NOTE [interrupts] in epoch.py
         return data
 
     def _next_data(self) -> Any:
@@ -270,11 +279,15 @@ class EpochIterator(_BaseDataLoaderIter):
         if isinstance(delivery.data, ExceptionWrapper):
             try:
                 delivery.data.reraise()
+            except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
+                raise
             except BaseException as error:  # the user's exception, whatever it is
                 assert self._crew is not None
                 add_note(error, describe(delivery.task, self._crew))
+                self.position.handed = delivery
                 # Without the frame of torch that has the error in a local: a cycle with the iterator, in a frame below.
                 raise error.with_traceback(None) from None
+        self._delivery = delivery
         return delivery.data
 
     def _release(self) -> None:
@@ -304,11 +317,22 @@ class EpochIterator(_BaseDataLoaderIter):
             self._release()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # by then threads are frozen, globals may be gone, and `_at_exit` has done it
-            self._close()
+        if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
+            self._crew.later(functools.partial(_leave, self._crew, self._epoch, reuse=not self._fresh_processes))
+
+
+def _leave(crew: Crew, epoch: Epoch | None, *, reuse: bool) -> None:
+    """Ends what an iterator had under way that nobody refers to any more."""
+    busy = epoch is None or not epoch.finished
+    try:
+        if epoch is not None:
+            epoch.close(wait=False)
+    finally:
+        crew.release(busy=busy, reuse=reuse)
 
 
 _live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+_abandoned: list[dict[str, Any]] = []  # what the iterators of the parent of this forked process have
 
 
 def close_all() -> None:
@@ -318,10 +342,11 @@ def close_all() -> None:
             iterator._close()
 
 
-def _at_exit() -> None:
-    exit_begins()
-    close_all()
+def _keep_after_fork() -> None:
+    """In a forked child: to drop the references to Ray's objects would call Ray."""
+    _abandoned.extend(vars(iterator) for iterator in list(_live_iterators))
 
 
+os.register_at_fork(after_in_child=_keep_after_fork)
 # Runs before the pool's handler, which was registered before it: threads end while there is still something to talk to.
-atexit.register(_at_exit)
+atexit.register(close_all)

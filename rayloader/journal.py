@@ -97,9 +97,14 @@ class Journal:
         self._advance()
 
     def taken(self, task_id: int) -> None:
-        """The user has this task's batch; a worker's batches are taken in the order in which it built them."""
-        self._taken.append(task_id)
-        self._last_taken = task_id
+        """The user has this task's batch; a worker's batches are taken in the order in which it built them.
+
+        Telling it twice does no harm, and no interrupt comes between what belongs together, here and in `_advance`:
+        Python lets signal handlers run when a call returns, and there is none.
+        """
+        if task_id != self._last_taken:
+            self._taken += (task_id,)
+            self._last_taken = task_id
         self._advance()
 
     def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:
@@ -112,8 +117,9 @@ class Journal:
 
     def _advance(self) -> None:
         while self._since and self._since[0].last_task <= self._last_taken:
-            self.base = self._since.popleft()
+            self.base = self._since[0]
+            del self._since[0]
         while self.base is not None and self._taken and self._taken[0] <= self.base.last_task:
-            self._taken.popleft()
+            del self._taken[0]
         while self.base is not None and self._since_base and self._since_base[0].task_id <= self.base.last_task:
-            self._since_base.popleft()
+            del self._since_base[0]

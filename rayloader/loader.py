@@ -43,9 +43,11 @@ class DataLoader(TorchDataLoader[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
     Every positional and keyword argument up to `in_order` is torch's and is checked by torch. Without workers
-    (`num_workers=0`) this is torch's own loader, in-process, and Ray is neither imported nor started. With workers,
-    Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay warm
-    between epochs and are shared by the loaders of the process.
+    (`num_workers=0`) batches are made in this process, as torch makes them, and Ray is neither imported nor started;
+    of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there, the others nothing. With
+    workers, Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay
+    warm between epochs, and for a minute after the last loader (2 seconds in a Ray that ran already), and are shared by
+    the loaders of the process.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has an object of its own, anew at each `iter()` unless
@@ -70,22 +72,23 @@ class DataLoader(TorchDataLoader[_T_co]):
         pin_memory_device: deprecated in torch.
         in_order: deliver the batches in order; otherwise as they are finished.
         ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that runs already
-            while it has as many CPUs as this process has workers, else 0), `num_gpus`, `memory`, `resources`,
-            `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
+            while it has as many CPUs as this process has workers, else 0, and 0 too if others keep all CPUs for 10
+            seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`, `scheduling_strategy`,
+            `runtime_env`.
         fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones (seconds instead of
             milliseconds; for datasets that leave traces in module globals).
         prefetch_bytes: bytes of batches that may be under way where the depth is automatic, of all workers together;
             256 MiB by default. At least two batches per worker are, whatever their size.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
             NumPy anew before each batch, by base seed, epoch and the batch's number, so that random augmentation does
-            not depend on the number of workers, as long as there are any: `num_workers=0` is torch's own path.
+            not depend on the number of workers, none included. A stream without workers is that of one worker.
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
             whoever is idle, so that a slow sample does not idle the others. Batches still come in order. Dynamic needs
             `seeding="batch"` and a map-style dataset.
         max_worker_restarts: how often in a row, without a finished batch in between, a worker whose process died is
             given a new one that goes on where it was; 0: the first death ends the epoch. By default 3: what kills a
-            process over and over, before it finishes anything, does not get better. A batch that kills its worker
-            twice, alone at work, ends the epoch whatever this is.
+            process over and over, before it finishes anything, does not get better. Whatever this is, a batch ends the
+            epoch at which its worker died five times, alone at work, or exited twice (`SystemExit`).
         on_timeout: "raise" an error after `timeout` seconds without the next batch, as torch does, or "restart" the
             worker that it is waited for of: its process is killed and replaced as one that died.
         on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch is
@@ -203,7 +206,7 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return super()._get_iterator()
+            return self._get_local_iterator()
         from rayloader.iterator import EpochIterator
 
         self._check_changed_attributes()
@@ -213,6 +216,14 @@ class DataLoader(TorchDataLoader[_T_co]):
         iterator = EpochIterator(self, self._stream_workers, self._state)
         self._state, self._of_other_workers = None, iterator.num_workers != self._stream_workers
         self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
+        return iterator
+
+    def _get_local_iterator(self) -> Any:
+        from rayloader.local import LocalIterator
+
+        iterator = LocalIterator(self, self._state)
+        self._state, self._of_other_workers = None, False
+        self._position, self._last_iterator = iterator.position, None
         return iterator
 
     @property
@@ -228,9 +239,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         `state_dict` of the dataset or sampler gives, where they have one.
 
         Raises:
-            StateError: the loader has no workers, or a dataset could not tell its state.
+            StateError: a dataset or a sampler could not tell its state.
         """
-        self._check_workers("state_dict()")
         from rayloader.checkpoint import make_state, still
 
         self._note_num_workers()
@@ -249,6 +259,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         next `iter()` moves no generator that torch's would not. Of several loaders the one that is loaded last says
         where the global generators are.
 
+        Without workers these are all global generators, those that the dataset and `collate_fn` hold, and what the
+        dataset's own `state_dict` tells: the objects that do the work are the program's. Such a state is for a loader
+        without workers, and one with workers for a loader with some; with `seeding="batch"`, and a map-style dataset
+        that keeps no state, either is for both.
+
         The rest of the epoch is that of the loader that was saved, whatever `num_workers` and `persistent_workers` this
         one has: its workers are hosted by at most `num_workers` processes. The epochs after it have this loader's own
         `num_workers`; with `seeding="batch"` the rest of the epoch has too, if the dataset is map-style and has no
@@ -263,7 +278,6 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             StateError: the state does not fit this loader; where only the sampler's indices show it, `iter()` raises.
         """
-        self._check_workers("load_state_dict()")
         from rayloader.checkpoint import load
 
         self._state = load(self, state_dict)
@@ -278,7 +292,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             ValueError: it is not a whole number >= 1.
         """
-        self._check_workers("resize()")
+        if self.num_workers == 0:
+            raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
         _check_num_workers(num_workers)
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
@@ -303,10 +318,6 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_position": None, "_last_iterator": None}  # of this process
-
-    def _check_workers(self, what: str) -> None:
-        if self.num_workers == 0:
-            raise StateError(f"{what} needs workers: num_workers=0 is torch's own loader; use num_workers >= 1")
 
 
 def shutdown() -> None:

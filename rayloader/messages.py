@@ -98,12 +98,14 @@ class WorkerLost:
         worker_id: whose it was.
         cause: in words.
         suspect: the task that it was at, where that is known.
+        admitted: the process itself said that the task ended it.
         blameless: another worker's task, in the same process, may have been at fault, or nobody was.
     """
 
     worker_id: int
     cause: str
     suspect: int | None = None
+    admitted: bool = False
     blameless: bool = False
 
 

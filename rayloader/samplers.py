@@ -32,8 +32,6 @@ from rayloader.prefetch import QUIET_SAMPLERS
 from rayloader.random_state import RandomState, find_generators
 from rayloader.snapshot import has_state
 
-Attributes = list[dict[str, Any]]
-
 _SIMPLE = (int, float, str, bool, type(None))
 # What makes a DistributedSampler this rank's; another number of ranks may go on, see `redeal.py`.
 RANK = ("num_replicas", "rank")
@@ -54,7 +52,7 @@ class Moment(NamedTuple):
     """
 
     random: RandomState
-    attributes: Attributes
+    attributes: list[dict[str, Any]]
 
     def pack(self) -> dict[str, Any]:
         """As plain types and a tensor."""
@@ -137,29 +135,26 @@ class Samplers:
             {name: simple[name] for name in names if name in simple}
             for simple, names in zip(moment.attributes, progress, strict=True)
         ]
-        self._set(Moment(moment.random, changed))
+        self.move_to(Moment(moment.random, changed))
 
     @contextlib.contextmanager
     def at(self, moment: Moment) -> Iterator[None]:
         """For a while all is as it was at that moment; afterwards as it was before."""
         before = self.capture()
-        self._set(moment)
+        self.move_to(moment)
         try:
             yield
         finally:
-            self._set(before)
+            self.move_to(before)
 
-    def _set(self, moment: Moment) -> None:
+    def move_to(self, moment: Moment) -> None:
+        """All is as it was at that moment."""
         for sampler, simple in zip(self._chain, moment.attributes, strict=True):
             if "epoch" in simple and hasattr(sampler, "set_epoch") and sampler.epoch != simple["epoch"]:
                 sampler.set_epoch(simple["epoch"])
             if sampler is not self._stateful:  # else its state_dict() says what it is
                 _vars(sampler).update(simple)
-        if moment.random.others is not None and len(moment.random.others) != len(self._generators):
-            raise StateError(
-                f"the state is of a loader whose sampler has {len(moment.random.others)} random generators of its own, "
-                f"this one has {len(self._generators)}; make the loader as the one that was saved"
-            )
+        self._check_generators(moment.random)
         moment.random.restore(self._generators)
 
     def progress(self) -> list[list[str]]:
@@ -169,13 +164,20 @@ class Samplers:
             for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
         ]
 
-    def check(self, saved: Attributes, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:
+    def _check_generators(self, random: RandomState) -> None:
+        if random.others is not None and len(random.others) != len(self._generators):
+            raise StateError(
+                f"the state is of a loader whose sampler has {len(random.others)} random generators of its own, this "
+                f"one has {len(self._generators)}; make the loader as the one that was saved"
+            )
+
+    def check(self, saved: Moment, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:
         """Raises StateError if the saved samplers were made with other arguments than these.
 
         An attribute that has changed neither there nor here, and differs, is an argument.
 
         Args:
-            saved: the attributes that the state has.
+            saved: what they were when the state was.
             progress: as it was there.
             tells: whether the sampler's state_dict, or its iterator's, says what it is.
             any_rank: whether the state may be another rank's.
@@ -183,8 +185,9 @@ class Samplers:
         Returns:
             The progress, there or here.
         """
+        self._check_generators(saved.random)
         both = [sorted({*theirs, *ours}) for theirs, ours in zip(progress, self.progress(), strict=True)]
-        for sampler, simple, moves in zip(self._chain, saved, both, strict=True):
+        for sampler, simple, moves in zip(self._chain, saved.attributes, both, strict=True):
             own = _simple(sampler)
             for name in own.keys() & simple.keys():
                 if isinstance(sampler, DistributedSampler) and name in _DISTRIBUTED:
@@ -232,7 +235,7 @@ class Samplers:
         if is_at_end:
             before.random.restore(self._generators)
         else:
-            self._set(before)
+            self.move_to(before)
             self.load(state)
 
 
@@ -278,7 +281,8 @@ def _chain(sampler: Any) -> list[Any]:
     chain: list[Any] = []
     while sampler is not None and all(sampler is not known for known in chain):
         chain.append(sampler)
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        inner = getattr(sampler, "sampler", None)  # a tensor, perhaps: it has no truth
+        sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
     return chain
 
 

@@ -72,9 +72,12 @@ _DELIVERED = TRANSITIONS[TaskState.READY]["Deliver"]
 CALLS_AHEAD = 2
 #
 # NOTE [blame]
-# What was lost is sent again one task a call, so that the next loss shows which task was at work. A task that was at
-# work, alone in its call, when its worker died, and then again, is at fault, not the machine. A worker that dies
-# `max_restarts` times in a row without finishing anything ends the epoch too.
+# What was lost is sent again one task a call, so that the next loss shows which task was at work. What killed the
+# process is not known: Ray says the same of a crash in the task and of a kill from outside. So a worker may die
+# `max_restarts` times in a row without finishing anything, whatever it was at; one more death ends the epoch. However
+# large that number is, a task ends it that was at work, alone in its call, at so many deaths:
+DEATHS = 5
+# And one whose process said itself that the task ended it (SystemExit), so that chance has no part in it, at so many:
 KILLS = 2
 
 
@@ -134,7 +137,8 @@ class Schedule:
         self._opened = False
         self._sampler_exhausted = False
         self._failed = False  # a worker is lost for good
-        self._closed = False
+        self.closed = False
+        self._finished = False  # when it was closed
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             Opened: self._open,
             IndicesDrawn: self._assign,
@@ -190,8 +194,8 @@ class Schedule:
 
     @property
     def finished(self) -> bool:
-        """Whether every batch there is has been taken, or the epoch was closed."""
-        return self._closed or (self._opened and not self._tasks and not self.owed_draws)
+        """Whether every batch there is has been taken. An epoch that is closed before will never be finished."""
+        return self._finished if self.closed else (self._opened and not self._tasks and not self.owed_draws)
 
     def handle(self, event: Event) -> list[Command]:
         """Takes in what happened and returns what is to be done, in order.
@@ -199,7 +203,7 @@ class Schedule:
         Raises:
             RuntimeError: the event contradicts the state (a fault in the caller).
         """
-        if self._closed:
+        if self.closed:
             return []  # late news of an epoch that nobody listens to
         return self._handlers[type(event)](event)
 
@@ -425,7 +429,8 @@ class Schedule:
             self._restarts[worker_id] += 1
         if suspect is not None:
             self._kills[suspect.task_id] = self._kills.get(suspect.task_id, 0) + 1
-        if self._restarts[worker_id] > self._max_restarts or (suspect and self._kills[suspect.task_id] >= KILLS):
+        hopeless = suspect is not None and self._kills[suspect.task_id] >= (KILLS if event.admitted else DEATHS)
+        if hopeless or self._restarts[worker_id] > self._max_restarts:
             self._failed, self._active[worker_id] = True, False
             self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
             return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
@@ -446,11 +451,12 @@ class Schedule:
 
     def _close(self, event: Closed) -> list[Command]:
         """Whatever the state is, also one that a Ctrl-C left half-changed."""
+        self._finished = self.finished
         commands: list[Command] = self._finish_as_torch() if event.resuming else []
         if self._tasks:
             commands.append(Forget(tuple(self._tasks)))
         self._tasks.clear()
-        self._closed = True
+        self.closed = True
         self.owed_draws = 0
         return commands
 

@@ -7,19 +7,37 @@ NOTE [sessions]
 After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, also at interpreter exit, and in a
 new session the handles of the old one are refused or worse. So each use of a handle is preceded by a comparison of
 the session's and the job's name (1 us), and where they differ Ray is not called at all.
+
+NOTE [our thread and Ray's shutdown]
+While one thread runs `ray.shutdown()`, another that calls Ray, or drops the last reference to an object of Ray's, may
+end the process or start a new cluster: the session may end between the comparison and the call (measured: one of ten
+shutdowns that followed a finalizer at once). So `ray.shutdown` is wrapped here: it waits until the janitor's thread is
+between two jobs, and that thread waits until the shutdown is over. At interpreter exit Ray calls its own function, not
+the wrapper; by then the janitor has ended.
+
+NOTE [who starts Ray]
+The kernel kills Ray's daemons when the *thread* that forked them ends (`PR_SET_PDEATHSIG`), and an interrupt in the
+middle of `ray.init` leaves a Ray that is neither started nor ended. So a thread of its own calls `ray.init`, whoever
+iterates, and lives until that Ray is shut down. An interrupt ends the wait for it; the next use of Ray waits again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import random
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import ray
 import ray.util.client
 
+from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
+from rayloader.signals import SignalHandlers
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
 OVERSUBSCRIBE_RESOURCE = "rayloader_oversubscribe"
@@ -33,11 +51,16 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_free_objects_period_milliseconds": "0",
 }
 
+# How often the wait for Ray's start looks whether it has missed the end of it, in seconds.
+START_TICK_S = 1.0
+
 # Session and job; unique over time and clusters.
 SessionName = tuple[str, str]
 
 _started: SessionName | None = None  # of the Ray that was started here
+_starter: _Starter | None = None  # from the first need of a Ray until that is shut down
 _forked = False  # from a process that was connected to Ray
+_shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
 
 
 def current() -> SessionName | None:
@@ -54,25 +77,16 @@ def ensure() -> SessionName:
     Raises:
         RaySessionError: Ray is used through Ray Client, or by the parent of this forked process.
     """
-    global _started
     if _forked:
         raise RaySessionError(
             "Ray cannot be used in a process that was forked from one that uses it: Ray's threads did not come along; "
             "use num_workers=0 here, or start this process with the spawn method"
         )
+    if _starter is not None:
+        _starter.wait()  # an interrupted use may have left it at work
     session = current()
     if session is None:
-        address = os.environ.get("RAY_ADDRESS")
-        state = random.getstate()  # Ray draws from the program's generator
-        try:
-            if address and address != "local":
-                ray.init(address=address)
-            else:
-                with _environment(LOCAL_RAY_ENVIRONMENT):
-                    ray.init(address="local", include_dashboard=False, resources={OVERSUBSCRIBE_RESOURCE: 1})
-                _started = current()
-        finally:
-            random.setstate(state)
+        _start()
         session = current()
     if session is None or ray.util.client.ray.is_connected():
         raise RaySessionError(
@@ -80,6 +94,76 @@ def ensure() -> SessionName:
             "run it on a node of the cluster, for instance with `ray job submit`"
         )
     return session
+
+
+class _Starter(threading.Thread):
+    """Calls `ray.init`, and lives as long as that Ray, see NOTE [who starts Ray]."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rayloader-session", daemon=True)
+        self.error: BaseException | None = None
+        self.session: SessionName | None = None
+        self.done = False
+        self._bell = Bell()
+        self._leave = Bell()
+        self.start()
+
+    def wait(self) -> None:
+        """Until Ray runs, or could not be started."""
+        while not self.done:
+            self._bell.wait(START_TICK_S)
+
+    def leave(self) -> None:
+        """Its Ray has been shut down."""
+        self._leave.ring()
+        self.join()
+
+    def run(self) -> None:
+        """Ray's start, then nothing."""
+        try:
+            _init()
+            self.session = current()
+        except BaseException as error:  # whatever it is, it is raised where Ray was asked for
+            self.error = error
+        self.done = True
+        self._bell.ring()
+        if self.error is None:
+            self._leave.wait(threading.TIMEOUT_MAX)
+
+
+def _start() -> None:
+    global _starter
+    _let_starter_go()
+    _starter = _Starter()
+    _starter.wait()
+    if _starter.error is not None:
+        raise _starter.error
+
+
+def _let_starter_go() -> None:
+    """Ends the thread whose Ray is gone."""
+    global _starter
+    if _starter is not None and _starter.session != current():
+        _starter.leave()
+        _starter = None
+
+
+def _init() -> None:
+    global _started
+    address = os.environ.get("RAY_ADDRESS")
+    state = random.getstate()  # Ray draws from the program's generator
+    handlers = SignalHandlers()
+    try:
+        with _without_warning_of_signals():
+            if address and address != "local":
+                ray.init(address=address)
+            else:
+                with _environment(LOCAL_RAY_ENVIRONMENT):
+                    ray.init(address="local", include_dashboard=False, resources={OVERSUBSCRIBE_RESOURCE: 1})
+                _started = current()
+    finally:
+        handlers.restore()
+        random.setstate(state)
 
 
 def started_here() -> bool:
@@ -90,21 +174,54 @@ def started_here() -> bool:
 def end() -> None:
     """Shuts Ray down if it was started here."""
     global _started
+    if _starter is not None:
+        _starter.wait()  # as in `ensure`
     if started_here():
+        handlers = SignalHandlers()
         ray.shutdown()
+        handlers.restore()
     _started = None
+    _let_starter_go()
+
+
+def no_shutdown() -> contextlib.AbstractContextManager[Any]:
+    """Keeps `ray.shutdown` waiting, or waits for its end; see NOTE [our thread and Ray's shutdown]."""
+    return _shutdown_lock
+
+
+def _wrap_shutdown() -> None:
+    shutdown = ray.shutdown
+
+    @functools.wraps(shutdown)
+    def waits_for_our_thread(*args: Any, **kwargs: Any) -> Any:
+        with no_shutdown():
+            return shutdown(*args, **kwargs)
+
+    ray.shutdown = waits_for_our_thread
+
+
+_wrap_shutdown()
 
 
 def forget() -> None:
     """In a forked child: the parent's Ray is not ours to end, nor to use."""
-    global _started, _forked
-    _started = None
+    global _started, _starter, _forked, _shutdown_lock
+    _shutdown_lock = threading.RLock()  # the parent's may have been held
+    _started = _starter = None
     _forked = ray.is_initialized()
 
 
 def node_id() -> str:
     """The node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
+
+
+def cpus_of_this_process() -> float:
+    """What Ray has assigned to the task or actor that this process runs; none in a driver."""
+    try:
+        return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
+    except AssertionError:  # how Ray says that this process is a driver
+        return 0.0
 
 
 @contextlib.contextmanager
@@ -117,3 +234,18 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for key in added:
             os.environ.pop(key, None)
+
+
+@contextlib.contextmanager
+def _without_warning_of_signals() -> Iterator[None]:
+    """Ray warns that it sets no handler of SIGTERM in a thread that is not the main one: it is not to set one."""
+    logger = logging.getLogger("ray._private.worker")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "SIGTERM handler is not set" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

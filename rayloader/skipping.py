@@ -5,11 +5,19 @@ Promise: otherwise as torch's fetchers, which this stands in for.
 
 from __future__ import annotations
 
+import logging
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import _DatasetKind
+
+from rayloader.errors import SkipLimitError
+
+logger = logging.getLogger("rayloader")
+
+# In place of a batch of which nothing was left.
+NOTHING = object()
 
 # A sample that was left out: its index (of an iterable dataset: None), and the exception in words.
 Skipped = tuple[str, str]
@@ -71,6 +79,26 @@ def _of_stream(fetcher: Any, wanted: Any, skipped: list[Skipped]) -> list[Any]:
     if fetcher.ended and (not samples or (fetcher.drop_last and fetcher.auto_collation)):
         raise StopIteration
     return samples
+
+
+def tell(skipped: Sequence[Skipped], count: int, max_skipped: int) -> None:
+    """Logs what was left out.
+
+    Args:
+        skipped: samples that are new.
+        count: of all in this epoch.
+        max_skipped: of the loader.
+
+    Raises:
+        SkipLimitError: these are too many.
+    """
+    for index, reason in skipped:
+        logger.warning("rayloader: skipped sample %s: %s", index, reason)
+    if skipped and count > max_skipped:
+        raise SkipLimitError(
+            f"{count} samples have raised in this epoch, max_skipped={max_skipped} are skipped at most; the last is "
+            f"sample {skipped[-1][0]}: {skipped[-1][1]}. Mend the data, or raise max_skipped"
+        )
 
 
 def _in_words(error: Exception) -> str:

@@ -36,12 +36,17 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def ray_session():
-    """A local Ray with three warm actors; gives the loader that keeps them."""
+    """A local Ray with three warm actors; gives the loader that keeps them.
+
+    Actors that no loader can use end at once, instead of a minute later: else each test would see those of the last.
+    """
     import torch
     from torch.utils.data import TensorDataset
 
+    import rayloader.pool
     from rayloader import DataLoader, shutdown
 
+    rayloader.pool.GRACE_S = 0.0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
@@ -63,8 +68,8 @@ def ray_session():
 def nothing_left():
     """After a test: no thread, descriptor, mapping or actor process of ours but those that were there before.
 
-    While `ray_session` lasts, the actors of the process's pool stay warm for it, each with its arena, and the pool's
-    timer may run.
+    While `ray_session` lasts, the actors of the process's pool stay warm for it, each with its arena, and the thread
+    that started Ray lives. The janitor's thread runs while there is a pool.
     """
     threads, files, actors = our_threads(), our_files(), pool_pids()
     yield
@@ -86,7 +91,10 @@ def our_threads():
 
 def check_threads(before):
     def left():
-        allowed = {"rayloader-pool"} if _keepers else set()
+        pool = sys.modules.get("rayloader.pool")
+        allowed = {"rayloader-janitor"} if pool is not None and pool._pool is not None else set()
+        if _keepers:
+            allowed.add("rayloader-session")
         return [thread for thread in our_threads() - before if thread.name not in allowed]
 
     if left():

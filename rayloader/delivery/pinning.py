@@ -1,21 +1,26 @@
 """Pins delivered batches in a background thread, in delivery order.
 
 Promise: owns one thread, `rayloader-pin`, which ends when its source does or when `close` is called; holds at most
-one pinned batch beyond the one in work. An error of the source, or of pinning, reaches the user in its turn.
+one pinned batch beyond the one in work. An error of the source, or of pinning, reaches the user in its turn. What a
+signal handler raises in the user's thread, at any line, loses no item and leaves nothing locked.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 
+from rayloader.bell import Bell
+
 T = TypeVar("T")
 
-# How long a blocked `put` may stay unaware of `close`, in seconds; it costs one wake-up each.
+# How long a wait may stay unaware of `close`, or of a ring that an interrupt has swallowed, in seconds; it costs one
+# wake-up each.
 TICK_S = 0.1
 
 
@@ -30,47 +35,57 @@ class PinThread(Generic[T]):
     def __init__(self, produce: Callable[[], T | None], device_index: int | None) -> None:
         self._produce = produce
         self._device_index = device_index
-        self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=1)
-        self._closed = threading.Event()
-        self._error: BaseException | None = None  # what ended the thread, once the user has seen it
+        self._items: deque[T] = deque()  # one at most
+        self._came = Bell()  # an item, or the end
+        self._room = Bell()
+        self._closed = False
+        self._error: BaseException | None = None  # what ended the thread
         self._thread = threading.Thread(target=self._loop, name="rayloader-pin", daemon=True)
         self._thread.start()
 
     def get(self, timeout: float) -> T | None:
-        """The next item; None when there is none within `timeout` seconds. Raises what ended the thread, each time."""
-        if self._error is None:
-            try:
-                item, self._error = self._queue.get(timeout=timeout)
-            except queue.Empty:
-                return None
-        if self._error is not None:
-            raise self._error
-        return item
+        """The next item, which stays the next until `taken`; None when there is none within `timeout` seconds.
 
-    def close(self) -> None:
+        Raises:
+            BaseException: what ended the thread, each time.
+        """
+        give_up = time.monotonic() + timeout
+        while not self._items and self._error is None and self._came.wait(give_up - time.monotonic()):
+            pass  # it may have rung for an item that was there without a wait
+        error = self._error  # looked at first: the items before it come first
+        if self._items:
+            return self._items[0]
+        if error is not None:
+            raise error
+        return None
+
+    def taken(self, item: T) -> None:
+        """Makes room for the next; telling it twice does no harm."""
+        if self._items and self._items[0] is item:
+            self._items.popleft()
+        self._room.ring()
+
+    def close(self, *, wait: bool = True) -> None:
         """Ends the thread and waits for it (it looks at least every TICK_S, given that `produce` does)."""
-        self._closed.set()
-        if threading.current_thread() is not self._thread:  # a collector may run us in there
+        self._closed = True
+        self._room.ring()
+        if wait and threading.current_thread() is not self._thread:  # a collector may run us in there
             self._thread.join()
 
     def _loop(self) -> None:
         torch.set_num_threads(1)  # of this thread: the copy into pinned memory must not take every core
         if self._device_index is not None:
             torch.accelerator.set_device_index(self._device_index)
-        error: BaseException | None = None
-        while not self._closed.is_set() and error is None:
-            item: T | None = None
+        while not self._closed:
             try:
                 item = self._produce()
-            except BaseException as caught:  # whatever it is, the user's thread is where it is raised
-                error = caught
-            if item is None and error is None:
-                return
-            self._put((item, error))
-
-    def _put(self, entry: tuple[T | None, BaseException | None]) -> None:
-        while not self._closed.is_set():
-            try:
-                return self._queue.put(entry, timeout=TICK_S)
-            except queue.Full:
-                continue
+            except BaseException as error:  # whatever it is, the user's thread is where it is raised
+                self._error = error
+                item = None
+            if item is None:
+                break
+            while self._items and not self._closed:
+                self._room.wait(TICK_S)
+            self._items.append(item)
+            self._came.ring()
+        self._came.ring()

@@ -7,8 +7,9 @@ makes the whole group again in one go.
 
 Promise: only what comes back exactly goes this way: dense tensors that need no gradient and have a storage of their own
 to the byte, and arrays of numbers. A tensor that turns out to share its storage with another, or to lie in a file, is
-replaced in its group by one over a span, as the codec makes them. The first few of each group are left to the codec: an
-object with few tensors has no groups.
+replaced in its group by one over a span, as the codec makes them. Tensors over parts of one storage, such as the rows
+of another, are *views*: they have no bytes of their own, and the skeleton holds their offsets. The first few of each
+kind are left to the codec: an object with few tensors has no groups.
 
 No state beside that of one pickle. Ray is unknown here.
 """
@@ -46,6 +47,16 @@ class GroupHeader:
     buffers: int  # how many, after those of the groups before
 
 
+@dataclass(frozen=True, slots=True)
+class ViewsHeader:
+    """What `remake_views` needs beside the storage."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offsets: np.ndarray[Any, Any]  # in elements
+
+
 class Gathered:
     """A buffer that is put together from members of a group when it is read."""
 
@@ -80,6 +91,30 @@ class Group:
         return [Gathered(self, self.members[first : first + each]) for first in range(0, len(self.members), each)]
 
 
+class Views:
+    """The tensors of one data type, shape and stride over one storage, in the order of unpickling."""
+
+    def __init__(self, storage: torch.UntypedStorage, tensor: Tensor) -> None:
+        self.storage, self._itemsize = storage, tensor.itemsize
+        self._kind = _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.stride()
+        last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+        self.farthest = storage.nbytes() // self._itemsize - last - 1  # offset that is in the storage
+        self.offsets: list[int] = []
+        self._extent = (last + 1) * self._itemsize
+        self.token = pickle.PickleBuffer(bytearray())
+        self.reduction = next, (self.token,)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the storage that they need, and that behind the last."""
+        return min(self.offsets) * self._itemsize, max(self.offsets) * self._itemsize + self._extent
+
+    @property
+    def header(self) -> ViewsHeader:
+        """Of them."""
+        return ViewsHeader(*self._kind, np.array(self.offsets, np.int64))
+
+
 class Groups:
     """The groups of one object that is being pickled."""
 
@@ -87,6 +122,7 @@ class Groups:
         # None: such members never go this way.
         self._of_tensors: dict[tuple[torch.dtype, torch.Size], Group | None] = {}
         self._of_arrays: dict[tuple[np.dtype[Any], tuple[int, ...]], Group | None] = {}
+        self._of_views: dict[tuple[Any, ...], int | Views] = {}  # by storage; as long as it is a number, how many
 
     def tensor(self, tensor: Tensor) -> Any:
         """The reduction of a tensor of no subclass and without attributes; None if it does not go this way."""
@@ -101,7 +137,10 @@ class Groups:
             if group.left:
                 group.left -= 1
                 return None
-            if tensor.untyped_storage().nbytes() != group.nbytes or tensor.stride() != group.strides:
+            storage, stride = tensor.untyped_storage(), tensor.stride()
+            if storage.nbytes() != group.nbytes:
+                return self._view(tensor, storage, (storage._cdata, dtype, shape, stride))
+            if stride != group.strides:
                 return None
             if tensor.requires_grad or tensor.storage_offset() or not tensor.is_cpu:
                 return None
@@ -109,6 +148,19 @@ class Groups:
             return None
         group.members.append(tensor)
         return group.reduction
+
+    def _view(self, tensor: Tensor, storage: torch.UntypedStorage, kind: tuple[Any, ...]) -> Any:
+        views = self._of_views.get(kind, 0)
+        if isinstance(views, int):
+            if views < _FEW:
+                self._of_views[kind] = views + 1
+                return None
+            views = self._of_views[kind] = Views(storage, tensor)
+        offset = tensor.storage_offset()
+        if tensor.requires_grad or not tensor.is_cpu or tensor.is_neg() or offset > views.farthest:
+            return None
+        views.offsets.append(offset)  # type: ignore[arg-type] # no SymInt without a compiler
+        return views.reduction
 
     def array(self, array: np.ndarray[Any, Any]) -> Any:
         """The reduction of an array of no subclass; None if it does not go this way."""
@@ -134,6 +186,10 @@ class Groups:
         """Those that have members."""
         groups = [*self._of_tensors.values(), *self._of_arrays.values()]
         return [group for group in groups if group is not None and group.members]
+
+    def views(self) -> list[Views]:
+        """As `filled`."""
+        return [views for views in self._of_views.values() if isinstance(views, Views) and views.offsets]
 
 
 def _group(of_tensors: bool, dtype: str | None, shape: tuple[int, ...]) -> Group | None:
@@ -175,3 +231,18 @@ def remake(header: GroupHeader, buffers: Iterator[memoryview]) -> list[Any]:
         arrays = list(whole) if header.shape else [whole[number, ...] for number in range(len(whole))]
         members += map(torch.from_numpy, arrays) if header.of_tensors else arrays
     return members
+
+
+def remake_views(header: ViewsHeader, storage: torch.UntypedStorage, start: int) -> list[Tensor]:
+    """The tensors over a storage that begins with byte `start` of the original one."""
+    dtype = getattr(torch, header.dtype)
+    whole = torch.empty(0, dtype=dtype, device="cpu")
+    whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+    offsets = header.offsets - start // dtype.itemsize
+    steps = np.unique(np.diff(offsets))
+    if len(steps) == 1 and steps[0] > 0:  # as of the rows of a tensor: one call makes them all
+        rows = whole.as_strided((len(offsets), *header.shape), (int(steps[0]), *header.stride), int(offsets[0]))
+        members: Iterable[Tensor] = rows.unbind(0)
+    else:
+        members = (whole.as_strided(header.shape, header.stride, offset) for offset in offsets.tolist())
+    return [member.data for member in members]  # no views of each other for autograd

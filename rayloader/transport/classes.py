@@ -5,6 +5,9 @@ by attribute, in a process that has the id already. From driver to worker that i
 methods. A batch must not do it to the driver's class; so there only the id counts, and the definition comes along for a
 process that does not have it (any more).
 
+Cloudpickle leaves `__slots__` out when it makes a class. Instances that were made there would have a `__dict__`, and
+could not be made again of the driver's class, which has none. So the slots are added.
+
 The only state is a cache of definitions, as long-lived as their classes.
 """
 
@@ -21,6 +24,14 @@ from cloudpickle import cloudpickle as by_value
 
 _make_class, _make_enum = by_value._make_skeleton_class, by_value._make_skeleton_enum
 _definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle
+
+
+def with_slots(cls: type, reduced: Any) -> Any:
+    """Cloudpickle's reduction of a class, with its `__slots__` where the class travels by value."""
+    if not isinstance(reduced, tuple) or reduced[0] is not _make_class or "__slots__" not in vars(cls):
+        return reduced
+    make, (kind, name, bases, namespace, *others), *state = reduced
+    return make, (kind, name, bases, {**namespace, "__slots__": vars(cls)["__slots__"]}, *others), *state
 
 
 def reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:

@@ -26,11 +26,12 @@ import io
 import mmap
 import operator
 import pickle
+import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import cloudpickle
 import numpy as np
@@ -51,9 +52,10 @@ _PROTOCOL = 5
 _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span stay whole
 _MAPPED = 1 << 20  # bytes; copies from this size on are not taken from the heap
+_SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not this machine's
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 
-_NO_BUFFERS = pickle.dumps(([], [], [], []), _PROTOCOL)
+_NO_BUFFERS = pickle.dumps(([], [], [], [], []), _PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
@@ -113,11 +115,14 @@ def encode(
     uses: list[int] = []
     places: list[tuple[int, int]] = []
     groups = pickler.groups.filled() if pickler.groups is not None else []
+    views = pickler.groups.views() if pickler.groups is not None else []
+    over = [pickler._token(some.storage, *some.span) for some in views]
     replaced = pickler.replace_members(groups)
-    of_groups = {group.token: number for number, group in enumerate(groups)}
-    for reference in (*pickler.references, *(token for *_, token in replaced)):
-        if reference in of_groups:
-            uses.append(of_groups[reference])
+    tokens = *(group.token for group in groups), *(some.token for some in views)
+    in_bulk = {token: number for number, token in enumerate(tokens)}
+    for reference in (*pickler.references, *(token for *_, token in replaced), *over):
+        if reference in in_bulk:
+            uses.append(in_bulk[reference])
             continue
         if reference in pickler.carried:
             uses.append(-1 - pickler.carried[reference])
@@ -131,9 +136,9 @@ def encode(
             if span.shared:
                 shared[span.index] = span.storage
         else:
-            uses.append(len(groups) + span.index)
+            uses.append(len(in_bulk) + span.index)
             continue
-        uses.append(len(groups) + len(buffers))
+        uses.append(len(in_bulk) + len(buffers))
         places.append((raw.nbytes, start))
         buffers.append(raw)
     gathered = [group.gather() for group in groups]
@@ -141,7 +146,8 @@ def encode(
         bulk.GroupHeader(group.of_tensors, group.dtype, group.shape, len(parts))
         for group, parts in zip(groups, gathered, strict=True)
     ]
-    header = pickle.dumps((uses, places, headers, [where for *where, _ in replaced]), _PROTOCOL)
+    of_bulk = headers, [where for *where, _ in replaced], [some.header for some in views]
+    header = pickle.dumps((uses, places, *of_bulk), _PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
     return Encoded(file.getvalue(), buffers, pickler.carried_objects, list(chain(*gathered)), shared)
@@ -164,35 +170,45 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
     tail = memoryview(skeleton)
     if tail[0] == plain.MARK:
         return plain.decode(bytes(skeleton), cast("Sequence[Buffer]", buffers))  # of a batch, not a replica
-    uses, places, headers, replaced = _header(
-        bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH])
-    )
-    count = len(places) + sum(header.buffers for header in headers)
+    header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
+    count = len(header.places) + sum(group.buffers for group in header.groups)
     if len(buffers) != count:
         raise ValueError(f"decode needs the skeleton's {count} buffers, got {len(buffers)}")
-    rest = (memoryview(cast("Buffer", buffer)) for buffer in buffers[len(places) :])
-    groups = [bulk.remake(header, rest) for header in headers]
-    sources: list[Any] = [iter(group) for group in groups]
-    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, places, strict=False)):
+    rest = (memoryview(cast("Buffer", buffer)) for buffer in buffers[len(header.places) :])
+    in_bulk = [*(bulk.remake(group, rest) for group in header.groups), *([] for _ in header.views)]
+    sources: list[Any] = [*map(iter, in_bulk)]
+    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.places, strict=False)):
         if isinstance(buffer, torch.UntypedStorage):
             view = memory(buffer.data_ptr(), nbytes, buffer)
             sources.append(view if start < 0 else (buffer, start))
             continue
         view = flat_bytes(buffer, nbytes, number)
         sources.append(view if start < 0 else (storage_over(view), start))
-    tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in uses]
-    for (group, place), span in zip(replaced, tokens[len(tokens) - len(replaced) :], strict=True):
-        dtype, member = headers[group].dtype, groups[group][place]
-        groups[group][place] = _tensor(span, dtype, 0, member.shape, member.stride(), False)
+    tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
+    spans = iter(tokens[len(tokens) - len(header.replaced) - len(header.views) :])
+    for number, place in header.replaced:
+        member = in_bulk[number][place]
+        in_bulk[number][place] = _tensor(
+            next(spans), header.groups[number].dtype, 0, member.shape, member.stride(), False
+        )
+    for number, views in enumerate(header.views, start=len(header.groups)):
+        in_bulk[number] += bulk.remake_views(views, *next(spans))
     return pickle.loads(skeleton, buffers=tokens)
 
 
 @functools.lru_cache(maxsize=64)
-def _header(
-    header: bytes,
-) -> tuple[list[int], list[tuple[int, int]], list[bulk.GroupHeader], list[tuple[int, int]]]:
-    uses, places, groups, replaced = pickle.loads(header)
-    return uses, places, groups, replaced
+def _header(header: bytes) -> _Header:
+    return _Header(*pickle.loads(header))
+
+
+class _Header(NamedTuple):
+    """What the end of a skeleton says; the last three of replicas only."""
+
+    uses: list[int]  # what each reference stands for: part in bulk or, behind those, buffer; or -1 - carried
+    places: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
+    groups: list[bulk.GroupHeader]
+    replaced: list[tuple[int, int]]  # group, and place in it; the spans are behind the other uses
+    views: list[bulk.ViewsHeader]  # their spans are the last uses
 
 
 def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
@@ -272,9 +288,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
-        if self.known_classes and issubclass(kind, type):
-            return classes.reduce_by_id(obj, super().reducer_override)
-        if not issubclass(kind, (type, types.FunctionType)):  # cloudpickle's own are of these
+        if issubclass(kind, type):
+            if self.known_classes:
+                return classes.reduce_by_id(obj, super().reducer_override)
+            return classes.with_slots(obj, super().reducer_override(obj))
+        if not issubclass(kind, types.FunctionType):  # cloudpickle's own are of these
             self.ordinary.add(kind)
             return NotImplemented
         return super().reducer_override(obj)
@@ -346,6 +364,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dtype, strides = array.dtype, None
         if dtype.hasobject or dtype.itemsize == 0:
             return NotImplemented
+        if self.mapped is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
+            dtype = dtype.newbyteorder("=")
+            array = array.astype(dtype)
         if self.mapped is not None and array.nbytes and not array.flags.c_contiguous:
             low, high = byte_bounds(array)
             if low in self.mapped or high - low <= array.nbytes:

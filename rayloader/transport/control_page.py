@@ -47,6 +47,8 @@ class ControlPage:
             self._call, self._count, self._place = call, 0, _ENTRIES
         entries = []
         for _ in range(_WORD.unpack_from(memory, _COUNT)[0] - self._count):
+            if self._place + _ENTRY.size > PAGE_BYTES:
+                break  # the worker has begun another call since, whose count this is
             length, checksum = _ENTRY.unpack_from(memory, self._place)
             begin = self._place + _ENTRY.size
             entry = bytes(memory[begin : begin + length])

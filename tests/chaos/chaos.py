@@ -5,7 +5,7 @@ Method: a Ray cluster of three nodes on this machine, the driver on one of them,
 and iterable datasets with random augmentation, seeded by worker and by batch, persistent or not, static and dynamic,
 each first undisturbed, then with the same seeds while workers get SIGKILL and nodes are removed without warning, half
 of them when so many batches were taken, half at random times by a thread. A node that was removed is made up for by a
-new one. No worker is struck twice over one batch: a batch that kills twice is blamed for it, as it should be.
+new one. No worker is struck over and over at one batch: a batch is blamed for that, as it should be.
 Epoch for epoch what is inside the batches is compared, and their order.
 Command: python tests/chaos/chaos.py [--seed N] [--epochs N] [--kills N] [--nodes N]; `make chaos` takes minutes.
 Last results, --epochs 1 --kills 6 --nodes 1 --seed 3: 6 workers killed, 1 node removed, 10 recoveries; from a kill to

@@ -4,7 +4,8 @@ A case is a function that builds the loader's arguments and a script that iterat
 written as "0", "2", "2p": the number of workers, p for persistent ones. Three groups:
 
 - the cross product of map-style datasets and ways of sampling, and of iterable datasets and ways of batching, each
-  pair with every third worker setting, shifted from pair to pair, so that every pair of axis values meets;
+  pair with every third worker setting, shifted from pair to pair, so that every pair of axis values meets; a sample has
+  one setting for each pair;
 - cases of one feature each, with the worker settings at which it could differ.
 """
 
@@ -49,6 +50,7 @@ class Case:
         seed: Of the main process's generators before `make`.
         unordered: Compare the batches of an epoch as a multiset.
         contexts: Context managers around construction and script.
+        full: In a full run only.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Case:
     seed: int = 1234
     unordered: bool = False
     contexts: tuple[Callable[[], Any], ...] = ()
+    full: bool = False
 
 
 CASES: list[Case] = []
@@ -75,10 +78,18 @@ def build(make, setting):
     return arguments
 
 
-def add(name, on, make, script=None, **options):
+def add(name, on, make, script=None, sample=None, **options):
+    """A case for each worker setting; of a `sample`, a full run has the others."""
     script = script or scripts.epochs(2)
     for setting in on.split():
-        CASES.append(Case(f"{name}-w{setting}", partial(build, make, setting), script, **options))
+        full = sample is not None and setting != sample
+        CASES.append(Case(f"{name}-w{setting}", partial(build, make, setting), script, full=full, **options))
+
+
+def settings_of(i, j):
+    """Every third worker setting, and which of them is in a sample."""
+    settings = [setting for k, setting in enumerate(WORKERS) if (i + j + k) % 3 == 0]
+    return {"on": " ".join(settings), "sample": settings[(i + j) // 3 % len(settings)]}
 
 
 # The cross product. Datasets by name, samplings as functions of the dataset.
@@ -139,14 +150,13 @@ def streamed(dataset, batching):
 
 for i, (dataset_name, dataset) in enumerate(DATASETS.items()):
     for j, (sampling_name, sampling) in enumerate(SAMPLINGS.items()):
-        settings = " ".join(s for k, s in enumerate(WORKERS) if (i + j + k) % 3 == 0)
         script = scripts.epochs(3 if (i + j) % 4 == 0 else 2)
-        add(f"{dataset_name}-{sampling_name}", settings, partial(sampled, dataset, sampling), script)
+        make = partial(sampled, dataset, sampling)
+        add(f"{dataset_name}-{sampling_name}", make=make, script=script, **settings_of(i, j))
 
 for i, (stream_name, stream) in enumerate(STREAMS.items()):
     for j, (batching_name, batching) in enumerate(BATCHINGS.items()):
-        settings = " ".join(s for k, s in enumerate(WORKERS) if (i + j + k) % 3 == 0)
-        add(f"{stream_name}-{batching_name}", settings, partial(streamed, stream, batching))
+        add(f"{stream_name}-{batching_name}", make=partial(streamed, stream, batching), **settings_of(i, j))
 
 
 # Composed and degenerate datasets.

@@ -28,6 +28,12 @@ def noise():
     return [random.random(), random.gauss(0, 1), *numpys, torch.rand(()), torch.randn(())]
 
 
+def own_id():
+    """Of the worker; without workers this process is another one."""
+    info = get_worker_info()
+    return 2 if info is None else info.id
+
+
 def stream_length(worker_id):
     """Unequal ones: batches of three end short in each worker, at another time."""
     return 4 + 5 * worker_id
@@ -53,7 +59,14 @@ class Indices(Sized):
 class Augmented(Sized):
     def __getitem__(self, index):
         info = get_worker_info()
-        return [index, *noise(), info.id, info.num_workers, info.seed]
+        return [index, *noise(), *((info.id, info.num_workers, info.seed) if info else ())]
+
+
+class Noise(Sized):
+    """Like `Augmented`, of whatever number of workers."""
+
+    def __getitem__(self, index):
+        return [index, *noise()]
 
 
 class OwnGenerators(Sized):
@@ -108,7 +121,7 @@ class Shuffled(IterableDataset):
         self.generator = random.Random(6)
 
     def __iter__(self):
-        worker_id = get_worker_info().id
+        worker_id = own_id()
         samples = list(range(stream_length(worker_id)))
         random.shuffle(samples)
         self.generator.shuffle(samples)
@@ -121,7 +134,7 @@ class Buffered(IterableDataset):
 
     def __iter__(self):
         generator = random.Random(torch.initial_seed())
-        worker_id = get_worker_info().id
+        worker_id = own_id()
         buffer = [0, 1, 2]
         for index in range(3, stream_length(worker_id) + 3):
             slot = generator.randrange(3)
@@ -137,7 +150,7 @@ class StatefulStream(IterableDataset):
         self.position = 0
 
     def __iter__(self):
-        worker_id = get_worker_info().id
+        worker_id = own_id()
         while self.position < stream_length(worker_id):
             self.position += 1
             yield [worker_id, self.position, self.salt, *noise()]
@@ -155,7 +168,7 @@ class StatefulIterator:
 
     def __init__(self, salt, faulty):
         self.salt, self.faulty = salt, faulty
-        self.worker_id = get_worker_info().id
+        self.worker_id = own_id()
         self.position = 0
 
     def __iter__(self):
@@ -188,14 +201,14 @@ class Entropy(IterableDataset):
     """Comes out of nowhere."""
 
     def __iter__(self):
-        for _ in range(stream_length(get_worker_info().id)):
+        for _ in range(stream_length(own_id())):
             yield list(os.urandom(8))
 
 
 class Unseeded(IterableDataset):
     def __iter__(self):
         generator = np.random.default_rng()
-        for _ in range(stream_length(get_worker_info().id)):
+        for _ in range(stream_length(own_id())):
             yield [generator.random()]
 
 
@@ -206,7 +219,7 @@ class CountsEpochs(IterableDataset):
         self.epoch = 0
 
     def __iter__(self):
-        samples = list(range(stream_length(get_worker_info().id)))
+        samples = list(range(stream_length(own_id())))
         random.Random(self.epoch).shuffle(samples)
         self.epoch += 1
         yield from ([sample] for sample in samples)
@@ -314,15 +327,14 @@ class TensorBatches(Sampler):
     """Gives its batches as tensors, views of one permutation; of another seed another one."""
 
     def __init__(self, seed, kind=torch.Tensor):
-        self.seeds = [seed]  # in a list: only the indices show that it is another
-        self.kind = kind
+        order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(seed))
+        self.batches = (order.numpy() if kind is np.ndarray else order).reshape(7, 3)
 
     def __len__(self):
         return 7
 
     def __iter__(self):
-        order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(*self.seeds))
-        return iter((order.numpy() if self.kind is np.ndarray else order).reshape(7, 3))
+        return iter(self.batches)
 
 
 # ---- runs

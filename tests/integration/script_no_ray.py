@@ -16,6 +16,14 @@ loader = DataLoader(range(4), 2)
 for _ in range(2):
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 assert get_worker_info() is None
+
+loader = DataLoader(range(8), 2, shuffle=True, generator=torch.Generator().manual_seed(1))
+iterator = iter(loader)
+next(iterator)
+state, rest = loader.state_dict(), [batch.tolist() for batch in iterator]
+loader.load_state_dict(state)
+assert [batch.tolist() for batch in loader] == rest
+assert len(rest) == 3
 assert len(DataLoader(range(4), 2, num_workers=2)) == 2
 
 methods = multiprocessing.get_all_start_methods()

@@ -5,14 +5,18 @@ python script_sessions.py
 
 import gc
 import os
+import shutil
+import tempfile
 import threading
 import warnings
+from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
 import rayloader
+from latches import Gate, Mail
 from rayloader import DataLoader, RaySessionError
 
 
@@ -52,12 +56,47 @@ def use(loader):
     return iterator, [psutil.Process(pid) for pid in {next(iterator), next(iterator)}]
 
 
-loader = DataLoader(Pids(), None, num_workers=2)
+class User(threading.Thread):
+    """Waits in next() for a batch that does not come."""
 
-# Ray started by us: shutdown() ends the workers and Ray.
+    def __init__(self, folder):
+        super().__init__()
+        self.gate, self.mail, self.error = Gate(folder / "gate"), Mail(folder / "mail"), None
+        self.iterator = iter(DataLoader(Waits(self.gate, self.mail), None, num_workers=1))
+        self.start()
+        self.mail.receive()
+
+    def run(self):
+        try:
+            list(self.iterator)
+        except Exception as error:
+            self.error = error
+
+    def check_told(self):
+        self.join(30)
+        self.mail.close()
+        assert isinstance(self.error, RaySessionError), self.error
+
+
+class Waits(Pids):
+    def __init__(self, gate, mail):
+        self.gate, self.mail = gate, mail
+
+    def __getitem__(self, index):
+        self.mail.send(index)
+        self.gate.wait()
+
+
+loader = DataLoader(Pids(), None, num_workers=2)
+folders = [Path(tempfile.mkdtemp()) for _ in range(2)]
+
+# Ray started by us: shutdown() ends the workers and Ray; whoever waits in next() is told.
 iterator, processes = use(loader)
+user = User(folders[0])
 rayloader.shutdown()
 rayloader.shutdown()
+user.check_told()
+del user
 assert not ray.is_initialized()
 check_gone(processes)
 check_dead(iterator)
@@ -68,7 +107,10 @@ iterator, processes = use(loader)
 assert ray.is_initialized()
 persistent = DataLoader(Pids(), None, num_workers=2, persistent_workers=True)
 again, more = use(persistent)
+user = User(folders[1])
 ray.shutdown()
+user.check_told()
+del user
 check_gone(processes + more)
 check_dead(iterator)
 check_dead(again)
@@ -89,4 +131,6 @@ gc.collect()
 rayloader.shutdown()
 assert ours() == []
 assert ray.is_initialized()
+for folder in folders:
+    shutil.rmtree(folder)
 print("the end")

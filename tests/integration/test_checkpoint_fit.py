@@ -174,12 +174,3 @@ def test_a_state_of_an_unknown_version_is_refused():
     assert isinstance(state["version"], int)
     with pytest.raises(StateError, match="version"):
         loader.load_state_dict({**state, "version": state["version"] + 1})
-
-
-def test_without_workers_there_is_no_state():
-    state = small().state_dict()
-    loader = DataLoader(data.Augmented(), 3)
-    with pytest.raises(StateError, match="num_workers"):
-        loader.state_dict()
-    with pytest.raises(StateError, match="num_workers"):
-        loader.load_state_dict(state)

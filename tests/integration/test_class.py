@@ -201,9 +201,9 @@ def test_isinstance_of_torchs_class_bound_at_import():
     assert rayloader.DataLoader is DataLoader
 
 
-def test_without_workers_it_is_torchs_own_iterator():
+def test_without_workers_it_is_an_iterator_of_torchs_class():
     loader = DataLoader(range(4), 2)
-    assert type(iter(loader)) is type(iter(StockLoader(range(4), 2)))
+    assert isinstance(iter(loader), type(iter(StockLoader(range(4), 2))))
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 

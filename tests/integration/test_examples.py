@@ -47,6 +47,7 @@ def test_digits_gives_the_batches_of_torch() -> None:
     assert last_line == "All 90 training batches are bit for bit those of torch's own DataLoader."
 
 
+@pytest.mark.full
 def test_digits_notices_other_batches() -> None:
     result = run_example("digits.py", "--epochs", "1", "--target", "0", "--reference-seed", "1")
 

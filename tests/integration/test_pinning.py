@@ -7,13 +7,12 @@ import weakref
 import pytest
 import torch
 
+from accelerator import LIMIT, Pinned
 from latches import Mail
 from probes import Calls, Stream, as_is, load
 from rayloader import DataLoader
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-LIMIT = 60.0  # seconds to wait for another thread; on expiry the test fails
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -24,47 +23,6 @@ def test_without_an_accelerator_torchs_warning_and_no_pinning():
     threads = [thread.name for thread in threading.enumerate()]
     assert "rayloader-pin" not in threads
     assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
-
-
-class Pinned(torch.Tensor):
-    """What the accelerator's pinned memory looks like here."""
-
-
-class Accelerator:
-    """Counts what is pinned, and where; `at` is called with the number of the tensor before it is pinned."""
-
-    index = 3
-
-    def __init__(self):
-        self.changed = threading.Condition()
-        self.pinned = 0
-        self.threads = set()
-        self.devices = set()
-        self.at = lambda count: None
-
-    def pin(self, tensor):
-        with self.changed:
-            count = self.pinned
-            self.pinned += 1
-            self.threads.add(threading.current_thread().name)
-            self.changed.notify_all()
-        self.at(count)
-        return tensor.as_subclass(Pinned)
-
-    def wait_for(self, count):
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.pinned >= count, LIMIT), self.pinned
-
-
-@pytest.fixture
-def accelerator(monkeypatch):
-    fake = Accelerator()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: fake.index)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", fake.devices.add)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: fake.pin(tensor))
-    return fake
 
 
 def pin_threads():

@@ -294,7 +294,7 @@ def test_workers_that_cannot_open_the_drivers_files_get_an_image_through_ray(mon
     """All actors say that they do not reach the driver; one of them makes the image for both."""
     loader = holding(np.arange(300_000), lambda data: (int(data.sum()), image_memory(None)[2]), 2)
     list(loader)
-    for actor in get_pool()._actors:
+    for actor in get_pool().actors:
         assert actor.has_started()
         assert actor.address.reaches_driver
         monkeypatch.setattr(actor, "address", replace(actor.address, reaches_driver=False))
@@ -310,7 +310,7 @@ def test_a_host_that_dies_is_done_without(monkeypatch):
     """The answer of the host is lost: each worker copies from Ray's object."""
     loader = holding(np.arange(300_000), lambda data: (int(data.sum()), image_memory(None)[2]), 2)
     list(loader)
-    for actor in get_pool()._actors:
+    for actor in get_pool().actors:
         monkeypatch.setattr(actor, "address", replace(actor.address, reaches_driver=False))
     lost = ray.remote(lost_host).options(num_cpus=0, max_retries=0).remote()
 

@@ -109,6 +109,22 @@ def test_a_killed_driver_takes_everything_along(waiting_script):
     check_gone([process for process in everything if process not in agents])
 
 
+def test_signal_handlers_stay_the_programs_and_ray_outlives_the_thread_that_iterated_first():
+    output, errors = finish(script := start("script_signals.py"))
+    assert (script.returncode, output) == (0, ["the end"]), errors
+    assert "Traceback" not in errors
+    assert "SIGTERM" not in errors  # Ray warns that it could not set a handler
+
+
+def test_sigterm_ends_a_waiting_script_that_has_no_handler(waiting_script):
+    script, everything = waiting_script
+    agents = [process for process in everything if process.name().endswith("Agent")]
+    script.terminate()
+    script.communicate(timeout=HANG_LIMIT)
+    assert script.returncode == -signal.SIGTERM
+    check_gone([process for process in everything if process not in agents])  # as after SIGKILL
+
+
 def test_fork_with_a_live_iterator(ray_session):
     output, errors = finish(script := start("script_fork.py", joined=True))
     assert (script.returncode, output) == (0, ["the end"]), errors
@@ -126,6 +142,11 @@ def test_ray_and_rayloader_may_be_shut_down_under_live_iterators():
     output, errors = finish(script := start("script_sessions.py"))
     assert (script.returncode, output) == (0, ["the end"]), errors
     assert "Traceback" not in errors
+
+
+def test_accelerate_saves_and_resumes_a_loader_without_workers():
+    output, errors = finish(script := start("script_accelerate.py"))
+    assert (script.returncode, output) == (0, ["the end"]), errors
 
 
 def test_without_workers_ray_is_never_imported_and_a_context_is_warned_about_once():

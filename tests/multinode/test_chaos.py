@@ -13,6 +13,7 @@ PROGRAM = Path(__file__).parents[1] / "chaos" / "chaos.py"
 HANG_LIMIT = 240.0  # seconds; on expiry subprocess.run kills the program and raises
 
 
+@pytest.mark.full
 def test_killed_workers_and_nodes_change_nothing():
     command = [sys.executable, PROGRAM, "--seed=1", "--epochs=1", "--kills=4", "--nodes=1"]
     environment = {**os.environ, "RAY_health_check_period_ms": "500"}  # a node is known to be gone after five of these

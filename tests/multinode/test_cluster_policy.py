@@ -1,15 +1,18 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+import rayloader
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import wait_until
+from multinode_waiting import HANG_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
+from rayloader.crew import Crew
 from rayloader.pool import get_pool
 
 pytestmark = pytest.mark.multinode
@@ -82,6 +85,29 @@ def test_more_workers_than_cpus_share_them_with_a_warning():
 def test_one_loader_with_more_workers_than_cpus(recwarn):
     assert len({pid for _, pid in load(4)}) == 4
     assert [str(warning.message) for warning in recwarn if "the CPUs of the Ray cluster" in str(warning.message)]
+
+
+@oversubscribed
+def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
+    """Three CPUs, of which the trainer itself has one: its three workers share them instead of waiting for ever."""
+
+    def train():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            return len({pid for _, pid in load(3)}), [str(warning.message) for warning in told]
+
+    class Trainer:
+        def train(self):
+            return train()
+
+    trainer = ray.remote(num_cpus=1)(Trainer).remote()
+    number, told = ray.get(trainer.train.remote(), timeout=HANG_LIMIT)
+    assert number == 3
+    assert any(
+        "is 2 (the CPUs of the Ray cluster, but for the 1 that this process has itself)" in text for text in told
+    )
+    ray.kill(trainer)
+    wait_for_free(CPUS)
 
 
 def test_training_and_validation_share_warm_workers():
@@ -167,7 +193,7 @@ def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
 
     training = [Training.options(num_cpus=cpus).remote() for cpus in (1, 2)]
     assert all(ray.get([actor.ready.remote() for actor in training]))
-    loader = load(1)
+    loader = load(1, ray_remote_args={"num_cpus": 1})
     monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "2")
     with pytest.raises(WorkerStartError, match="Each asks for CPU 1; free now: CPU 0 of 3"):
         list(loader)
@@ -177,19 +203,63 @@ def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
     assert len(list(loader)) == 4
 
 
-def test_one_worker_without_a_place_ends_the_wait_of_all(short_limit):
+def test_cpus_that_others_have_and_keep_are_done_without(short_limit, caplog):
+    """Where the user's options name no number: the workers share CPUs, as torch's do, rather than fail."""
+
+    @ray.remote
+    class Training:
+        def ready(self):
+            return True
+
+    training = [Training.options(num_cpus=cpus).remote() for cpus in (1, 2)]
+    assert all(ray.get([actor.ready.remote() for actor in training]))
+    assert len({pid for _, pid in load(2)}) == 2
+    assert ["ask for none from now on" in record.getMessage() for record in caplog.records] == [True]
+    for actor in training:
+        ray.kill(actor)
+    rayloader.shutdown()  # the pool has learned it for good
+    wait_for_free(CPUS)
+
+
+def test_a_worker_without_a_place_is_hosted_by_the_others(short_limit, caplog):
     """One node has two CPUs, the other one."""
-    loader = load(2, ray_remote_args={"num_cpus": 2})
-    with pytest.raises(WorkerStartError, match=r"[12] of 2 DataLoader workers found no place.*Each asks for CPU 2"):
-        list(loader)
+    loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"num_cpus": 2})
+    for _ in range(2):
+        batches = list(loader)
+        assert [index for index, *_ in batches] == list(range(8))
+        assert len({pid for *_, pid in batches}) == 1
+    text = "1 of 2 worker processes found no place in the Ray cluster within 2 s; the other 1 do their work too"
+    assert [text in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nodes, enough_time, monkeypatch):
+    """`iter()` waits until both say where they are; meanwhile the first dies, and the second is on another node."""
+    start = Crew.start
+
+    def killing(crew, *arguments):
+        ray.kill(crew.actors[0].handle)
+        ready = crew.ready
+
+        def only_the_first(refs, **_):  # its death is known before the other one has started
+            monkeypatch.setattr(crew, "ready", ready)
+            return ready([crew.actors[0].hello], count=1, timeout=HANG_LIMIT)
+
+        monkeypatch.setattr(crew, "ready", only_the_first)
+        start(crew, *arguments)
+
+    monkeypatch.setattr(Crew, "start", killing)
+    loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"resources": {"away": 1}})
+    batches = list(loader)
+    assert [index for index, *_ in batches] == list(range(8))
+    assert {node_id for _, node_id, _ in batches} == {nodes.away}
 
 
 def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
     """And not what another asked for meanwhile."""
-    known = set(get_pool()._actors)
+    known = set(get_pool().actors)
     with ThreadPoolExecutor(1) as thread:  # in a cluster `iter()` waits for the workers
         waiting = thread.submit(list, load(1, ray_remote_args={"resources": {"nowhere": 1}}))
-        wait_until(lambda: set(get_pool()._actors) - known, "the first loader has asked for its worker")
+        wait_until(lambda: set(get_pool().actors) - known, "the first loader has asked for its worker")
         list(load(1, ray_remote_args={"resources": {"away": 1}}))
         monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "0.1")
         with pytest.raises(WorkerStartError, match=r"Each asks for .*nowhere 1"):

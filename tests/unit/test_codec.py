@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from rayloader.transport import raw, unpicklable
 from rayloader.transport.codec import decode, encode, writable_copies
+from rayloader.transport.mapped import Mappings
 
 ROOT = Path(__file__).parents[2]
 STRIDED = list(raw.NAMES)
@@ -364,7 +365,6 @@ ARRAYS = {
     "reversed": np.arange(100.0)[::-1],
     "broadcast": np.broadcast_to(np.arange(50.0), (4, 50)),
     "half": np.arange(500, dtype=np.float16),
-    "big endian": np.arange(100, dtype=">i4"),
     "dates": np.arange(100).astype("datetime64[ns]"),
     "deltas": np.arange(100).astype("timedelta64[D]"),
     "text": np.array(["a", "bcd", "ü"] * 40),
@@ -529,6 +529,19 @@ def test_excessive_depth_is_a_pickling_error():
         deep = deep.pop()
 
 
+@pytest.mark.parametrize("dtype", [">i4", ">f8", ">U3", ">M8[s]", [("a", ">i4")]])
+@pytest.mark.parametrize("shape", [(3,), (40, 20)])
+def test_byte_order_is_what_pickling_between_torchs_processes_makes_of_it(dtype, shape):
+    array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    for one in (array, array[::2], np.asfortranarray(array), array.T):
+        want = pickle.loads(pickle.dumps(one, 4))
+        got = through(one)
+        assert (got.dtype, got.shape, got.strides) == (want.dtype, want.shape, want.strides)
+        assert np.array_equal(got, want)
+    kept = encode(array, mapped=Mappings())
+    assert decode(kept.skeleton, [bytearray(b) for b in kept.buffers]).dtype == array.dtype  # a dataset's
+
+
 # Classes by value
 
 
@@ -573,6 +586,24 @@ class Color(enum.Enum):
 
 Pair = collections.namedtuple("Pair", "a b")
 
+class Slotted:
+    __slots__ = ("a", "__private", "missing")
+    def __init__(self, a):
+        self.a = self.__private = a
+    def private(self):
+        return self.__private
+
+class More(Slotted):
+    __slots__ = "c"
+
+class Open(Slotted):
+    pass
+
+@dataclasses.dataclass(slots=True)
+class Columns:
+    a: object
+    b: int = 3
+
 class Dataset:
     tag = "first"
     def batch(self):
@@ -580,6 +611,15 @@ class Dataset:
             def local(self):
                 return 42
         return [Batch(torch.arange(3)), Data(1), Color.BLUE, Pair(1, 2), Local(), self.tag, Batch]
+
+class SlottedDataset:
+    def batch(self):
+        more, open = More(2), Open(3)
+        more.c, open.d = 4, 5
+        try:
+            more.unknown = 1
+        except AttributeError:
+            return [Slotted(1), more, open, Columns(torch.arange(2))]
 
 def ask(dataset):
     encoded = encode(dataset)
@@ -603,6 +643,12 @@ for _ in range(2):
         attributes.pop("__slotnames__", None)
         assert now.keys() == attributes.keys(), cls
         assert all(now[k] is attributes[k] for k in now), cls
+
+one, more, open, columns = ask(SlottedDataset())[2]
+assert (type(one), type(more), type(open), type(columns)) == (Slotted, More, Open, Columns)
+assert (one.a, one.private(), hasattr(one, "missing"), hasattr(one, "__dict__")) == (1, 1, False, False)
+assert (more.a, more.private(), more.c, open.a, open.d, columns.b) == (2, 2, 4, 3, 5, 3)
+assert columns.a.tolist() == [0, 1]
 
 # A change of the class reaches the worker that has it already, and only that direction.
 Dataset.tag, double = "second", Batch.double

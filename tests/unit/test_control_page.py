@@ -6,6 +6,9 @@ import pickle
 import subprocess
 import sys
 
+import pytest
+
+from rayloader.transport import control_page
 from rayloader.transport.control_page import PAGE_BYTES, ControlPage, WorkerPage
 
 
@@ -61,6 +64,33 @@ def test_an_entry_that_is_not_all_there_waits():
     assert page.read(1) == []
     memory[at : at + 1] = b"w"
     assert page.read(1) == [b"whole"]
+
+
+@pytest.mark.parametrize("lengths", [[], [3], [1, 2], [PAGE_BYTES - 128 - 8], [PAGE_BYTES - 128 - 12], [9, 1 << 19]])
+@pytest.mark.parametrize("already_read", [False, True])
+def test_a_call_that_begins_while_the_last_one_is_read_is_not_taken_for_it(lengths, already_read, monkeypatch):
+    """The worker begins it, and publishes, when the driver has seen the number of the call and not yet the count."""
+    page, worker = sides()
+    worker.begin(1)
+    old = [b"o" * length for length in lengths]
+    assert all(map(worker.publish, old))
+    if already_read:
+        assert page.read(1) == old
+
+    class Between(control_page.struct.Struct):
+        def unpack_from(self, memory, offset):
+            found = super().unpack_from(memory, offset)
+            if offset == control_page._CALL:
+                worker.begin(2)
+                for _ in range(4):
+                    assert worker.publish(b"new")
+            return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control_page, "_WORD", Between("<q"))
+        assert page.read(1) == []
+    assert page.read(1) == []
+    assert page.read(2) == [b"new"] * 4
 
 
 def test_tasks_are_dropped_up_to_a_call():

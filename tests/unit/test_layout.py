@@ -26,6 +26,9 @@ LAYOUT = {
     "rayloader/session.py",
     "rayloader/crew.py",
     "rayloader/pool.py",
+    "rayloader/lifetimes.py",
+    "rayloader/placement.py",
+    "rayloader/janitor.py",
     "rayloader/worker.py",
     "rayloader/process_state.py",
     "rayloader/errors.py",
@@ -49,7 +52,7 @@ LAYOUT = {
     "rayloader/delivery/pinning.py",
 }
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
-MAY_IMPORT_RAY = {"rayloader/session.py", "rayloader/crew.py", "rayloader/pool.py", "rayloader/worker.py"}
+MAY_IMPORT_RAY = {f"rayloader/{name}.py" for name in ("session", "crew", "pool", "lifetimes", "placement", "worker")}
 
 
 def imported(source: str) -> set[str]:

@@ -39,7 +39,7 @@ from rayloader.messages import (
     WorkerReady,
 )
 from rayloader.pace import CALLS_UNDER_WAY
-from rayloader.schedule import KILLS, Schedule
+from rayloader.schedule import DEATHS, KILLS, Schedule
 
 
 def in_words(commands: list[Command]) -> list[tuple[object, ...]]:
@@ -228,9 +228,24 @@ def test_closing_forgets_everything_and_ends_all_news():
     schedule = opened(num_workers=2, prefetch_factor=1)
     schedule.handle(TasksDone((0,)))
     assert in_words(schedule.handle(Closed())) == [("forget", 0, 1)]
-    assert schedule.finished
+    assert schedule.closed
     assert schedule.handle(TasksDone((1,))) == []
     assert schedule.handle(Closed()) == []
+
+
+def test_closed_and_finished_are_different_answers():
+    schedule = opened(num_workers=1, prefetch_factor=1, draw=1)
+    schedule.handle(SamplerExhausted())
+    schedule.handle(TasksDone((0,)))
+    schedule.handle(Closed())
+    assert schedule.closed
+    assert not schedule.finished  # the last batch was not taken
+    schedule = opened(num_workers=1, prefetch_factor=1, draw=0)
+    schedule.handle(SamplerExhausted())
+    schedule.handle(Closed())
+    schedule.handle(Closed())
+    assert schedule.closed
+    assert schedule.finished
 
 
 def draw(schedule: Schedule, count: int) -> list[tuple[object, ...]]:
@@ -348,13 +363,26 @@ def test_a_lost_worker_is_replaced_and_its_tasks_go_with_its_calls():
     assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("fail", 1, "killed", None)]
 
 
-def test_a_task_that_kills_its_worker_twice_alone_is_at_fault():
+@pytest.mark.parametrize(("admitted", "times"), [(True, KILLS), (False, DEATHS)])
+def test_a_task_that_kills_its_worker_again_and_again_alone_is_at_fault(admitted, times):
     schedule = Schedule(2, 2, max_restarts=100)
     schedule.handle(Opened())
     draw(schedule, 4)
-    assert in_words(schedule.handle(WorkerLost(0, "killed", suspect=2))) == [("replace", 0, "killed")]
-    schedule.handle(WorkerReady(0, calls=2))
-    assert in_words(schedule.handle(WorkerLost(0, "killed", suspect=2))) == [("fail", 0, "killed", 2)]
+    for _ in range(times - 1):
+        lost = WorkerLost(0, "killed", suspect=2, admitted=admitted)
+        assert in_words(schedule.handle(lost)) == [("replace", 0, "killed")]
+        schedule.handle(WorkerReady(0, calls=2))
+    assert in_words(schedule.handle(lost)) == [("fail", 0, "killed", 2)]
+
+
+def test_two_kills_from_outside_do_not_blame_the_batch_that_they_strike():
+    schedule = Schedule(1, 2, max_restarts=3)
+    schedule.handle(Opened())
+    draw(schedule, 2)
+    for _ in range(3):
+        assert in_words(schedule.handle(WorkerLost(0, "killed", suspect=0))) == [("replace", 0, "killed")]
+        schedule.handle(WorkerReady(0, calls=2))
+    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0)]
 
 
 def test_whoever_is_blameless_may_be_lost_ever_so_often():
@@ -613,8 +641,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.schedule.handle(WorkerExhausted(task_id)) == []
 
     @precondition(lambda self: self.schedule and not self.failed)
-    @rule(k=st.integers(0, 3), rarely=st.integers(0, 5), blameless=st.booleans(), alone=st.booleans())
-    def lose(self, k, rarely, blameless, alone):
+    @rule(
+        k=st.integers(0, 3),
+        rarely=st.integers(0, 5),
+        blameless=st.booleans(),
+        alone=st.booleans(),
+        admitted=st.booleans(),
+    )
+    def lose(self, k, rarely, blameless, alone, admitted):
         """Its process, and every answer that has not come."""
         if rarely or k >= len(self.workers):
             return
@@ -627,13 +661,13 @@ class AnyOrder(RuleBasedStateMachine):
         worker.restarts += not blameless
         if suspect is not None:
             self.kills[suspect] = self.kills.get(suspect, 0) + 1
-        hopeless = worker.restarts > self.max_restarts or self.kills.get(suspect, 0) >= KILLS
-        self.act(WorkerLost(k, "killed", suspect, blameless))
+        hopeless = worker.restarts > self.max_restarts or self.kills.get(suspect, 0) >= (KILLS if admitted else DEATHS)
+        self.act(WorkerLost(k, "killed", suspect, admitted, blameless))
         assert self.failed == hopeless or not had_work
         assert self.failed or worker.away or not had_work
         if self.failed:
             self.act(Closed())
-            assert self.schedule.finished
+            assert self.schedule.closed
 
     @precondition(lambda self: self.schedule and any(worker.away for worker in self.workers))
     @rule(data=st.data())
@@ -668,7 +702,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def it_never_sticks(self):
-        if self.schedule is not None and not self.schedule.finished:
+        if self.schedule is not None and not self.schedule.finished and not self.schedule.closed:
             busy = any(worker.queue or worker.calls or worker.away for worker in self.workers)
             assert self.deliverable or self.answers or busy
 

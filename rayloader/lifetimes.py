@@ -1,0 +1,204 @@
+"""The lifetimes of actors: who has each of them, and until when it lives.
+
+Promise: every change of an actor's state is made here.
+
+    LENT --> STOPPING --> IDLE --> LENT again; LENT --> IDLE where no call is unanswered; any --> GONE
+
+An actor is LENT from its birth on, to the lease of one crew, whether it has found its place yet or not. A lease ends
+by `end`, or with the last reference to it: whatever exception or Ctrl-C its holder met, and at whatever line, its
+actors come back. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm. They may be lent
+to any loader with the same options, and are killed some time after the last such loader is gone.
+
+Threads: the users' threads lend. All else is done by the janitor's thread, which no Ctrl-C reaches. `_lock` guards the
+step from IDLE to LENT or GONE; nobody calls Ray for longer than an instant under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+
+import ray
+from ray.exceptions import RayError
+
+from rayloader.crew import Actor, ActorState
+from rayloader.janitor import Janitor
+
+# How long an actor that was told to stop may work on: what it does is of no use any more.
+STOP_TIMEOUT_S = 5.0
+# How long a new epoch waits for actors that are stopping: about what a new actor would take to start.
+REUSE_WAIT_S = 1.0
+
+
+class Lease:
+    """A crew's right to its actors.
+
+    Args:
+        ended: called, perhaps in a finalizer, when nobody refers to the lease any more.
+    """
+
+    __slots__ = ("__weakref__", "ref")
+
+    def __init__(self, ended: Callable[[object], object]) -> None:
+        self.ref = weakref.ref(self, ended)  # the actors have it: it outlives the lease, or nobody would be called
+
+
+class Lifetimes:
+    """The actors of one pool.
+
+    Args:
+        janitor: whose thread runs the methods below the line.
+        alive: whether the actors' Ray session still lives.
+
+    Attributes:
+        actors: all but those that are gone.
+        closed: actors that come back are killed.
+    """
+
+    def __init__(self, janitor: Janitor, alive: Callable[[], bool]) -> None:
+        self._janitor = janitor
+        self._alive = alive
+        self._lock = threading.Lock()
+        self.actors: list[Actor] = []
+        self.closed = False
+
+    def lend(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
+        """Lends so many idle actors that prove to be alive, or fewer; waits a little for those that are stopping."""
+        give_up = time.monotonic() + REUSE_WAIT_S
+        taken = self._take_idle(lease, key, count)
+        while len(taken) < count:
+            stopping = [a.stopped for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
+            remaining = give_up - time.monotonic()
+            if not stopping or remaining <= 0:
+                break
+            ray.wait(stopping, num_returns=min(len(stopping), count - len(taken)), timeout=remaining)
+            taken += self._take_idle(lease, key, count - len(taken))
+        return self._proved(taken)
+
+    def _take_idle(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
+        with self._lock:
+            self._settle()
+            idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key][:count]
+            for actor in idle:
+                actor.lease = lease.ref
+                actor.state = ActorState.LENT
+            return idle
+
+    def _proved(self, actors: list[Actor]) -> list[Actor]:
+        """Those that answer: they have finished `stop`, and have not died since. The others are killed."""
+        probes = [actor.handle.hello.remote() for actor in actors]
+        if probes:
+            ray.wait(probes, num_returns=len(probes), timeout=STOP_TIMEOUT_S)
+        alive = []
+        for actor, probe in zip(actors, probes, strict=True):
+            try:
+                ray.get([actor.stopped, probe], timeout=0)
+            except RayError:  # GetTimeoutError included: it neither answers nor ends
+                self._janitor.later(functools.partial(self.kill, actor))
+            else:
+                actor.lane.abandon()  # all its calls are answered
+                actor.lane.rest(False)
+                alive.append(actor)
+        return alive
+
+    def _settle(self) -> None:
+        """Makes those idle that have answered `stop`, if only by their death: who lends them finds out."""
+        stopping = [actor for actor in self.actors if actor.state is ActorState.STOPPING]
+        if stopping and self._alive():
+            answered, _ = ray.wait([actor.stopped for actor in stopping], num_returns=len(stopping), timeout=0)
+            for actor in stopping:
+                if actor.stopped in answered:
+                    actor.state = ActorState.IDLE
+
+    # ---- in the janitor's thread
+
+    def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
+        """Takes back what is lent to a lease.
+
+        Args:
+            lease: its holder has it no more.
+            busy: calls may be unanswered.
+            reuse: whether others may have the processes.
+        """
+        for actor in list(self.actors):
+            if actor.state is ActorState.LENT and actor.lease is lease.ref:
+                if reuse:
+                    self.give_back(actor, busy=busy)
+                else:
+                    self.kill(actor)
+
+    def give_back(self, actor: Actor, *, busy: bool) -> None:
+        """Tells an actor to stop, and takes it back."""
+        if actor.state is not ActorState.LENT:
+            return
+        if self.closed or not self._alive():
+            self.kill(actor)
+            return
+        try:
+            actor.stopped = actor.handle.stop.remote()
+        except Exception:  # Ray's reasons are many; without this call it could be neither reused nor waited for
+            self.kill(actor)
+            return
+        actor.lane.rest(True)
+        actor.lease, actor.stop_by, actor.keep_until = None, time.monotonic() + STOP_TIMEOUT_S, math.inf
+        actor.state = ActorState.STOPPING if busy else ActorState.IDLE
+
+    def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
+        """Ends an actor; with `if_spare` only one that is not lent."""
+        with self._lock:
+            if actor.state is ActorState.GONE or (if_spare and actor.state is ActorState.LENT):
+                return
+            actor.state = ActorState.GONE
+            self.actors.remove(actor)
+        actor.let_go()
+        if self._alive():
+            with contextlib.suppress(RayError, ValueError):  # it may be gone already
+                ray.kill(actor.handle)
+
+    def kill_spare(self, *, but: bytes | None = None) -> None:
+        """Ends all actors that are not lent, but for those with certain options."""
+        for actor in list(self.actors):
+            if actor.key != but:
+                self.kill(actor, if_spare=True)
+
+    def kill_all(self) -> None:
+        """Ends all actors."""
+        for actor in list(self.actors):
+            self.kill(actor)
+
+    def tidy(self, usable: Collection[bytes], grace: float) -> float | None:
+        """Takes back what no lease has any more, and kills who is late.
+
+        Args:
+            usable: options of the loaders that live.
+            grace: seconds that an actor is kept when no loader could use it.
+
+        Returns:
+            The seconds until somebody will be late; None if nobody will.
+        """
+        for actor in list(self.actors):
+            if actor.state is ActorState.LENT and (actor.lease is None or actor.lease() is None):
+                self.give_back(actor, busy=True)
+        now = time.monotonic()
+        spare = [actor for actor in list(self.actors) if actor.state is not ActorState.LENT]
+        for actor in spare:
+            if actor.key in usable:
+                actor.keep_until = math.inf
+            elif actor.keep_until == math.inf:
+                actor.keep_until = now + grace
+        if any(actor.state is ActorState.STOPPING and now >= actor.stop_by for actor in spare):
+            with self._lock:
+                self._settle()
+        deadline = math.inf
+        for actor in spare:
+            until = min(actor.keep_until, actor.stop_by if actor.state is ActorState.STOPPING else math.inf)
+            if now >= until or not self._alive():
+                self.kill(actor, if_spare=True)
+            else:
+                deadline = min(deadline, until)
+        return max(0.0, deadline - now) if deadline < math.inf else None

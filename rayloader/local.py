@@ -1,0 +1,240 @@
+"""What `iter()` returns without workers: torch's own way of a batch, in this process, which can be saved and resumed.
+
+Promise: it draws, fetches and raises as torch's iterator does, and Ray is not imported. The program's own objects do
+the work, so what a state says of them (the global generators, the dataset's own, its `state_dict`) is restored in
+`load_state_dict`, as for samplers; see NOTE [What a state moves] in `samplers.py`. A state is made when it is asked
+for. Until then an epoch costs a checksum of each batch's indices; or, of a stream that does not tell its state, a
+digest of each batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data._utils.worker import _generate_state
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
+
+from rayloader import skipping
+from rayloader.checkpoint import Position, goes_on
+from rayloader.draws import drawn
+from rayloader.errors import ReplayError, SkipLimitError
+from rayloader.local_state import Stream, generators_of
+from rayloader.random_state import RandomState, seed_all
+from rayloader.redeal import Stage
+from rayloader.samplers import Resuming, Samplers
+from rayloader.snapshot import digest, has_state, load_state
+from rayloader.transport import codec
+
+
+class LocalIterator(_SingleProcessDataLoaderIter):
+    """Iterates over a loader's batches in this process.
+
+    Args:
+        loader: without workers.
+        state: loaded, for this iterator to go on from; None: it begins an epoch.
+    """
+
+    def __init__(self, loader: Any, state: dict[str, Any] | None) -> None:
+        saved, _ = goes_on(loader, state, 0)
+        self._iterable = loader._dataset_kind == _DatasetKind.Iterable
+        self.position = position = Position(Samplers(loader), 0, 0, iterable=self._iterable)
+        if saved is None:
+            position.begins(False)
+        # The class between has a constructor that makes the dataset's iterator: what must be known then is not yet.
+        _BaseDataLoaderIter.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
+        self._index_sampler = loader._index_sampler
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            apply_sharding(self._dataset, self._world_size, self._rank)
+        self._generators = generators_of(loader) if self._iterable or saved is not None else []
+        self._seeds_batches: bool = loader.seeding == "batch"
+        self._skips_errors: bool = loader.on_error == "skip"
+        self._max_skipped: int = loader.max_skipped
+        self._failure: SkipLimitError | None = None
+        if saved is None:
+            position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
+            if state is not None and state["redeal"] is not None:
+                stages = [Stage(taken) for taken in state["redeal"]["stages"]]
+                self._sampler_iter = position.redeals(state["redeal"]["epoch"], stages)
+            begin = RandomState.capture(self._generators) if self._is_read_again else None
+            self._iterate(Stream(begin))
+        else:
+            self._sampler_iter = position.unpack(saved)
+            self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
+            self._num_yielded = position.delivered
+            self._go_on(Stream() if saved["stream"] is None else Stream.unpack(saved["stream"]))
+        self._drawn = position.next_task  # tasks whose indices were drawn
+        self._checksum = position.checksum  # of their indices
+        self._asked = saved is not None  # the sampler's iterator
+
+    # ---- the dataset's iterator
+
+    @property
+    def _is_read_again(self) -> bool:
+        """Whether a resumption is to read the stream from its start; unless its iterator tells its state."""
+        return self._iterable and not has_state(self._dataset)
+
+    def _iterate(self, stream: Stream) -> None:
+        """Has the dataset make its iterator."""
+        with self._seeded_as_worker():
+            self._dataset_fetcher = _DatasetKind.create_fetcher(
+                self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+            )
+        if self._iterable and has_state(self._dataset_fetcher.dataset_iter):
+            stream.begin, stream.iterator = None, self._dataset_fetcher.dataset_iter
+        self._stream = self.position.stream = stream
+
+    def _go_on(self, stream: Stream) -> None:
+        """Brings the dataset's iterator to where it was. The program's generators stay as they are."""
+        before = RandomState.capture(self._generators)
+        if isinstance(self._dataset, IterDataPipe):
+            shuffling = torch.Generator()
+            shuffling.manual_seed(self._shared_seed)  # type: ignore[arg-type]
+            self._dataset = apply_random_seed(self._dataset, shuffling)
+        try:
+            if stream.begin is not None:
+                stream.begin.restore(self._generators)
+            self._iterate(stream)
+            if stream.iterator is not None:
+                load_state(stream.iterator, stream.told)
+            elif self._is_read_again:
+                self._read_again()
+            if self._iterable:
+                self._dataset_fetcher.ended = stream.ended
+        finally:
+            before.restore(self._generators)
+
+    def _read_again(self) -> None:
+        expected, self._stream.digest = self._stream.digest, 0
+        count = self.position.next_task
+        with contextlib.suppress(StopIteration):
+            for task in range(count):
+                with contextlib.suppress(skipping.NothingLeft):
+                    self._build_again(task)
+                count -= 1
+        if count or self._stream.digest != expected:
+            raise ReplayError(
+                f"the iterable dataset was to be read again up to batch {self.position.next_task}, and gave something "
+                "else than before; to be resumed, a dataset must give the same each time that it is read, whatever "
+                "else draws from the global random generators, or have state_dict() and load_state_dict()"
+            )
+
+    def _build_again(self, task: int) -> None:
+        try:
+            self._build(task, next(self._sampler_iter), [])
+        except (StopIteration, skipping.NothingLeft):
+            raise
+        except Exception:  # the user's own: it was raised then, too
+            pass
+
+    # ---- batches
+
+    def _next_data(self) -> Any:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        data = skipping.NOTHING
+        while data is skipping.NOTHING:
+            task, indices, checksum = self._draw()
+            if not self.position.has(task):
+                data = self._take(task, indices, checksum)
+        return data
+
+    def _draw(self) -> tuple[int, Any, int]:
+        """Number, indices and checksum of the next task."""
+        position = self.position
+        if not self._asked:
+            self._asked = True
+            position.first_draw(self._sampler_iter)
+        try:
+            indices = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            position.sampler_ended(self._drawn)
+            position.finished = True
+            raise
+        task, self._drawn = self._drawn, self._drawn + 1
+        if self._iterable:  # its indices stand for nothing
+            return task, indices, 0
+        try:
+            self._checksum = drawn(indices, self._checksum).checksum
+        except Exception:  # here they need not be picklable
+            position.error = f"the indices of batch {task} cannot be pickled:\n{traceback.format_exc()}"
+        position.drawn(task, self._sampler_iter, indices, self._checksum)
+        return task, indices, self._checksum
+
+    def _take(self, task: int, indices: Any, checksum: int) -> Any:
+        """The batch, or `NOTHING`; the user has the task, whatever becomes of it, unless the stream has ended."""
+        skipped: list[skipping.Skipped] = []
+        ended = False
+        try:
+            data = self._build(task, indices, skipped)
+            return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+        except skipping.NothingLeft:
+            return skipping.NOTHING
+        except StopIteration:
+            ended = self._iterable
+            raise
+        finally:
+            if ended:
+                self.position.finished = True
+            else:
+                self.position.taken(0, task, checksum)
+            self._stream.ended = getattr(self._dataset_fetcher, "ended", False)
+            self._count_skipped(skipped)
+
+    def _build(self, task: int, indices: Any, skipped: list[skipping.Skipped]) -> Any:
+        fetcher = self._dataset_fetcher
+        with self._seeded(task):
+            if self._skips_errors:
+                data = skipping.fetch(fetcher, self._dataset_kind, indices, self._collate_fn, skipped)
+            else:
+                data = fetcher.fetch(indices)
+        if self._stream.begin is not None:
+            self._stream.digest = digest(codec.encode(data), self._stream.digest)
+        return data
+
+    def _count_skipped(self, skipped: list[skipping.Skipped]) -> None:
+        self.position.skipped += len(skipped)
+        try:
+            skipping.tell(skipped, self.position.skipped, self._max_skipped)
+        except SkipLimitError as error:
+            self._failure = error
+            raise
+
+    # ---- `seeding="batch"`: as in a worker, with the program's generators put back afterwards
+
+    @contextlib.contextmanager
+    def _seeded(self, task: int) -> Iterator[None]:
+        if not self._seeds_batches:
+            yield
+            return
+        before = RandomState.capture([])
+        seed_all(self.position.base_seed, self.position.epoch, task)
+        try:
+            yield
+        finally:
+            before.restore([])
+
+    @contextlib.contextmanager
+    def _seeded_as_worker(self) -> Iterator[None]:
+        """A stream may draw when it begins: what the only worker would have drawn."""
+        if not (self._seeds_batches and self._iterable):
+            yield
+            return
+        before = RandomState.capture([])
+        random.seed(self.position.base_seed)
+        torch.manual_seed(self.position.base_seed)
+        np.random.seed(_generate_state(self.position.base_seed, 0))
+        try:
+            yield
+        finally:
+            before.restore([])

@@ -1,0 +1,112 @@
+"""What a state holds of a loader without workers, beside its samplers: the objects that do the work in this process.
+
+Promise: pure of Ray. `capture` and `restore` are the program's own generators and dataset as they are between two
+batches; `Stream` is the iterator of an iterable dataset in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from rayloader import plain_state
+from rayloader.errors import StateError
+from rayloader.random_state import RandomState, find_generators
+from rayloader.snapshot import has_state, load_state
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """The random generators that the user's objects hold."""
+    return find_generators((loader.dataset, loader.collate_fn))
+
+
+def capture(loader: Any) -> dict[str, Any]:
+    """The generators, global ones and the dataset's, and what the dataset tells.
+
+    Raises:
+        StateError: the dataset could not tell its state.
+    """
+    random = RandomState.capture(generators_of(loader))
+    return {"random": random.pack(), "dataset": pack_object(told_by(loader.dataset))}
+
+
+def restore(loader: Any, packed: dict[str, Any]) -> None:
+    """Puts them to what they were.
+
+    Raises:
+        StateError: the dataset holds other generators than the one that was saved.
+    """
+    generators, random = generators_of(loader), RandomState.unpack(packed["random"])
+    if random.others is not None and len(random.others) != len(generators):
+        raise StateError(
+            f"the state is of a dataset and collate_fn with {len(random.others)} random generators of their own, these "
+            f"have {len(generators)}; make them as those that were saved, with all their generators, or give the "
+            "dataset state_dict() and load_state_dict()"
+        )
+    random.restore(generators)
+    load_state(loader.dataset, unpack_object(packed["dataset"]))
+
+
+def depends_on_the_past(packed: dict[str, Any]) -> bool:
+    """Whether batches that are seeded one by one depend on what was built before them."""
+    return packed["dataset"] is not None or bool(RandomState.unpack(packed["random"]).others)
+
+
+@dataclass(slots=True)
+class Stream:
+    """The iterator of the dataset, as far as a resumption must know it.
+
+    Attributes:
+        begin: the generators before it was made; None where it need not be read again.
+        iterator: it tells its state; None if it does not, or a state was loaded and no iterator made of it yet.
+        told: what such an iterator told when the state was saved.
+        digest: of what a stream gave that is to be read again.
+        ended: it has ended in the midst of the last batch.
+    """
+
+    begin: RandomState | None = None
+    iterator: Any = None
+    told: bytes | None = None
+    digest: int = 0
+    ended: bool = False
+
+    def pack(self) -> dict[str, Any]:
+        """As part of a state."""
+        told = self.told if self.iterator is None else told_by(self.iterator)
+        return {
+            "begin": None if self.begin is None else self.begin.pack(),
+            "told": pack_object(told),
+            "digest": self.digest,
+            "ended": self.ended,
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> Stream:
+        """The inverse of `pack`."""
+        begin = None if packed["begin"] is None else RandomState.unpack(packed["begin"])
+        return cls(begin, None, unpack_object(packed["told"]), packed["digest"], packed["ended"])
+
+
+def told_by(obj: Any) -> bytes | None:
+    """What `state_dict` of an object of the user's gives; None if it has none."""
+    if not has_state(obj):
+        return None
+    try:
+        told: bytes = cloudpickle.dumps(obj.state_dict())
+    except Exception:  # the user's own
+        raise StateError(f"{type(obj).__name__} could not tell its state:\n{traceback.format_exc()}") from None
+    return told
+
+
+def pack_object(told: bytes | None) -> dict[str, Any] | None:
+    """What an object told, as part of a state."""
+    return None if told is None else {"state": plain_state.pack(pickle.loads(told))}
+
+
+def unpack_object(packed: dict[str, Any] | None) -> bytes | None:
+    """The inverse of `pack_object`."""
+    return None if packed is None else cloudpickle.dumps(plain_state.unpack(packed["state"]))

@@ -1,0 +1,162 @@
+"""What new actors ask Ray for, and how long they may wait for it.
+
+Promise: workers share CPUs where they can't get any of their own, as torch's do, unless the user's options name a
+number. No state but what was learned of the cluster; any thread may ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from enum import Enum
+from typing import Any
+
+import ray
+
+from rayloader import session
+from rayloader.errors import WorkerStartError
+
+logger = logging.getLogger("rayloader")
+
+# How long an actor may wait for its place. Node managers add machines within minutes; without one nothing will come.
+START_TIMEOUT_S = 60.0
+AUTOSCALING_START_TIMEOUT_S = 600.0
+START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
+# How long new actors may wait until idle ones of other loaders, which may hold what they need, have to go for them.
+ROOM_PATIENCE_S = 5.0
+# How long they may wait for CPUs that somebody else has before they ask for none: long enough for others' short tasks.
+CPU_PATIENCE_S = 10.0
+
+
+class Verdict(Enum):
+    """What is to become of actors that have found no place so far."""
+
+    WAIT = "wait"
+    MAKE_ROOM = "make room"  # and wait
+    SHARE_CPUS = "share CPUs"  # ask again, for no CPU
+    GIVE_UP = "give up"
+
+
+class Placement:
+    """Of the actors of one pool."""
+
+    def __init__(self) -> None:
+        self._autoscaling = False
+        self._others_have_the_cpus = False
+        self._without_place: set[bytes] = set()  # options of actors that were given up
+
+    def options(self, remote_args: dict[str, Any], count: int, wanted: int) -> dict[str, Any]:
+        """Actor options; "DEFAULT" keeps the actors out of a placement group that Ray Tune would put them into.
+
+        Args:
+            remote_args: the user's.
+            count: actors to be made.
+            wanted: workers of this process, these among them.
+        """
+        # The one question to Ray without a public answer: would more nodes come if they were asked for?
+        self._autoscaling = ray._private.state.state.get_max_resources_from_cluster_config() is not None
+        options: dict[str, Any] = {"scheduling_strategy": "DEFAULT", "enable_task_events": False, **remote_args}
+        if "num_cpus" not in options:
+            options["num_cpus"] = self._cpus_per_worker(count, wanted)
+        return options
+
+    def _cpus_per_worker(self, count: int, wanted: int) -> float:
+        """One where the cluster has, or can get, as many CPUs as this process has workers; else none, as torch.
+
+        The CPUs that this process itself has, inside a Ray task or actor, are not to be had. Whether those of others
+        are, time shows: see `verdict`.
+        """
+        total = ray.cluster_resources()
+        if session.OVERSUBSCRIBE_RESOURCE in total or self._others_have_the_cpus:
+            return 0
+        own = session.cpus_of_this_process()
+        cpus = total.get("CPU", 0) - own
+        if wanted <= cpus or self._autoscaling:
+            return 1
+        but_own = f", but for the {own:g} that this process has itself" if own else ""
+        warnings.warn(
+            f"This DataLoader will create {count} worker processes, {wanted} with those that live already. Our "
+            f"suggested max number of worker in current system is {cpus:g} (the CPUs of the Ray cluster{but_own}), "
+            "which is smaller than what this DataLoader is going to create. The workers share CPUs now; lower the "
+            "worker number to avoid potential slowness if necessary, or let them wait for CPUs with "
+            'ray_remote_args={"num_cpus": 1}.',
+            stacklevel=2,
+        )
+        return 0
+
+    def lacks_cpus(self, remote_args: dict[str, Any], count: int) -> bool:
+        """Whether so many actors may have to wait for CPUs now."""
+        return bool(ray.available_resources().get("CPU", 0) < count * (remote_args.get("num_cpus", 1) or 0))
+
+    def verdict(self, waited: float, key: bytes, remote_args: dict[str, Any], options: dict[str, Any]) -> Verdict:
+        """What is to become of actors that have found no place for `waited` seconds.
+
+        Args:
+            waited: since they were made, or since another actor of this process has started: starts queue.
+            key: of the user's options.
+            remote_args: the user's options.
+            options: that they were made with.
+        """
+        limit = self.limit
+        if "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
+            no_cpu_is_free = waited >= min(CPU_PATIENCE_S, limit) and ray.available_resources().get("CPU", 0) < 1
+            if no_cpu_is_free:
+                self._others_have_the_cpus = True
+                logger.warning(
+                    "rayloader: other Ray work has had all CPUs of the cluster for %.0f s, so the workers of this "
+                    "process ask for none from now on and share them; leave CPUs to the workers, or let them wait for "
+                    'CPUs with ray_remote_args={"num_cpus": 1}',
+                    waited,
+                )
+                return Verdict.SHARE_CPUS
+        if waited >= (min(ROOM_PATIENCE_S, limit) if key in self._without_place else limit):
+            return Verdict.GIVE_UP
+        return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
+
+    def gave_up(self, key: bytes, number: int, of: int, hosts: int) -> None:
+        """Some actors are done without; the next with the same options need not wait that long."""
+        self._without_place.add(key)
+        logger.warning(
+            "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; the other %d do their "
+            "work too",
+            number,
+            of,
+            self.limit,
+            hosts,
+        )
+
+    def error(self, number: int, of: int, options: dict[str, Any]) -> WorkerStartError:
+        """Says what was asked for and what there is."""
+        total, free = ray.cluster_resources(), ray.available_resources()
+        interesting = [name for name in total if not name.startswith(("node:", "object_store"))]
+        free_text = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in sorted(interesting))
+        return WorkerStartError(
+            f"{number} of {of} DataLoader workers found no place in the Ray cluster within {self.limit:g} s. "
+            f"Each asks for {_in_words(options)}; free now: {free_text}. "
+            f"Lower num_workers, leave CPUs to the workers (training may hold them all), ask for less with "
+            f'ray_remote_args={{"num_cpus": 0}}, or raise {START_TIMEOUT_VARIABLE} (seconds) if nodes are still to come'
+        )
+
+    @property
+    def limit(self) -> float:
+        """How long an actor may wait for its place, in seconds."""
+        text = os.environ.get(START_TIMEOUT_VARIABLE)
+        if text is None:
+            return AUTOSCALING_START_TIMEOUT_S if self._autoscaling else START_TIMEOUT_S
+        try:
+            limit = float(text)
+        except ValueError:
+            limit = -1.0
+        if not limit >= 0:
+            raise ValueError(f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}")
+        return limit
+
+
+def _in_words(options: dict[str, Any]) -> str:
+    amounts = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
+    amounts.update(options.get("resources") or {})
+    words = [f"{name} {amount:g}" for name, amount in amounts.items() if amount]
+    places = {name: options.get(name) for name in ("accelerator_type", "label_selector", "scheduling_strategy")}
+    words += [f"{name} {place}" for name, place in places.items() if place not in (None, "DEFAULT")]
+    return ", ".join(words) or "no resources"

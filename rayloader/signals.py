@@ -1,0 +1,44 @@
+"""The handlers of signals belong to the program: what Ray puts in their place is taken out again.
+
+Promise: `SignalHandlers().restore()` makes every signal do what it did when that object was made. Ray replaces the
+handler of SIGTERM in Python, and those of SIGTERM and of the signals of a crash (`faulthandler`'s) below Python, in the
+kernel's table; when it is shut down it takes its own away and leaves none. So both tables are kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+from typing import Any
+
+# Larger than any system's `struct sigaction`, whose content is nobody's business here: it is put back as it was.
+_ACTION_BYTES = 512
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+
+
+class SignalHandlers:
+    """What each signal of this process does at the moment."""
+
+    def __init__(self) -> None:
+        numbers = signal.valid_signals()
+        self._in_python: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+        self._in_kernel = {number: _action(number) for number in numbers}
+
+    def restore(self) -> None:
+        """Puts them back. Python lets only the main thread do that with its own; there is nothing to do in others."""
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._in_python.items():
+                if handler is not None and signal.getsignal(number) is not handler:  # None: not set by Python
+                    signal.signal(number, handler)
+        for number, action in self._in_kernel.items():
+            if _action(number) != action:
+                _libc.sigaction(number, action, None)
+
+
+def _action(number: int) -> bytes:
+    action = ctypes.create_string_buffer(_ACTION_BYTES)
+    _libc.sigaction(number, None, action)
+    return action.raw

@@ -1,0 +1,73 @@
+"""Raises KeyboardInterrupt at the n-th point at which Python may run a signal handler in rayloader's own code."""
+
+import contextlib
+import signal
+import sys
+from pathlib import Path
+
+import rayloader
+
+PACKAGE = str(Path(rayloader.__file__).parent)
+HANG_LIMIT = 60  # seconds for one step; on expiry the test fails
+
+
+class Interrupt:
+    """Fires once: at the `number`-th entry of one of our functions or return of a C function called by one.
+
+    These are the points at which CPython looks for signals, besides the loops, which call functions. A finalizer is
+    spared: Python only prints what is raised there.
+    """
+
+    def __init__(self, number):
+        self.number = number
+        self.count = 0
+        self.where = None
+
+    def __call__(self, frame, event, argument):
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        if argument is sys.setprofile or in_finalizer(frame):
+            return
+        self.count += 1
+        if self.count == self.number:
+            self.where = f"{frame.f_code.co_name}:{frame.f_lineno} ({event} {argument})"
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    @property
+    def fired(self):
+        return self.where is not None
+
+
+def in_finalizer(frame):
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "_forget_lease"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def interrupted_at(number):
+    interrupt = Interrupt(number)
+    sys.setprofile(interrupt)
+    try:
+        yield interrupt
+    finally:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def no_hang(what):
+    """Raises AssertionError in the main thread when the block takes too long."""
+
+    def expired(*_):
+        raise AssertionError(f"hangs after an interrupt at {what()}")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.alarm(HANG_LIMIT)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,121 @@
+"""KeyboardInterrupt at any point of next() and iter(): no hang, no batch lost or given twice, an error that is clear.
+
+Every test goes on with what an interrupt has left: the batch that comes next is the right one, or `next()` says that
+the iterator has lost its place, and a new `iter()` works. The state is right in both cases.
+"""
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from interrupts import interrupted_at, no_hang
+from probes import Calls
+from rayloader import DataLoader, RayloaderError
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+LENGTH = 40
+POINTS = 2000  # more than any operation has
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(LENGTH))
+
+
+def make_loader(kind, **options):
+    options = {"num_workers": 1 if kind == "iterable" else 2, **options}
+    if kind == "iterable":
+        return DataLoader(Numbers(), batch_size=None, prefetch_factor=2, **options)
+    if kind == "waiting":  # each batch is asked for when it is needed
+        options |= {"num_workers": 1, "prefetch_factor": 1}
+    return DataLoader(Calls(torch.tensor, LENGTH), batch_size=None, **options)
+
+
+def numbers_of_points(stride):
+    return range(1, POINTS, stride)
+
+
+KINDS = {
+    "in order": ("map", {}),
+    "each waited for": ("waiting", {}),
+    "iterable": ("iterable", {}),
+    "pinned": ("map", {"pin_memory": True}),
+    "pinned, each waited for": ("waiting", {"pin_memory": True}),
+    "persistent": ("map", {"persistent_workers": True}),
+    "timeout": ("map", {"timeout": 1000}),
+    "dynamic": ("map", {"seeding": "batch", "scheduling": "dynamic"}),
+}
+SAMPLED = ("each waited for", "pinned", "persistent")
+
+
+EVERY_POINT = [pytest.param(name, 1, marks=pytest.mark.full, id=f"{name}, every point") for name in KINDS]
+EVERY_FIFTH = [pytest.param(name, 5, id=f"{name}, every fifth point") for name in SAMPLED]
+
+
+def next_or_error(iterator):
+    try:
+        return next(iterator).item()
+    except RayloaderError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("name", "stride"), EVERY_FIFTH + EVERY_POINT)
+def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, name, stride):
+    kind, options = KINDS[name]
+    loader = make_loader(kind, **options)
+    iterator, expected = iter(loader), 0
+    for number in numbers_of_points(stride):
+        if expected >= LENGTH - 2:
+            iterator, expected = iter(loader), 0
+        interrupt = None
+        with no_hang(lambda: (name, interrupt.number, interrupt.where)):  # noqa: B023
+            try:
+                with interrupted_at(number) as interrupt:
+                    batch = next(iterator)
+            except KeyboardInterrupt:
+                assert interrupt.fired
+            else:
+                assert batch.item() == expected
+                expected += 1
+                if not interrupt.fired:
+                    break
+            where = (number, interrupt.where)
+            assert loader.state_dict()["position"]["next_task"] == expected, where
+            after = next_or_error(iterator)
+            if after == expected:
+                expected += 1
+            else:
+                assert "this iterator was interrupted" in str(after), where
+                assert next_or_error(iterator) == after, where
+                iterator, expected = iter(loader), 0
+    else:
+        pytest.fail("POINTS is too small")
+    assert [batch.item() for batch in loader] == list(range(LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("persistent", "stride"),
+    [
+        (False, 101),
+        pytest.param(False, 7, marks=pytest.mark.full),
+        (True, 101),
+        pytest.param(True, 7, marks=pytest.mark.full),
+    ],
+)
+def test_after_an_interrupted_iter_the_next_one_works(persistent, stride):
+    loader = make_loader("map", persistent_workers=persistent)
+    for number in numbers_of_points(stride):
+        interrupt = None
+        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
+            try:
+                with interrupted_at(number) as interrupt:
+                    iterator = iter(loader)
+            except KeyboardInterrupt:
+                iterator = None
+            if iterator is None:
+                iterator = iter(loader)
+            assert [next(iterator).item(), next(iterator).item()] == [0, 1], (number, interrupt.where)
+            del iterator
+        if not interrupt.fired:
+            break

@@ -1,0 +1,235 @@
+"""How long actors live, and that they always come back: after an interrupt, a fork, a collection at a bad moment."""
+
+import gc
+import itertools
+import linecache
+import os
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import ray
+import torch
+
+import rayloader.crew
+import rayloader.iterator
+import rayloader.lifetimes
+import rayloader.pool
+from probes import load
+from rayloader import DataLoader
+from rayloader.crew import ActorState
+from rayloader.lifetimes import Lease
+from rayloader.placement import Verdict
+from rayloader.pool import get_pool
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+EXIT_LIMIT = 30.0  # seconds for a process or thread to end; on expiry the test fails
+_numbers = itertools.count(100)
+
+
+@pytest.fixture
+def own():
+    """Options of actors that serve this test alone."""
+    return {"ray_remote_args": {"num_cpus": 0, "memory": next(_numbers)}}
+
+
+def pid(_):
+    return os.getpid()
+
+
+# ---- warm for the next loader
+
+
+def test_new_loaders_find_the_processes_of_those_that_are_gone(own, monkeypatch):
+    monkeypatch.setattr(rayloader.pool, "GRACE_S", 60.0)
+    seen = [frozenset(load(pid, 2, **own)) for _ in range(10)]
+    assert len(seen[0]) == 2
+    assert set(seen) == {seen[0]}
+    end_now(monkeypatch, seen[0])
+
+
+def end_now(monkeypatch, pids):
+    """Has the actors end, and waits for that."""
+    monkeypatch.setattr(rayloader.pool, "GRACE_S", 0.0)
+    for actor in get_pool().actors:
+        if actor.address is not None and actor.address.pid in pids:
+            get_pool().kill(actor)
+    assert psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], EXIT_LIMIT)[1] == []
+
+
+def test_actors_end_when_the_grace_is_over_though_nobody_calls_the_library_again(own, monkeypatch):
+    monkeypatch.setattr(rayloader.pool, "GRACE_S", 0.5)
+    processes = [psutil.Process(number) for number in load(pid, 2, **own)]
+    assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
+
+
+def test_all_that_answered_in_time_stay_warm_after_a_break(own):
+    loader = load(pid, 40, num_workers=2, **own)
+    first = set(loader)
+    iterator = iter(loader)
+    next(iterator)
+    del iterator
+    get_pool().wait()
+    stopping = [actor for actor in get_pool().actors if actor.state is ActorState.STOPPING]
+    assert len(stopping) == 2
+    assert len(ray.get([actor.stopped for actor in stopping])) == 2
+    for actor in stopping:
+        actor.stop_by = 0.0  # late, had they not answered
+    get_pool().later(get_pool().tidy)
+    get_pool().wait()
+    assert {actor.state for actor in stopping} == {ActorState.IDLE}
+    assert set(loader) == first
+
+
+# ---- nobody has actors for ever
+
+
+class Interrupt:
+    """A Ctrl-C at the n-th line that the thread runs in the files that make and lend actors."""
+
+    FILES = tuple(
+        module.__file__ for module in (rayloader.pool, rayloader.lifetimes, rayloader.crew, rayloader.iterator)
+    )
+
+    def __init__(self, line):
+        self.left = line
+
+    def __enter__(self):
+        sys.settrace(self.call)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def call(self, frame, event, argument):
+        return self.line if frame.f_code.co_filename in self.FILES else None
+
+    def line(self, frame, event, argument):
+        # Python handles no signal between the end of a `with` block and the call of `__exit__`.
+        in_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        if event == "line" and self.left and not in_with:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return self.line
+
+
+def lent(own):
+    get_pool().wait()
+    memory = own["ray_remote_args"]["memory"]
+    return [a for a in get_pool().actors if a.options.get("memory") == memory and a.state is ActorState.LENT]
+
+
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.full)])
+def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(own, step):
+    loader = load(pid, 4, num_workers=1, **own)
+    seen = set(loader)
+    for line in range(1, 10_000, step):
+        iterator, interrupt = None, Interrupt(line)
+        try:
+            with interrupt:
+                iterator = iter(loader)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        if lent(own):
+            gc.collect()  # the exception and what it refers to may be a cycle
+        assert lent(own) == [], line
+    assert line > 60
+    assert interrupt.left
+    assert set(iterator) == set(loader) == seen, "the interrupts have cost no process"
+    del iterator
+
+
+def test_an_interrupt_while_actors_are_created_leaves_none_lent(own, monkeypatch):
+    real = rayloader.pool._remote_worker
+    made = []
+
+    class Interrupted:
+        def options(self, **options):
+            if len(made) == 1:
+                monkeypatch.setattr(rayloader.pool, "_remote_worker", real)
+                raise KeyboardInterrupt
+            made.append(options)
+            return real.options(**options)
+
+    monkeypatch.setattr(rayloader.pool, "_remote_worker", Interrupted())
+    loader = load(pid, 2, **own)
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    assert len(made) == 1
+    assert lent(own) == []
+    assert len(set(loader)) == 2
+
+
+# ---- finalizers
+
+
+def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(own, monkeypatch):
+    pool, pinning, held = get_pool(), threading.Event(), threading.Event()
+
+    def pin(tensor):
+        pinning.set()
+        held.wait(EXIT_LIMIT)
+        with pool._lock, pool._lifetimes._lock:  # as when a lost worker is replaced
+            return tensor
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    cycle = [DataLoader(range(8), num_workers=1, pin_memory=True, **own)]
+    cycle += [iter(cycle[0]), cycle]
+    boxes = [cycle]
+    del cycle
+    assert pinning.wait(EXIT_LIMIT)
+
+    def collect():
+        with pool._lock, pool._lifetimes._lock:
+            held.set()
+            boxes.clear()
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(EXIT_LIMIT)
+    assert not thread.is_alive()
+    assert lent(own) == []
+
+
+def test_an_iterator_that_is_dropped_by_another_thread_gives_its_actors_back(own):
+    loader = load(pid, 8, num_workers=1, **own)
+    boxes = [iter(loader)]
+    seen = {next(boxes[0])}
+    thread = threading.Thread(target=boxes.clear)
+    thread.start()
+    thread.join()
+    assert lent(own) == []
+    assert set(loader) == seen
+
+
+# ---- the limit of starting
+
+
+def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
+    """As when ten loaders start at once on a small machine: each waits for its turn."""
+    pool = get_pool()
+    keeper = load(pid, 1, **own)
+    assert len(list(keeper)) == 1
+    (running,) = [actor for actor in pool.actors if actor.options.get("memory") == own["ray_remote_args"]["memory"]]
+    nowhere = {"num_cpus": 0, "resources": {"nowhere": 1}}
+    lease = Lease(print)
+    (pending,) = pool.lend(lease, nowhere, 1, fresh=True)
+    pending.created_at -= 1000
+    for actor in pool.actors:
+        if actor.started_at is not None:
+            actor.started_at -= 1000
+    assert pool.verdict([pending], nowhere) is Verdict.GIVE_UP
+    running.started_at = time.monotonic()
+    assert pool.verdict([pending], nowhere) is Verdict.WAIT
+    pool.kill(pending)
+    pool.wait()

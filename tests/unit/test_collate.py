@@ -1,0 +1,214 @@
+"""What workers stack is what torch's workers stack, wherever it lies."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
+
+from rayloader.collate import stack, stack_into
+from rayloader.transport import codec
+from rayloader.transport.arena import Arena, ArenaWriter
+from rayloader.transport.slots import PAGE
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    """Where this thread stacks, as in a worker; a proxy, for pytest would hold it longer than the test does."""
+    arena = Arena(16 * PAGE)
+    monkeypatch.setattr(torch_worker, "_worker_info", torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=()))
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, stack)
+    opened = ArenaWriter.open(arena.address)
+    opened.begin(0)
+    stack_into(opened)
+    yield weakref.proxy(opened)
+    stack_into(None)
+
+
+def in_slot(writer, tensor):
+    start = writer._mapping.start
+    return start <= tensor.data_ptr() < start + writer._mapping.bytes.nbytes
+
+
+def cl(*size):
+    return torch.randn(*size).contiguous(memory_format=torch.channels_last)
+
+
+def sliced(tensor):
+    return torch.cat([tensor, tensor])[: len(tensor)]
+
+
+KINDS = {
+    **{str(d): (lambda d=d: torch.randint(0, 2, (3, 4)).to(d), True) for d in (torch.uint8, torch.bool, torch.int64)},
+    **{str(d): (lambda d=d: torch.randn(3, 4).to(d), True) for d in (torch.float16, torch.bfloat16, torch.complex64)},
+    "fp8": (lambda: torch.randn(3, 4).to(torch.float8_e4m3fn), True),
+    "0-d": (lambda: torch.randn(()), True),
+    "1-d": (lambda: torch.randn(7), True),
+    "3-d": (lambda: torch.randn(3, 8, 9), True),
+    "4-d": (lambda: torch.randn(2, 3, 4, 5), True),
+    "5-d": (lambda: torch.randn(2, 3, 4, 5, 2), True),
+    "6-d": (lambda: torch.randn(1, 2, 3, 1, 2, 2), True),
+    "4-d of ones": (lambda: torch.randn(2, 1, 1, 5), True),
+    "4-d one channel": (lambda: torch.randn(2, 1, 4, 5), True),
+    "channels-last of one channel": (lambda: cl(2, 1, 4, 5), True),
+    "channels-last of one pixel": (lambda: cl(2, 3, 1, 1), True),
+    "not a number": (lambda: torch.full((3,), torch.nan), True),
+    "image as HWC": (lambda: torch.randn(8, 9, 3).permute(2, 0, 1), True),
+    "transposed": (lambda: torch.randn(3, 4).t(), True),
+    "expanded": (lambda: torch.randn(1).expand(4), True),
+    "sliced": (lambda: sliced(torch.randn(4, 5)), True),
+    "strided": (lambda: torch.randn(8)[::2], True),
+    "conj": (lambda: torch.randn(3, dtype=torch.complex64).conj(), False),
+    "neg": (lambda: torch.randn(3, dtype=torch.complex64).conj().imag, False),
+    "channels-last": (lambda: cl(2, 3, 8, 9), True),
+    "channels-last of a column": (lambda: cl(2, 3, 4, 1), True),
+    "channels-last 3-d": (lambda: torch.randn(2, 3, 2, 3, 4).to(memory_format=torch.channels_last_3d), True),
+    "no elements": (lambda: torch.empty(0, 3), False),
+    "parameter": (lambda: torch.nn.Parameter(torch.randn(3), requires_grad=False), True),
+    "grad": (lambda: torch.randn(3, requires_grad=True), False),
+    "sparse": (lambda: torch.randn(3, 3).to_sparse(), False),
+    "meta": (lambda: torch.empty(3, device="meta"), False),
+    "mkldnn": (lambda: torch.randn(3, 3).to_mkldnn(), False),
+}
+
+
+def bits(tensor):
+    if tensor.is_meta:
+        return b""
+    return codec.encode(tensor.detach().resolve_conj().resolve_neg().clone().contiguous()).buffers
+
+
+def outcome(function, *args, **kwargs):
+    """What a call gives, or raises, as something to compare."""
+    try:
+        tensor = function(*args, **kwargs)
+    except Exception as error:
+        return type(error), str(error)
+    properties = type(tensor), tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad
+    content = [bytes(b) for b in bits(tensor)]
+    return (*properties, tensor.stride(), tensor.is_conj(), tensor.is_neg(), content)
+
+
+def stacks_like_torch(writer, elements):
+    """Compares with torch's workers; returns whether the result lies in the arena."""
+    assert outcome(collate_tensor_fn, elements) == outcome(stack, elements)
+    try:
+        tensor = stack(elements)
+    except Exception:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_meta and in_slot(writer, tensor)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning", "ignore:.*deprecated.*:UserWarning")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stacking_is_torchs_bit_for_bit(kind, count, writer):
+    make, placed = KINDS[kind]
+    assert stacks_like_torch(writer, [make() for _ in range(count)]) == placed
+
+
+def nested():
+    return torch.nested.nested_tensor([torch.randn(2), torch.randn(3)])
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
+
+
+PLAIN = torch.arange(6.0)
+MIXED = {
+    "shapes": lambda: [PLAIN, PLAIN[:5]],
+    "shapes of one size": lambda: [PLAIN.view(2, 3), PLAIN.view(3, 2)],
+    "dims": lambda: [PLAIN, PLAIN[:1], torch.tensor(1.0)],
+    "dtypes": lambda: [PLAIN, PLAIN.double()],
+    "dtypes, wide one first": lambda: [PLAIN.double(), PLAIN],
+    "devices": lambda: [PLAIN, PLAIN.to("meta")],
+    "devices, meta first": lambda: [PLAIN.to("meta"), PLAIN],
+    "layouts": lambda: [PLAIN.view(2, 3), PLAIN.view(2, 3).to_sparse()],
+    "grad in the last": lambda: [PLAIN, PLAIN.clone().requires_grad_()],
+    "parameter in the last": lambda: [PLAIN, torch.nn.Parameter(PLAIN.clone())],
+    "subclass": lambda: [PLAIN, PLAIN.as_subclass(type("Marked", (torch.Tensor,), {}))],
+    "memory formats": lambda: [cl(2, 3, 4, 5), torch.randn(2, 3, 4, 5)],
+    "nested": lambda: [nested(), nested()],
+    "nested in the last": lambda: [PLAIN, nested()],
+    "quantized": lambda: [quantized(), quantized()],
+    "an array": lambda: [PLAIN, PLAIN.numpy()],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning", "ignore:.*deprecated.*:UserWarning")
+@pytest.mark.parametrize("make", MIXED.values(), ids=MIXED)
+def test_what_is_not_alike_is_stacked_or_refused_as_torch_does(make, writer):
+    stacks_like_torch(writer, make())
+
+
+def test_grad_under_no_grad_stacks_as_torch_does(writer):
+    with torch.no_grad():
+        stacks_like_torch(writer, [torch.randn(3, requires_grad=True) for _ in range(2)])
+
+
+def test_inference_tensors_stack_as_torch_does(writer):
+    with torch.inference_mode():
+        elements = [torch.randn(3) for _ in range(2)]
+    stacks_like_torch(writer, elements)
+
+
+def test_another_default_device_changes_nothing(writer):
+    elements = [torch.randn(3) for _ in range(2)]
+    with torch.device("meta"):
+        assert stacks_like_torch(writer, elements)
+
+
+def test_without_room_and_for_small_ones_it_is_the_workers_own_memory(writer):
+    elements = [torch.zeros(PAGE) for _ in range(5)]  # 20 pages
+    assert not stacks_like_torch(writer, elements)
+    assert stacks_like_torch(writer, elements[:1])
+    writer.small = 4 * PAGE
+    assert not stacks_like_torch(writer, elements[:1])
+
+
+def test_other_threads_stack_in_memory_of_their_own(writer):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(default_collate([PLAIN])))
+    thread.start()
+    thread.join()
+    assert not in_slot(writer, found[0])
+    assert in_slot(writer, default_collate([PLAIN]))
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_structures_and_arrays_are_collated_into_slots_and_not_copied_again(writer):
+    def sample(i):
+        return {
+            "pair": Pair(torch.full((3,), i), np.full((2, 2), i, np.int16)),
+            "scalars": (i, float(i), np.float32(i), f"{i}"),
+            "list": [torch.tensor(i)],
+        }
+
+    samples = [sample(i) for i in range(5)]
+    got, want = (
+        default_collate(samples),
+        collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: plain}),
+    )
+    assert type(got["pair"]) is Pair
+    assert got["scalars"][3] == want["scalars"][3]
+    tensors = [*got["pair"], *got["scalars"][:3], *got["list"]]
+    wanted = [*want["pair"], *want["scalars"][:3], *want["list"]]
+    assert all(outcome(lambda g=g: g) == outcome(lambda w=w: w) for g, w in zip(tensors, wanted, strict=True))
+    for tensor in (*got["pair"], *got["list"]):
+        slots = len(writer._slots)
+        assert writer.place(codec.encode(tensor).buffers[0]) is not None
+        assert len(writer._slots) == slots
+
+
+def plain(batch, *, collate_fn_map=None):
+    return torch.stack(batch)
