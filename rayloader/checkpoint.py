@@ -573,7 +573,7 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
                 + (", or load the list of all ranks' states" if name in RANK else "")
             )
     return samplers.check(
-        state["now"]["attributes"], state["sampler"]["progress"], tells=state["sampler"]["tells"], any_rank=any_rank
+        Moment.unpack(state["now"]), state["sampler"]["progress"], tells=state["sampler"]["tells"], any_rank=any_rank
     )
 
 

@@ -33,8 +33,6 @@ from rayloader.prefetch import QUIET_SAMPLERS
 from rayloader.random_state import RandomState
 from rayloader.snapshot import has_state
 
-Attributes = list[dict[str, Any]]
-
 _SIMPLE = (int, float, str, bool, type(None))
 # What makes a DistributedSampler this rank's; another number of ranks may go on, see `redeal.py`.
 RANK = ("num_replicas", "rank")
@@ -55,7 +53,7 @@ class Moment(NamedTuple):
     """
 
     random: RandomState
-    attributes: Attributes
+    attributes: list[dict[str, Any]]
 
     def pack(self) -> dict[str, Any]:
         """As plain types and a tensor."""
@@ -157,11 +155,7 @@ class Samplers:
                 sampler.set_epoch(simple["epoch"])
             if sampler is not self._stateful:  # else its state_dict() says what it is
                 _vars(sampler).update(simple)
-        if moment.random.others is not None and len(moment.random.others) != len(self._generators):
-            raise StateError(
-                f"the state is of a loader whose sampler has {len(moment.random.others)} random generators of its own, "
-                f"this one has {len(self._generators)}; make the loader as the one that was saved"
-            )
+        self._check_generators(moment.random)
         moment.random.restore(self._generators)
 
     def progress(self) -> list[list[str]]:
@@ -171,13 +165,20 @@ class Samplers:
             for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
         ]
 
-    def check(self, saved: Attributes, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:
+    def _check_generators(self, random: RandomState) -> None:
+        if random.others is not None and len(random.others) != len(self._generators):
+            raise StateError(
+                f"the state is of a loader whose sampler has {len(random.others)} random generators of its own, this "
+                f"one has {len(self._generators)}; make the loader as the one that was saved"
+            )
+
+    def check(self, saved: Moment, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:
         """Raises StateError if the saved samplers were made with other arguments than these.
 
         An attribute that has changed neither there nor here, and differs, is an argument.
 
         Args:
-            saved: the attributes that the state has.
+            saved: what they were when the state was.
             progress: as it was there.
             tells: whether the sampler's state_dict, or its iterator's, says what it is.
             any_rank: whether the state may be another rank's.
@@ -185,8 +186,9 @@ class Samplers:
         Returns:
             The progress, there or here.
         """
+        self._check_generators(saved.random)
         both = [sorted({*theirs, *ours}) for theirs, ours in zip(progress, self.progress(), strict=True)]
-        for sampler, simple, moves in zip(self._chain, saved, both, strict=True):
+        for sampler, simple, moves in zip(self._chain, saved.attributes, both, strict=True):
             own = _simple(sampler)
             for name in own.keys() & simple.keys():
                 if isinstance(sampler, DistributedSampler) and name in _DISTRIBUTED:

@@ -304,6 +304,17 @@ def test_a_sampler_that_was_made_otherwise_is_refused(saved, own, what, taken):
         make(of(own), 1).load_state_dict(read(state))
 
 
+def test_a_state_that_is_refused_changes_nothing():
+    """The sampler has no generator of its own here; there it had one."""
+    saved = save(make(of(RandomSampler(INDICES, generator=torch.Generator())), 1))
+    loader = make(of(RandomSampler(INDICES)), 1)
+    before = torch.get_rng_state()
+    with pytest.raises(StateError, match="1 random generators of its own, this one has 0"):
+        loader.load_state_dict(read(saved))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(list(loader)) == 8
+
+
 def test_of_a_text_or_a_fraction_that_differs_there_is_a_warning():
     """They may be of no matter: a folder, the time."""
     state = save(make(of(Mine(folder="/a")), 1))
