@@ -97,6 +97,7 @@ rayloader.shutdown()
 rayloader.shutdown()
 user.check_told()
 del user
+gc.collect()  # its error has a traceback, whose frames have it
 assert not ray.is_initialized()
 check_gone(processes)
 check_dead(iterator)
@@ -111,6 +112,7 @@ user = User(folders[1])
 ray.shutdown()
 user.check_told()
 del user
+gc.collect()  # its error has a traceback, whose frames have it
 check_gone(processes + more)
 check_dead(iterator)
 check_dead(again)

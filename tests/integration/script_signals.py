@@ -29,10 +29,15 @@ faulthandler.enable()  # handlers that Python does not know of
 before = SignalHandlers()
 
 
+def in_kernel(handlers):
+    """Addresses of the handlers: the first field of `struct sigaction`."""
+    return {number: action[:8] for number, action in handlers._in_kernel.items()}
+
+
 def check(when):
     now = SignalHandlers()
     assert now._in_python == before._in_python, when
-    assert now._in_kernel == before._in_kernel, when
+    assert in_kernel(now) == in_kernel(before), when
     heard.clear()
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM], when
