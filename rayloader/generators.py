@@ -168,33 +168,38 @@ class Generators:
     Args:
         replica: the objects of the replica, by name.
         noted: the generators that were met when it was unpickled.
+        before: those that lived in the process before: what other loaders have left in its modules is not followed.
 
     Attributes:
         given: of the replica.
+        settled: whether the last look found none that the one before it had not.
     """
 
-    def __init__(self, replica: dict[str, Any], noted: list[Any]) -> None:
+    def __init__(self, replica: dict[str, Any], noted: list[Any], before: Iterable[Any] = ()) -> None:
         self._replica = replica
         self.given = distinct(noted)
-        self._known = {id(engine(generator)) for generator in [*noted, *self.given]}
-        self._noted = noted  # keeps their identities
+        self.settled = True
+        self._others = [*noted, *before]  # keeps their identities
+        self._known = {id(engine(generator)) for generator in self._others}
         self._later: list[tuple[tuple[Path, ...], Any, bool]] = []
 
-    def look(self) -> tuple[Later, ...]:
-        """The later ones as they are now."""
+    def look(self, *, new_last: bool = True) -> tuple[Later, ...]:
+        """The later ones as they are now; `new_last`: those that are seen for the first time count as lasting."""
         followed = []
         for paths, before, _ in self._later:
             now = self._at(paths[0])
             if _is(now, KINDS) and id(engine(now)) not in self._known:
                 followed.append((paths, now, now is before))
         seen = {id(engine(generator)) for _, generator, _ in followed}
-        unknown = _tracked(self._known | seen)
+        unknown = {id(engine(generator)) for generator in alive()} - self._known - seen
+        known = len(followed)
         if unknown:
             reached: dict[int, tuple[list[Path], Any]] = {}
             for path, generator in _walk(self._roots()):
                 if id(engine(generator)) in unknown:
                     reached.setdefault(id(generator), ([], generator))[0].append(path)
-            followed += [(tuple(paths), generator, True) for paths, generator in reached.values()]
+            followed += [(tuple(paths), generator, new_last) for paths, generator in reached.values()]
+        self.settled = len(followed) == known
         self._later = followed
         return tuple(
             Later(paths, _kind(generator), state_of(generator), lasting) for paths, generator, lasting in followed
@@ -266,8 +271,8 @@ def note_modules() -> None:
             _MODULES_AT_START[name] = len(vars(module))
 
 
-def _tracked(known: set[int]) -> set[int]:
-    """The identities of the engines of all generators that live in this process and are not known."""
+def alive() -> list[Any]:
+    """The generators that live in this process, made since it has started."""
     kinds = {kind for base in KINDS for kind in _with_subclasses(base)}
     objects = gc.get_objects()
     found = [obj for obj in objects if type(obj) in kinds]
@@ -284,7 +289,7 @@ def _tracked(known: set[int]) -> set[int]:
         if module is not None and len(vars(module)) != count:
             found += [obj for obj in vars(module).values() if type(obj) in kinds]
     del objects
-    return {id(engine(obj)) for obj in distinct(found)} - known
+    return distinct(found)
 
 
 def _with_subclasses(kind: type) -> set[type]:

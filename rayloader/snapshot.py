@@ -94,6 +94,7 @@ class Recorder:
         self._states: dict[str, bytes] = {}  # as last told
         self._cost = 0.0  # seconds that the last snapshot took
         self._worked = 0.0  # seconds since then
+        self._waited = False  # for the next call, to see which new generators last
 
     def worked(self, seconds: float) -> None:
         """The worker has worked."""
@@ -104,10 +105,10 @@ class Recorder:
         """Whether it is time for a snapshot, see NOTE [One percent]."""
         return self._worked * SHARE >= self._cost
 
-    def capture(self, *, look: bool = True) -> RandomState:
+    def capture(self, *, look: bool = True, new_last: bool = True) -> RandomState:
         """The generators as they are, of the later ones only with a `look` for them."""
         random = RandomState.capture(self._generators.given, self._random)
-        return random._replace(later=self._generators.look() if look else self._random.later)
+        return random._replace(later=self._generators.look(new_last=new_last) if look else self._random.later)
 
     def restore(self, random: RandomState) -> None:
         """Puts the generators to what a snapshot says.
@@ -137,14 +138,26 @@ class Recorder:
 
     def iterator_begins(self) -> None:
         """The iterator of an epoch is to be made."""
-        self._begin = self.capture().since(self._seeded)
+        # A stream that is read again is compared as a whole: whether a generator lasts need not be known.
+        self._begin = self.capture(new_last=False).since(self._seeded)
 
-    def snapshot(self, iterator: Any, **position: Any) -> WorkerState:
-        """The state at this moment, where it is another than the last."""
+    def snapshot_if_settled(self, iterator: Any, **position: Any) -> WorkerState | None:
+        """As `snapshot`; None, once, where there are new generators, for after the next call it shows which last."""
         began = time.perf_counter()
-        # A stream without state is read again from its start, and makes again what it makes.
-        look = iterator is None or has_state(iterator) or has_state(self._dataset)
-        before, self._random = self._random, self.capture(look=look)
+        random = self.capture() if self._looks(iterator) else None
+        looked = time.perf_counter() - began
+        if random is not None and not self._generators.settled and not self._waited:
+            self._waited = True
+            return None
+        self._waited = False
+        state = self.snapshot(iterator, random, **position)
+        self._cost += looked
+        return state
+
+    def snapshot(self, iterator: Any, random: RandomState | None = None, **position: Any) -> WorkerState:
+        """The state at this moment, where it is another than the last; `random` is what was captured just now."""
+        began = time.perf_counter()
+        before, self._random = self._random, random or self.capture(look=self._looks(iterator))
         state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
         self._begin = None
         dataset = None if iterator is self._dataset else self._dataset
@@ -156,6 +169,10 @@ class Recorder:
             state = state._replace(error=traceback.format_exc())
         self._cost, self._worked = time.perf_counter() - began, 0.0
         return state
+
+    def _looks(self, iterator: Any) -> bool:
+        """A stream without state is read again from its start, and makes again what it makes."""
+        return iterator is None or has_state(iterator) or has_state(self._dataset)
 
     def _changed(self, name: str, obj: Any) -> bytes | None:
         if not has_state(obj):

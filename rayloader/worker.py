@@ -39,7 +39,7 @@ from rayloader import session, skipping
 from rayloader.collate import stack, stack_into
 from rayloader.digest import chain, digest
 from rayloader.errors import ReplayError, ReplicaMemoryError
-from rayloader.generators import Generators, note_modules, noting
+from rayloader.generators import Generators, alive, note_modules, noting
 from rayloader.process_state import Baseline, ProcessState
 from rayloader.random_state import RandomState, Rewind, seed_all
 from rayloader.snapshot import Recorder, WorkerState, has_state, load_state
@@ -306,10 +306,11 @@ class _Hosted:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process)
+            before = alive()
             with noting() as noted:
                 loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
             names = "dataset", "collate_fn", "worker_init_fn"
-            generators = Generators({name: getattr(loaded, name) for name in names}, noted)
+            generators = Generators({name: getattr(loaded, name) for name in names}, noted, before)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             default_collate_fn_map[torch.Tensor] = stack
             default_collate_fn_map.update(loaded.collate_fn_map)
@@ -390,19 +391,25 @@ class _Hosted:
         self._end_is_told = self._exhausted
         if begins:
             self._replayed = self._to_replay = 0
-        return tuple(self.snapshot()) if begins or ends or self._recorder.is_due else None
+        if ends:
+            return tuple(self.snapshot())
+        due = begins or self._recorder.is_due
+        state = self._recorder.snapshot_if_settled(self._iterator, **self._place()) if due else None
+        return None if state is None else tuple(state)
 
     def snapshot(self) -> WorkerState:
         """The worker as it is now, where it has changed since the last snapshot."""
-        return self._recorder.snapshot(
-            self._iterator,
-            epoch=self._epoch,
-            tasks=self._tasks,
-            last_task=self._last_task,
-            exhausted=self._exhausted,
-            ended=getattr(self._fetcher, "ended", False),
-            digest=self._digest,
-        )
+        return self._recorder.snapshot(self._iterator, **self._place())
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "tasks": self._tasks,
+            "last_task": self._last_task,
+            "exhausted": self._exhausted,
+            "ended": getattr(self._fetcher, "ended", False),
+            "digest": self._digest,
+        }
 
     def park(self) -> None:
         """Another worker of this process is to work."""

@@ -268,3 +268,27 @@ def test_one_that_nobody_reaches_is_not_followed():
     mine_alone = make("numpy")
     assert mine.look() == ()
     assert draw(mine_alone)
+
+
+def test_what_another_loader_has_left_in_a_module_is_not_followed(monkeypatch):
+    module = types.ModuleType("used_by_two_loaders")
+    monkeypatch.setitem(sys.modules, "used_by_two_loaders", module)
+    module.left = Holder(make("numpy"))
+    before = generators.alive()
+    mine = Generators({"dataset": None}, [], before)
+    assert mine.look() == ()
+    module.own = make("numpy")
+    assert [later.paths for later in mine.look()] == [((("module", "used_by_two_loaders"), ("attribute", "own")),)]
+
+
+def test_whether_a_new_one_lasts_shows_at_the_next_look():
+    (old, mine), _ = two_workers(Holder())
+    assert mine.settled
+    old.held = Holder(make("numpy"))
+    assert [later.lasting for later in mine.look()] == [True]
+    assert not mine.settled
+    assert [later.lasting for later in mine.look()] == [True]
+    assert mine.settled
+    old.held = Holder(make("numpy"))
+    assert [later.lasting for later in mine.look()] == [False]
+    assert mine.settled

@@ -1,6 +1,8 @@
-"""What a worker was told, and how far it must go back when some of that was not to come."""
+"""What a worker was told: where another process goes on, what it builds again, and what is not to come after all."""
 
-from rayloader.journal import Journal, Told
+import pytest
+
+from rayloader.journal import Journal, Resumed, Told
 from rayloader.snapshot import WorkerState
 from rayloader.transport import codec
 
@@ -9,29 +11,95 @@ def told(*task_ids):
     return [Told(task_id, codec.encode([task_id])) for task_id in task_ids]
 
 
-def believed(task_id):
-    """A snapshot of a dataset that tells its own state: nothing need be built again to prove it."""
-    return WorkerState(last_task=task_id, dataset=b"state")
-
-
-def answer(journal, *task_ids):
-    for task_id in task_ids:
-        journal.answered(task_id, task_id)
+def journal_of(*task_ids, answered=(), snapshots=(), **state):
+    journal = Journal()
+    journal.told(told(*task_ids))
+    for task_id in answered:
+        journal.answered(task_id, 100 + task_id)
+    for task_id in snapshots:
+        journal.reached(WorkerState(last_task=task_id, **state))
+    return journal
 
 
 def at(journal):
-    """The last task of the snapshot to start from, what is told after it, and what of that the user has."""
-    last = None if journal.state is None else journal.state.last_task
-    return last, [entry.task_id for entry in journal.entries], [entry.task_id for entry in journal.replay]
+    entries = [entry.task_id if isinstance(entry, Told) else entry for entry in journal.entries]
+    return journal.state and journal.state.last_task, entries, [entry.task_id for entry in journal.replay]
 
 
-def test_untelling_goes_back_to_the_newest_snapshot_before_the_task():
-    journal = Journal()
-    journal.told(told(0, 2, 4, 6, 8, 10))
-    answer(journal, 0, 2)
-    journal.reached(believed(2))
-    answer(journal, 4, 6)
-    journal.reached(believed(6))
+# ---- where to go on
+
+
+def test_at_least_one_task_that_was_answered_is_built_again():
+    journal = journal_of(0, 2, 4, 6)
+    assert at(journal) == (None, [0, 2, 4, 6], [])
+    journal.answered(0, 7)
+    journal.reached(WorkerState(last_task=0))
+    assert at(journal) == (None, [0, 2, 4, 6], [])
+    journal.answered(2, 8)
+    assert at(journal) == (0, [2, 4, 6], [])
+    journal.reached(WorkerState(last_task=2))
+    assert at(journal) == (0, [2, 4, 6], [])
+    assert [entry.digest for entry in journal.entries] == [8, None, None]
+
+
+def test_at_least_one_task_that_was_taken_is_built_again():
+    journal = journal_of(0, 2, 4, 6, answered=(0, 2, 4), snapshots=(0, 2, 4))
+    assert journal.base is None
+    journal.taken(0)
+    assert (journal.base, at(journal)[2]) == (None, [0])
+    journal.taken(2)
+    assert (journal.base.last_task, at(journal)[2]) == (0, [2])
+    assert [entry.digest for entry in journal.replay] == [102]
+    journal.taken(4)
+    assert (journal.base.last_task, at(journal)) == (2, (2, [4, 6], [4]))
+
+
+@pytest.mark.parametrize("state", [{"dataset": b"state"}, {"iterator": b"state"}, {"exhausted": True}])
+def test_but_not_where_there_is_nothing_to_prove(state):
+    journal = journal_of(0, 2, 4, answered=(0, 2), snapshots=(0, 2), **state)
+    assert at(journal) == (2, [4], [])
+    journal.taken(0)
+    assert journal.base.last_task == 0
+    assert journal.replay == []
+
+
+def test_a_snapshot_is_told_as_what_has_changed():
+    journal = journal_of(0, 1, answered=(0, 1))
+    journal.reached(WorkerState(last_task=0, dataset=b"state"))
+    journal.reached(WorkerState(last_task=1))
+    assert (journal.state.last_task, journal.state.dataset) == (1, b"state")
+    assert journal.newest == journal.state
+
+
+def test_of_a_stream_that_has_ended_nothing_is_built_any_more():
+    journal = journal_of(0, 1, 2, 3, answered=(0, 1), snapshots=(1,), exhausted=True)
+    journal.exhausted()
+    assert at(journal) == (1, [], [])
+
+
+def test_an_epoch_begins_where_the_one_before_it_was():
+    journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
+    resumed = Resumed(1, 5, None)
+    journal.begins(resumed)
+    journal.told(told(0, 1))
+    assert not journal.begun
+    assert at(journal) == (1, [2, resumed, 0, 1], [])
+    journal.reached_begin(WorkerState(epoch=1))
+    assert journal.shared_seed == 5
+    assert at(journal) == (-1, [0, 1], [])
+
+
+def test_what_is_to_be_undone_cannot_be_told_to_another_process():
+    journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
+    journal.begins(Resumed(1, None, 1))
+    assert journal.state.error
+
+
+# ---- back to before a task
+
+
+def test_untelling_goes_back_to_a_snapshot_before_the_task():
+    journal = journal_of(0, 2, 4, 6, 8, 10, answered=(0, 2, 4, 6, 8), snapshots=(2, 6))
     journal.taken(0)
     assert at(journal) == (6, [8, 10], [0])
     assert not journal.untell(11)
@@ -39,28 +107,17 @@ def test_untelling_goes_back_to_the_newest_snapshot_before_the_task():
     assert journal.untell(5)
     assert at(journal) == (2, [4], [0])
     journal.told(told(5, 7))
-    answer(journal, 5)
-    journal.reached(believed(5))
+    for task_id in (5, 7):
+        journal.answered(task_id, 0)
+    journal.reached(WorkerState(last_task=5))
     for task_id in (2, 4, 5):
         journal.taken(task_id)
-    assert journal.base.last_task == 5
-    assert at(journal) == (5, [7], [])
-
-
-def test_what_is_told_again_is_not_held_to_what_was_answered_before():
-    journal = Journal()
-    journal.told(told(0, 1))
-    answer(journal, 0, 1)
-    assert journal.untell(1)
-    journal.told(told(1))
-    assert [entry.digest for entry in journal.entries] == [0, None]
+    assert journal.base.last_task == 2
+    assert at(journal) == (5, [7], [4, 5])
 
 
 def test_without_a_snapshot_before_the_task_it_starts_anew_and_what_is_taken_is_built_again():
-    journal = Journal()
-    journal.told(told(0, 1, 2, 3))
-    answer(journal, 0, 1, 2, 3)
-    journal.reached(believed(3))
+    journal = journal_of(0, 1, 2, 3, answered=(0, 1, 2, 3), snapshots=(3,))
     journal.taken(0)
     assert journal.untell(2)
     assert at(journal) == (None, [0, 1], [0])
@@ -68,9 +125,10 @@ def test_without_a_snapshot_before_the_task_it_starts_anew_and_what_is_taken_is_
 
 def test_a_resumed_worker_goes_back_to_where_it_was_resumed():
     journal = Journal()
-    journal.starts_at(believed(3), told(4, 5))
+    journal.starts_at(WorkerState(last_task=3), told(4, 5))
     journal.told(told(6, 7, 8))
-    answer(journal, 6, 7, 8)
-    journal.reached(believed(8))
+    for task_id in (6, 7, 8):
+        journal.answered(task_id, 0)
+    journal.reached(WorkerState(last_task=8))
     assert journal.untell(7)
     assert at(journal) == (3, [4, 5, 6], [4, 5])
