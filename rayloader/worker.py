@@ -178,7 +178,6 @@ class Worker:
         self._page: WorkerPage | None = None
         self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
         note_modules()
-        gc.freeze()  # what was imported stays: `stop` collects the user's objects only
 
     def hello(self, probe: FileAddress | None = None) -> WorkerAddress:
         """Where this worker runs; also the proof that it does. `probe` is a memory file of the driver's."""
@@ -200,7 +199,9 @@ class Worker:
         return self._image[1].address
 
     def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
-        """Makes this process worker `setup.worker_id`, beside those that it is; at its begin, or as it was."""
+        """Makes this process worker `setup.worker_id`, beside those that it is; at its start, or as it was."""
+        if not self._hosted:
+            gc.freeze()  # what is here by now is nobody's: neither `stop` nor the search for generators looks at it
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
         if setup.page is not None and (self._page is None or self._page.address != setup.page):
