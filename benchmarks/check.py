@@ -20,7 +20,7 @@ BOUND = 3.0
 
 def main() -> None:
     """Measures, prints a line a case, fails under the bound."""
-    options = harness.Options(rounds=3, quick=False, workers=2, cases=CASES, peers=("torch", "rayloader"))
+    options = harness.Options(rounds=3, quick=False, workers=2, cases=CASES, peers=("torch", "rayloader"), read=False)
     figures = throughput.measure(options)
     slow = []
     for case in CASES:
