@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset, default_collate, get_worker_info
 
 POOL = 256  # samples that exist; an epoch goes through them again and again
 
@@ -29,8 +30,11 @@ def stored_samples(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> to
     return torch.randint(0, 256, (count, *shape), dtype=dtype, generator=generator)
 
 
-class Stored(Dataset[torch.Tensor]):
-    """Samples that are there already, each a tensor: to fetch one costs next to nothing."""
+Labelled = tuple[torch.Tensor, int]
+
+
+class Stored(Dataset[Labelled]):
+    """Samples that are there already, each a tensor and its label: to fetch one costs next to nothing."""
 
     def __init__(self, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.pool = stored_samples(min(length, POOL), shape, dtype)
@@ -40,11 +44,71 @@ class Stored(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.samples[index % len(self.samples)]
+    def __getitem__(self, index: int) -> Labelled:
+        return self.samples[index % len(self.samples)], index % 10
 
 
-class JpegPhotos(Dataset[torch.Tensor]):
+class Segmentation(Dataset[dict[str, torch.Tensor]]):
+    """An image and the class of each of its pixels."""
+
+    SIDE = 512
+
+    def __init__(self, length: int) -> None:
+        count = min(length, POOL // 8)
+        self.images = stored_samples(count, (3, self.SIDE, self.SIDE), torch.uint8).unbind()
+        self.masks = stored_samples(count, (self.SIDE, self.SIDE), torch.int64).unbind()
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        number = index % len(self.images)
+        return {"image": self.images[number], "mask": self.masks[number]}
+
+
+class Columns(Dataset[dict[str, Any]]):
+    """Rows of 20 named numbers, as a table of features gives them."""
+
+    def __init__(self, length: int) -> None:
+        self.columns = {f"feature_{number}": torch.rand(POOL).tolist() for number in range(20)}
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, float]:
+        return {name: column[index % POOL] for name, column in self.columns.items()}
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Rows of strings that are fetched many at a time, as Hugging Face's datasets give them."""
+
+    def __init__(self, length: int) -> None:
+        self.texts = [f"the text of row {index}, some sixty characters long, more or less" for index in range(POOL)]
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [{"text": self.texts[index % POOL], "label": index % 10} for index in indices]
+
+
+class OwnOrder(Sampler[int]):
+    """A sampler of the user's: nobody but its author knows when it may be asked."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class JpegPhotos(Dataset[Labelled]):
     """The two photographs that scikit-learn ships: decoded, cropped at random to 224 x 224, flipped at random."""
 
     SIDE = 224
@@ -57,8 +121,7 @@ class JpegPhotos(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        import numpy as np
+    def __getitem__(self, index: int) -> Labelled:
         from PIL import Image
 
         with Image.open(io.BytesIO(self.files[index % len(self.files)])) as photo:
@@ -68,7 +131,7 @@ class JpegPhotos(Dataset[torch.Tensor]):
         top = int(torch.randint(0, image.height - side + 1, ()))
         crop = image.resize((self.SIDE, self.SIDE), Image.Resampling.BILINEAR, (left, top, left + side, top + side))
         pixels = torch.from_numpy(np.array(crop)).permute(2, 0, 1)
-        return pixels.flip(-1) if torch.rand(()) < 0.5 else pixels
+        return (pixels.flip(-1) if torch.rand(()) < 0.5 else pixels), index % len(self.files)
 
 
 class Sentences(Dataset[torch.Tensor]):
@@ -95,7 +158,13 @@ def pad(sentences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-class Stream(IterableDataset[torch.Tensor]):
+def fields(samples: list[Labelled]) -> dict[str, Any]:
+    """The user's own collate function that leaves the stacking to torch's: the most usual kind."""
+    images, labels = zip(*samples, strict=True)
+    return {"image": default_collate(list(images)), "label": default_collate(list(labels))}
+
+
+class Stream(IterableDataset[Labelled]):
     """Stored samples as an iterable dataset; each worker yields its share."""
 
     def __init__(self, length: int) -> None:
@@ -103,14 +172,14 @@ class Stream(IterableDataset[torch.Tensor]):
         self.samples = self.pool.unbind()
         self.length = length
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Labelled]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         for index in range(first, self.length, step):
-            yield self.samples[index % len(self.samples)]
+            yield self.samples[index % len(self.samples)], index % 10
 
 
-class Stragglers(Dataset[torch.Tensor]):
+class Stragglers(Dataset[Labelled]):
     """Samples that come from a storage: it answers after 0.2 ms, and after 100 ms for 2% of them."""
 
     def __init__(self, length: int) -> None:
@@ -122,9 +191,9 @@ class Stragglers(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Labelled:
         time.sleep(0.1 if index in self.slow else 0.0002)
-        return self.samples[index % len(self.samples)]
+        return self.samples[index % len(self.samples)], index % 10
 
 
 def wide_table(length: int) -> TensorDataset:
@@ -139,7 +208,7 @@ def wide_table(length: int) -> TensorDataset:
 
 @dataclass(frozen=True)
 class Case:
-    """One dataset with its loader's arguments.
+    """One dataset with its loader's arguments and its consumer.
 
     Attributes:
         title: what it is, for the tables.
@@ -147,6 +216,12 @@ class Case:
         batch_size: samples a batch.
         batches: batches an epoch; `--quick` takes a sixth, at least 12.
         collate_fn: None: torch's own.
+        arguments: more of torch's arguments.
+        sampler: makes the sampler for so many samples; None: torch's own.
+        keep: what the consumer keeps of each batch until the end of the epoch; None: nothing.
+        epochs: that one measurement goes through. With one the clock runs from its first batch on; with more it runs
+            from the first `iter()` on, for then their beginnings are what is measured.
+        new_loader: each epoch makes its loader anew.
         rayloader: arguments that only rayloader has; the case is not available where it lacks them.
         target: ratio to torch's rate that is aimed at, two workers on two cores.
         floor_target: share of the floor's rate that is aimed at.
@@ -157,6 +232,11 @@ class Case:
     batch_size: int
     batches: int
     collate_fn: Callable[[list[Any]], Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    sampler: Callable[[int], Sampler[int]] | None = None
+    keep: Callable[[Any], Any] | None = None
+    epochs: int = 1
+    new_loader: bool = False
     rayloader: dict[str, Any] = field(default_factory=dict)
     target: float | None = None
     floor_target: float | None = None
@@ -168,6 +248,20 @@ class Case:
     def dataset(self, batches: int) -> Any:
         """The dataset of so many batches."""
         return self.make(batches * self.batch_size)
+
+
+def read_every_byte(batch: Any) -> None:
+    """Reads all memory of a batch once, eight bytes at a time."""
+    if isinstance(batch, torch.Tensor):
+        memory = batch.reshape(-1).view(torch.uint8).numpy()
+        whole = memory.nbytes // 8 * 8
+        np.bitwise_xor.reduce(memory[:whole].view(np.int64))
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            read_every_byte(part)
+    elif isinstance(batch, dict):
+        for part in batch.values():
+            read_every_byte(part)
 
 
 def _tiny(length: int) -> Dataset[Any]:
@@ -182,14 +276,31 @@ def _large(length: int) -> Dataset[Any]:
     return Stored(length, (3, 224, 224), torch.float32)
 
 
+def _labels(batch: Any) -> Any:
+    return batch[1]
+
+
 CASES = {
-    "tiny": Case("tiny: 64 x 1x28x28 uint8", _tiny, 64, 3600, target=10),
-    "medium": Case("medium: 32 x 3x224x224 uint8", _medium, 32, 720, target=8, floor_target=0.7),
-    "large": Case("large: 128 x 3x224x224 float32", _large, 128, 60, target=6, floor_target=0.7),
-    "jpeg": Case("JPEG: decode and augment, 32 photographs", JpegPhotos, 32, 36, target=1, floor_target=0.95),
-    "text": Case("text: 64 sentences, padded", Sentences, 64, 2400, collate_fn=pad, target=4),
-    "table": Case("wide table: 256 rows of a TensorDataset", wide_table, 256, 480, target=1.5),
-    "stream": Case("iterable stream: 64 x 3x32x32 uint8", Stream, 64, 3000, target=4),
+    "tiny": Case("tiny: 64 x 1x28x28 uint8, label", _tiny, 64, 3600, target=15),
+    "tiny-short": Case("tiny, 10 epochs of 100 batches", _tiny, 64, 100, epochs=10),
+    "tiny-new-loader": Case("tiny, the same, a new loader each", _tiny, 64, 100, epochs=10, new_loader=True),
+    "tiny-depth-2": Case("tiny, prefetch_factor=2", _tiny, 64, 3600, arguments={"prefetch_factor": 2}, target=8),
+    "tiny-sampler": Case("tiny, a sampler of the user's", _tiny, 64, 3600, sampler=OwnOrder, target=8),
+    "tiny-unordered": Case("tiny, in_order=False", _tiny, 64, 3600, arguments={"in_order": False}, target=8),
+    "medium": Case("medium: 32 x 3x224x224 uint8, label", _medium, 32, 600, target=10, floor_target=0.7),
+    "medium-collate": Case("medium, collate_fn that calls default_collate", _medium, 32, 600, collate_fn=fields),
+    "large": Case("large: 128 x 3x224x224 float32, label", _large, 128, 60, target=8, floor_target=0.7),
+    "large-labels": Case("large, all labels kept", _large, 128, 60, keep=_labels, target=8),
+    "masks": Case("segmentation: 8 x 3x512x512 uint8, 512x512 int64", Segmentation, 8, 360, target=5),
+    "jpeg": Case("JPEG: decode and augment, 32 photographs", JpegPhotos, 32, 36, target=1.05, floor_target=0.97),
+    "text": Case("text: 64 sentences, padded", Sentences, 64, 2400, collate_fn=pad, target=6),
+    "table": Case("wide table: 256 rows of a TensorDataset", wide_table, 256, 480, target=2),
+    "columns": Case("dict of 20 numbers: 64 rows", Columns, 64, 480),
+    "rows": Case("rows of strings, 4,096 at a time", Rows, 4096, 60),
+    "stream": Case("iterable stream: 64 x 3x32x32 uint8, label", Stream, 64, 3000, target=8),
+    "stream-persistent": Case(
+        "iterable stream, persistent workers", Stream, 64, 3000, arguments={"persistent_workers": True}, target=8
+    ),
     "stragglers": Case(
         "2% stragglers: 4 samples, dynamic scheduling",
         Stragglers,

@@ -37,7 +37,8 @@ def main() -> None:
 
 def measure(cases: tuple[str, ...], rounds: int) -> dict[str, list[float]]:
     """Rayloader's rate as a multiple of torch's, by case and round."""
-    options = harness.Options(rounds=rounds, quick=False, workers=2, cases=cases, peers=("torch", "rayloader"))
+    peers = ("torch", "rayloader")
+    options = harness.Options(rounds=rounds, quick=False, workers=2, cases=cases, peers=peers, read=False)
     figures = throughput.measure(options)
     found = {}
     for case in cases:

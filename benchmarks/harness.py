@@ -1,6 +1,7 @@
 """What all benchmarks share: rounds, figures, tables, the machine's description and the command line.
 
-Nothing here needs more than the standard library, except `print_table` (rich, of the extra `bench`).
+Nothing here needs more than the standard library, except `print_table` (rich, of the extra `bench`), which `options`
+asks for before anything is measured.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import signal
@@ -96,11 +98,9 @@ def _round(value: float) -> float:
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table on the terminal."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        sys.exit("the tables need rich, of the extra `bench`: pip install -c constraints.txt -e '.[bench]'")
+    from rich.console import Console
+    from rich.table import Table
+
     say("")
     table = Table(title=title, title_justify="left")
     for column, name in enumerate(header):
@@ -152,13 +152,23 @@ def _lines(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; empty `cases` or `peers`: all there are."""
+    """What the command line says.
+
+    Attributes:
+        rounds: measured, of each case.
+        quick: smaller epochs.
+        workers: of each loader.
+        cases: empty: all there are.
+        peers: likewise.
+        read: the consumer that reads every byte is measured too.
+    """
 
     rounds: int
     quick: bool
     workers: int
     cases: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+    read: bool = True
 
     def pick_peers(self, known: Sequence[str], quick: Sequence[str] | None = None) -> list[str]:
         """Those of the known ones that were asked for; by default all, or `quick` with --quick."""
@@ -187,8 +197,14 @@ def _positive(text: str) -> int:
     return number
 
 
-def options(doc: str | None, *, choice: bool = True) -> Options:
-    """Reads the command line of a benchmark; `choice`: cases and peers can be chosen."""
+def options(doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("rich",)) -> Options:
+    """Reads the command line of a benchmark, and looks for what it will need at its end.
+
+    Args:
+        doc: the benchmark's docstring.
+        choice: cases and peers can be chosen.
+        needs: packages of the extra `bench`, without which there would be no table or plot of what was measured.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--rounds", type=_positive, help="measured rounds; 5, or 2 with --quick")
     parser.add_argument("--workers", type=_positive, default=2, help="workers where their number is not the question")
@@ -197,6 +213,9 @@ def options(doc: str | None, *, choice: bool = True) -> Options:
         parser.add_argument("--cases", type=_names, default=(), help="comma-separated; all by default")
         parser.add_argument("--peers", type=_names, default=(), help="comma-separated; all by default")
     arguments = vars(parser.parse_args())
+    lacking = [package for package in needs if importlib.util.find_spec(package) is None]
+    if lacking:
+        sys.exit(f"this needs {', '.join(lacking)}, of the extra `bench`: pip install -c constraints.txt -e '.[bench]'")
     return Options(**{**arguments, "rounds": arguments["rounds"] or (2 if arguments["quick"] else 5)})
 
 

@@ -1,4 +1,4 @@
-"""Memory of the workers: what a dataset takes once they have read all of it.
+"""Memory of the workers: what a dataset takes once they have read all of it, and what one worker is by itself.
 
 Motive: with torch each worker ends up with a copy of whatever has reference counts, and with spawn of everything.
 Method: a new process for each figure. Every worker reads every sample, and is kept; then the proportional set sizes
@@ -6,6 +6,8 @@ Method: a new process for each figure. Every worker reads every sample, and is k
 is taken off, and the trainer's own original (by how much its PSS grew when the dataset was made): what remains is what
 the loader's workers cost in memory. PSS misses shared memory that no process maps; so the growth of the machine's
 shared memory stands beside it in the JSON (`shmem_gb`, of use on a quiet machine only).
+What one worker is by itself is what users see in `top`: the resident set of each worker process (RSS), and what of it
+is its own (USS), medians over the workers, after the first batch of the medium case and after an epoch of it.
 Datasets: 1 GB of arrays on the heap, in a mapped file, in torch's shared memory; a million strings in a list, and in a
 `rayloader.SharedList` where rayloader has it.
 Command: python benchmarks/memory.py [--rounds N] [--cases arrays,strings] [--peers torch,rayloader] [--quick]
@@ -15,6 +17,7 @@ Last results: benchmarks/results/latest.json, question "memory".
 from __future__ import annotations
 
 import gc
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +29,7 @@ from torch.utils.data import Dataset
 import harness
 import peers
 import processes
-from cases import Case, stored_samples
+from cases import CASES, Case, stored_samples
 from harness import Figure, Options
 from processes import Missing
 
@@ -43,6 +46,15 @@ TITLES = {
 }
 TARGETS = {"arrays": 1.1, "file": 0.1, "shared": 0.1}  # GB, rayloader with 2 workers
 METRIC = "workers' memory"
+PROCESS = "medium"  # the case whose worker processes are looked at
+PROCESS_METRICS = {
+    "rss_begin": "RSS at the first batch",
+    "uss_begin": "USS at the first batch",
+    "rss_end": "RSS after an epoch",
+    "uss_end": "USS after an epoch",
+}
+PROCESS_BATCHES = 200
+PROCESS_TITLE = "one worker process"
 BATCHES = 100  # that each worker reads
 _made: list[Any] = []  # what must outlive the call
 
@@ -124,6 +136,31 @@ def held(name: str, case: str | None, share: float, workers: int) -> dict[str, f
     return {"total": _pss(descendants=True), "original": original, "shmem": _shmem() - shmem}
 
 
+def process_sizes(name: str, workers: int) -> dict[str, float]:
+    """Bytes of one worker process, at the first batch and after an epoch."""
+    loader = peers.make(name, CASES[PROCESS], PROCESS_BATCHES, workers, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    begin = _worker_sizes(name, workers)
+    for _ in iterator:
+        pass
+    end = _worker_sizes(name, workers)
+    return {"rss_begin": begin[0], "uss_begin": begin[1], "rss_end": end[0], "uss_end": end[1]}
+
+
+def _worker_sizes(name: str, workers: int) -> tuple[float, float]:
+    """RSS and USS, medians over the worker processes."""
+    import psutil
+
+    below = psutil.Process().children(recursive=True)
+    if name == "rayloader":
+        below = [process for process in below if " ".join(process.cmdline()).startswith("ray::Worker")]
+    if len(below) != workers:
+        raise RuntimeError(f"{name} has {len(below)} worker processes instead of {workers}")
+    sizes = [process.memory_full_info() for process in below]
+    return statistics.median(size.rss for size in sizes), statistics.median(size.uss for size in sizes)
+
+
 def _pss(*, descendants: bool) -> float:
     """Bytes, of this process alone or of all that it started too."""
     import psutil
@@ -163,7 +200,18 @@ def measure(options: Options) -> list[Figure]:
                     target["original_gb"] = round(answer["original"] / 1e9, 3)
                 more = {"title": TITLES[case], "workers": workers, "share": share, **target}
                 found.append(harness.figure(QUESTION, case, name, METRIC, "GB", values, **more))
+        if not options.cases:
+            found += _measure_process(name, options.workers)
     return found
+
+
+def _measure_process(name: str, workers: int) -> list[Figure]:
+    harness.say(f"{QUESTION}: {name}, a worker process")
+    answer = processes.ask(name, "memory:process_sizes", workers=workers)
+    return [
+        harness.figure(QUESTION, "process", name, metric, "GB", [answer[key] / 1e9], title=PROCESS_TITLE)
+        for key, metric in PROCESS_METRICS.items()
+    ]
 
 
 def _aimed_at(name: str, case: str, workers: int, share: float) -> bool:
@@ -177,6 +225,8 @@ def _ask(name: str, case: str | None, share: float, workers: int) -> Any:
 
 def show(figures: list[Figure]) -> None:
     """Prints the table."""
+    of_process = [f for f in figures if f["case"] == "process"]
+    figures = [f for f in figures if f["case"] != "process"]
     counts = sorted({f["workers"] for f in figures})
     rows = [
         [
@@ -191,6 +241,15 @@ def show(figures: list[Figure]) -> None:
     header = ["dataset", "loader", *(f"{count} workers" for count in counts)]
     harness.print_table(f"Memory of the workers, GB{size}", header, rows)
     harness.print_missing(figures)
+    sizes = [
+        [
+            name,
+            *(harness.show(harness.find(of_process, implementation=name, metric=m)) for m in PROCESS_METRICS.values()),
+        ]
+        for name in dict.fromkeys(f["implementation"] for f in of_process)
+    ]
+    if sizes:
+        harness.print_table("One worker process, GB", ["loader", *PROCESS_METRICS.values()], sizes)
 
 
 if __name__ == "__main__":

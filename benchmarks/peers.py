@@ -1,6 +1,6 @@
 """The implementations that are compared.
 
-Promise: `make` gives an iterable for a case; each `iter()` of it is one epoch of the case's batches, in order. Each
+Promise: `make` gives an iterable for a case; each `iter()` of it is one epoch of the case's batches. Each
 implementation is imported only in the process that runs it. What cannot run a case raises `Unavailable` with the
 reason. What an adapter changes beyond the import stands in `NOTES`.
 """
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import multiprocessing
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data.dataloader import _DatasetKind
@@ -30,8 +33,8 @@ NOTES = {
     "ray-data": "Ray Data's iter_torch_batches over the same arrays, stored already: a batch is a slice, nothing is "
     "fetched by the sample or collated",
     "rayloader": "rayloader.DataLoader",
-    "floor": "one process that fetches and collates into reused memory and delivers to nobody; its rate is that times "
-    "min(workers, cores)",
+    "floor": "as many processes at once as there are workers, each of which fetches and collates its share into four "
+    "buffers in turn and delivers to nobody",
 }
 RAY_ALLOWED = {"rayloader", "ray-data"}
 REQUIRED = {"torch", "torch-spawn", "rayloader", "floor"}  # the others may be absent, or fail
@@ -59,6 +62,8 @@ class Job:
             "batch_size": self.case.batch_size,
             "num_workers": self.workers,
             "collate_fn": self.case.collate_fn,
+            "sampler": None if self.case.sampler is None else self.case.sampler(self.batches * self.case.batch_size),
+            **self.case.arguments,
             **self.extra,
         }
 
@@ -76,16 +81,17 @@ class Job:
         """Refuses streams and arguments beyond torch's basic ones."""
         if self.is_stream:
             raise Unavailable(f"{name} takes no iterable dataset")
-        if self.extra:
-            raise Unavailable(f"{name} has no {', '.join(self.extra)}")
+        more = {**self.case.arguments, **self.extra, **({"sampler": ...} if self.case.sampler is not None else {})}
+        if more:
+            raise Unavailable(f"{name} has no {', '.join(more)}")
 
 
-def make(name: str, case: Case, batches: int, workers: int, **extra: Any) -> Iterable[Any]:
-    """The loader of an implementation for a case."""
+def make(name: str, case: Case, batches: int, workers: int, **extra: Any) -> Any:
+    """The loader of an implementation for a case; of the floor, which is none, a `Floor`."""
     return make_for(name, case, case.dataset(batches), batches, workers, **extra)
 
 
-def make_for(name: str, case: Case, dataset: Any, batches: int, workers: int, **extra: Any) -> Iterable[Any]:
+def make_for(name: str, case: Case, dataset: Any, batches: int, workers: int, **extra: Any) -> Any:
     """The same for a dataset that exists."""
     return MAKERS[name](Job(case, dataset, batches, workers, extra))
 
@@ -171,7 +177,8 @@ def _ray_data(job: Job) -> Iterable[Any]:
         pool = job.dataset.pool.numpy()
         if length % len(pool):
             raise Unavailable(f"an epoch of {length} samples is no multiple of the {len(pool)} that exist")
-        (block,) = ray.data.from_numpy(pool).to_arrow_refs()
+        (images,) = ray.data.from_numpy(pool).to_arrow_refs()
+        block = ray.put(ray.get(images).append_column("label", [[index % 10 for index in range(len(pool))]]))
         data = ray.data.from_arrow_refs([block] * (length // len(pool)))
     else:
         # With map tasks: whole blocks would be done before the first batch, at which the clock starts.
@@ -188,14 +195,20 @@ class _RayDataBatches:
         return iter(self.data.iter_torch_batches(batch_size=self.batch_size))
 
 
+BUFFERS = 4  # that a worker of the floor fills in turn: a trainer holds the batch before while the next is built
+
+
 class _IntoReusedMemory:
-    """torch's collate, with tensors stacked into the same memory each time."""
+    """torch's collate, with tensors stacked into the memory of the batch before the last ones."""
 
     def __init__(self) -> None:
-        self.stacks: list[torch.Tensor] = []
+        self.batches: list[list[torch.Tensor]] = [[] for _ in range(BUFFERS)]
         self.map = {**default_collate_fn_map, torch.Tensor: self._stack}
+        self.number = 0
 
     def __call__(self, samples: list[Any]) -> Any:
+        self.stacks = self.batches[self.number % BUFFERS]
+        self.number += 1
         self.position = 0
         return collate(samples, collate_fn_map=self.map)
 
@@ -206,19 +219,49 @@ class _IntoReusedMemory:
         return torch.stack(tensors, out=self.stacks[self.position - 1])
 
 
-class _Floor:
-    """The least that a worker has to do. A case's own collate runs as it is, its heap kept for reuse (`FLOOR_ENV`)."""
+class Floor:
+    """The least that workers have to do. A case's own collate runs as it is, its heap kept for reuse (`FLOOR_ENV`)."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.collate_fn = job.case.collate_fn or _IntoReusedMemory()
 
-    def __iter__(self) -> Iterator[Any]:
-        fetcher = _fetcher(self.job, self.collate_fn)
-        for indices in self.job.index_lists():
-            yield fetcher.fetch(indices)
+    def seconds(self) -> float:
+        """Seconds that the workers take for the case's epochs, all at once, after each one's first batches."""
+        context = multiprocessing.get_context("fork")
+        ready = context.Barrier(self.job.workers + 1)
+        shares = [context.Process(target=self._work, args=(worker_id, ready)) for worker_id in range(self.job.workers)]
+        for share in shares:
+            share.start()
+        ready.wait(START_LIMIT_S)
+        begin = time.perf_counter()
+        ready.wait(EPOCH_LIMIT_S)
+        seconds = time.perf_counter() - begin
+        for share in shares:
+            share.join()
+            if share.exitcode:
+                raise RuntimeError(f"a process of the floor ended with status {share.exitcode}")
+        return seconds
+
+    def _work(self, worker_id: int, ready: Any) -> None:
+        """In a process of its own: this worker's share, between two meetings with the others."""
+        torch.set_num_threads(1)
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker_id, num_workers=self.job.workers, seed=worker_id, dataset=self.job.dataset
+        )
+        lists = self.job.index_lists()[worker_id :: self.job.workers]
+        warm_up = _fetcher(self.job, self.collate_fn)
+        for indices in lists[:BUFFERS]:
+            warm_up.fetch(indices)
+        ready.wait(START_LIMIT_S)
+        for _ in range(self.job.case.epochs):
+            fetcher = _fetcher(self.job, self.collate_fn)
+            for indices in lists:
+                fetcher.fetch(indices)
+        ready.wait(EPOCH_LIMIT_S)
 
 
+START_LIMIT_S, EPOCH_LIMIT_S = 60.0, 600.0
 FLOOR_ENV = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -228,7 +271,7 @@ def _fetcher(job: Job, collate_fn: Callable[[list[Any]], Any]) -> Any:
     return _DatasetKind.create_fetcher(kind, job.dataset, True, collate_fn, False)
 
 
-MAKERS: dict[str, Callable[[Job], Iterable[Any]]] = {
+MAKERS: dict[str, Callable[[Job], Any]] = {
     "torch": _torch,
     "torch-spawn": _torch_spawn,
     "torchdata": _torchdata,
@@ -237,5 +280,5 @@ MAKERS: dict[str, Callable[[Job], Iterable[Any]]] = {
     "grain": _grain,
     "ray-data": _ray_data,
     "rayloader": _rayloader,
-    "floor": _Floor,
+    "floor": Floor,
 }

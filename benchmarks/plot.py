@@ -24,10 +24,8 @@ COLOURS = {
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """Writes the PNG."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        sys.exit("the plot needs matplotlib, of the extra `bench`: pip install -c constraints.txt -e '.[bench]'")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -38,7 +36,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     _bars(first, [f for f in figures if f["question"] == "first batch"], "Seconds to the first batch")
     _lines(cpu, [f for f in figures if f["question"] == "driver CPU"], "CPU of the trainer's process, us a batch")
     cpu.set_yscale("log")
-    _lines(memory, [f for f in figures if f["question"] == "memory"], "Memory of the workers, GB")
+    _lines(memory, [f for f in figures if f["question"] == "memory" and "workers" in f], "Memory of the workers, GB")
     machine, settings = document["machine"], document["settings"]
     canvas.suptitle(
         f"{settings['workers']} workers, {machine['cores']} cores ({machine['cpu']}), medians of {settings['rounds']} "

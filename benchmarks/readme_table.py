@@ -46,6 +46,8 @@ def table(document: dict[str, Any]) -> str:
         )
     for held in _of_torch(figures, question="memory", workers=workers):
         rows.append(_pair_row(figures, held, f"workers' memory, {held['title']}", "GB"))
+    for size in _of_torch(figures, question="memory", case="process"):
+        rows.append(_pair_row(figures, size, f"{size['title']}, {size['metric']}", "GB"))
     return "\n".join([BEGIN, caption, "", *rows, END])
 
 

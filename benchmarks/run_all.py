@@ -26,7 +26,7 @@ QUESTIONS = (throughput, first_batch, driver_cpu, shipping, memory)
 
 def main() -> None:
     """Runs them, then writes the files."""
-    options = harness.options(__doc__, choice=False)
+    options = harness.options(__doc__, choice=False, needs=("rich", "matplotlib"))
     machine = harness.machine()
     seconds: dict[str, float] = {}
     figures: list[harness.Figure] = []

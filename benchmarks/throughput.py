@@ -2,11 +2,13 @@
 
 Motive: what does it cost, or bring, to change the import? And how much is left to gain?
 Method: for each case the same dataset and arguments for all. Each implementation runs in a process of its own, torch's
-and every other that is not built on Ray in one that never sees Ray. They alternate, one measured epoch each a round, in
-an order that rotates, after one unmeasured epoch. The clock runs from the first batch to the end of the epoch; the
-first batch is a question of its own (`first_batch.py`). The consumer touches nothing. Everybody has OMP_NUM_THREADS=1.
-Figures are medians over the rounds; ratios are of medians. The floor is the time that one worker process needs to fetch
-and collate the same batches into reused memory, divided by min(workers, cores): what is left to gain.
+and every other that is not built on Ray in one that never sees Ray. They alternate, one measurement each a round, in an
+order that rotates, after one that does not count. The clock runs from the first batch to the end of the epoch, for
+the first batch is a question of its own (`first_batch.py`); cases of several short epochs are timed whole, beginnings
+included. The consumer touches nothing; torch's loader and rayloader are measured a second time with one that reads
+every byte once. Everybody has OMP_NUM_THREADS=1. Figures are medians over the rounds; ratios are of medians. The floor
+is what is left to gain: as many processes as there are workers, all at once, that fetch and collate the same batches
+into four buffers in turn.
 Command: python benchmarks/throughput.py [--rounds N] [--cases tiny,medium] [--peers torch,rayloader] [--quick]
 Last results: benchmarks/results/latest.json, question "throughput".
 """
@@ -15,40 +17,81 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import harness
 import peers
 import processes
-from cases import CASES
+from cases import CASES, Case, read_every_byte
 from harness import Figure, Options
 from processes import Missing
 
 QUESTION = "throughput"
 PEERS = ["torch", "torchdata", "spdl", "spdl-threads", "grain", "ray-data", "rayloader", "floor"]
 QUICK_PEERS = ["torch", "rayloader", "floor"]
-RATE = "batches/s"
+READERS = ("torch", "rayloader")  # measured with a consumer that reads, too
+QUICK_CASES = ("tiny", "tiny-short", "tiny-depth-2", "medium", "large", "text", "stream")
+RATE, RATE_READ = "batches/s", "batches/s, every byte read"
+RATIOS = {RATE: "ratio to torch", RATE_READ: "ratio to torch, every byte read"}
 
 _loader: dict[tuple[Any, ...], Any] = {}  # the last one, in an implementation's process
 
 
-def epoch(name: str, case: str, batches: int, workers: int) -> dict[str, float]:
-    """One epoch in this process: its rate, and the seconds of CPU that this process spent on a batch."""
+def epoch(name: str, case: str, batches: int, workers: int, *, read: bool = False) -> dict[str, float]:
+    """One measurement in this process: the rate, and the seconds of CPU that this process spent on a batch."""
     key = (case, batches, workers)
     if key not in _loader:
         _loader.clear()
         gc.collect()
         _loader[key] = peers.make(name, CASES[case], batches, workers)
-    iterator = iter(_loader[key])
-    next(iterator)
-    begin, cpu_begin = time.perf_counter(), time.process_time()
-    count = sum(1 for _ in iterator)
-    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
-    if count != batches - 1:
-        raise RuntimeError(f"{name} gave {count + 1} batches of {case} instead of {batches}")
+    loader = _loader[key]
+    if isinstance(loader, peers.Floor):
+        count, seconds, cpu_seconds = batches * CASES[case].epochs, loader.seconds(), 0.0
+    elif CASES[case].epochs > 1:
+        count, seconds, cpu_seconds = _whole_epochs(name, CASES[case], loader, batches, workers, read=read)
+    else:
+        iterator = iter(loader)
+        next(iterator)
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        count = _consume(iterator, CASES[case], read=read)
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        _check(name, case, count + 1, batches)
     return {"batches_per_s": count / seconds, "cpu_s_per_batch": cpu_seconds / count}
+
+
+def _whole_epochs(
+    name: str, case: Case, loader: Any, batches: int, workers: int, *, read: bool
+) -> tuple[int, float, float]:
+    """Batches, seconds and seconds of CPU of several epochs, from the first `iter()` on."""
+    count = 0
+    dataset = loader.dataset if case.new_loader else None
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    for _ in range(case.epochs):
+        if case.new_loader:
+            loader = peers.make_for(name, case, dataset, batches, workers)
+        taken = _consume(iter(loader), case, read=read)
+        _check(name, case.title, taken, batches)
+        count += taken
+    return count, time.perf_counter() - begin, time.process_time() - cpu_begin
+
+
+def _consume(iterator: Iterator[Any], case: Case, *, read: bool) -> int:
+    """Takes the rest of an epoch's batches; their number."""
+    count, kept = 0, []
+    for batch in iterator:
+        count += 1
+        if read:
+            read_every_byte(batch)
+        if case.keep is not None:
+            kept.append(case.keep(batch))
+    return count
+
+
+def _check(name: str, case: str, count: int, batches: int) -> None:
+    if count != batches:
+        raise RuntimeError(f"{name} gave {count} batches of {case} instead of {batches}")
 
 
 def measure(options: Options) -> list[Figure]:
@@ -60,7 +103,7 @@ def measure(options: Options) -> list[Figure]:
             name: stack.enter_context(processes.Peer(name, peers.FLOOR_ENV if name == "floor" else None))
             for name in names
         }
-        for case in options.pick_cases(list(CASES)):
+        for case in options.pick_cases(list(CASES), quick=QUICK_CASES):
             figures += _measure_case(case, sides, options)
     return figures
 
@@ -84,20 +127,28 @@ def _measure_case(case: str, sides: dict[str, processes.Peer], options: Options)
             missing[name] = first
         else:
             rounds[name] = []
+    read: dict[str, list[float]] = {name: [] for name in rounds if name in READERS and options.read}
     for number in range(options.rounds):
         harness.say(f"{QUESTION}: {case}, round {number + 1} of {options.rounds}")
         for name in harness.rotated(list(rounds), number):
-            rounds[name].append(sides[name].call(f"{QUESTION}:epoch", case=case, **size)["batches_per_s"])
-    if "floor" in rounds:
-        parallel = min(options.workers, len(os.sched_getaffinity(0)))
-        rounds["floor"] = [parallel * rate for rate in rounds["floor"]]
+            rounds[name].append(_rate(sides[name], case, size))
+        for name in harness.rotated(list(read), number):
+            read[name].append(_rate(sides[name], case, size, read=True))
+    title = {"title": CASES[case].title}
     rates = {
-        name: harness.figure(
-            QUESTION, case, name, RATE, "1/s", missing.get(name) or rounds[name], **size, title=CASES[case].title
-        )
+        name: harness.figure(QUESTION, case, name, RATE, "1/s", missing.get(name) or rounds[name], **size, **title)
         for name in sides
     }
-    return [*rates.values(), *_ratios(case, rates)]
+    rates_read = {
+        name: harness.figure(QUESTION, case, name, RATE_READ, "1/s", values, **size, **title)
+        for name, values in read.items()
+    }
+    return [*rates.values(), *rates_read.values(), *_ratios(case, rates), *_ratios_read(rates_read)]
+
+
+def _rate(side: processes.Peer, case: str, size: dict[str, int], **more: Any) -> float:
+    rate: float = side.call(f"{QUESTION}:epoch", case=case, **size, **more)["batches_per_s"]
+    return rate
 
 
 def _ratios(case: str, rates: dict[str, Figure]) -> list[Figure]:
@@ -105,7 +156,7 @@ def _ratios(case: str, rates: dict[str, Figure]) -> list[Figure]:
     target = {"target": CASES[case].target} if CASES[case].target else {}
     floor_target = {"target": CASES[case].floor_target} if CASES[case].floor_target else {}
     found = [
-        harness.ratio(rate, rates["torch"], metric="ratio to torch", **(target if name == "rayloader" else {}))
+        harness.ratio(rate, rates["torch"], metric=RATIOS[RATE], **(target if name == "rayloader" else {}))
         for name, rate in rates.items()
         if "torch" in rates and name not in ("torch", "floor")
     ]
@@ -114,11 +165,19 @@ def _ratios(case: str, rates: dict[str, Figure]) -> list[Figure]:
     return [ratio for ratio in found if ratio is not None]
 
 
+def _ratios_read(rates: dict[str, Figure]) -> list[Figure]:
+    if not set(READERS) <= set(rates):
+        return []
+    ratio = harness.ratio(rates["rayloader"], rates["torch"], metric=RATIOS[RATE_READ])
+    return [ratio] if ratio is not None else []
+
+
 def show(figures: list[Figure]) -> None:
     """Prints the table."""
     names = list(dict.fromkeys(f["implementation"] for f in figures))
     cases = list(dict.fromkeys(f["case"] for f in figures))
-    ratios = [{"metric": "ratio to torch"}, {"metric": "of the floor"}] if "rayloader" in names else []
+    metrics = (RATIOS[RATE], RATIOS[RATE_READ], "of the floor")
+    ratios = [{"metric": metric} for metric in metrics] if "rayloader" in names else []
     rows = []
     for case in cases:
         of_case = [f for f in figures if f["case"] == case]
