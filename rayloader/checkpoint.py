@@ -210,8 +210,10 @@ class Position:
             self.journals[worker_id].taken(task_id)
             self.next_worker = (worker_id + 1) % self.num_workers
         if task_id != self._counted:
-            if task_id == self.next_task or self.iterable:
-                # There nobody waits for what an exhausted worker was to build.
+            if self.iterable:
+                # There nobody waits for what an exhausted worker was to build, and no number is given twice.
+                self.next_task, self.checksum = max((self.next_task, self.checksum), (task_id + 1, checksum))
+            elif task_id == self.next_task:
                 self.next_task, self.checksum = task_id + 1, checksum
             else:
                 self._ahead[task_id] = checksum
@@ -295,7 +297,10 @@ class Position:
         for journal, worker in zip(self.journals, packed["workers"], strict=True):
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
             replay = [Told(t, encoded, digest) for t, digest in worker["replay"] if (encoded := told[t])]
-            journal.starts_at(_unpack_worker(worker["state"]), replay)
+            base = _unpack_worker(worker["state"])
+            if base is not None:  # what it is given from now on comes after what it has built, whatever its number
+                base = base._replace(last_task=min(base.last_task, self.next_task - 1))
+            journal.starts_at(base, replay)
         return iterator
 
     def _draw_again(self, packed: dict[str, Any], told: dict[int, codec.Encoded | None]) -> Any:

@@ -241,6 +241,7 @@ class Schedule:
     def _skip(self, event: IndicesSkipped) -> list[Command]:
         self.owed_draws -= 1
         self._next_task_id += 1
+        self.taken += 1
         return self._draw(1)
 
     def _assign_to_any(self, indices: Any) -> list[Command]:
