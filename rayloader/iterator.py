@@ -178,14 +178,17 @@ class EpochIterator(_BaseDataLoaderIter):
         """Tells workers that have had an epoch that another one begins; `fresh` ones read it in their journals."""
         assert self._crew is not None
         self.position.shared_seed = self._shared_seed
+        # What the user has taken is built again even if another epoch begins meanwhile: generators of the dataset's go
+        # on from behind it.
+        untaken = 1 + max(journal.last_taken for journal in self._crew.journals)
         for worker_id, journal in enumerate(self._crew.journals):
             dropped = self._epoch.dropped.get(worker_id) if self._epoch is not None else None
-            resumed = Resumed(self.position.epoch, self._shared_seed, dropped if by_worker else 0)
-            journal.begins(resumed)
+            resumed = Resumed(self.position.epoch, self._shared_seed, dropped if by_worker else untaken)
+            journal.begins(resumed, undoes=by_worker)
             if not fresh and not self._crew.is_away(worker_id):
                 actor = self._crew.actor(worker_id)
                 if not by_worker:
-                    actor.drop(from_task=0)
+                    actor.drop(from_task=untaken)
                 actor.lane.abandon(worker_id)
                 journal.resumed = actor.resume(worker_id, resumed)
 

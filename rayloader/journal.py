@@ -46,7 +46,7 @@ class Journal:
         self._snapshots: deque[WorkerState] = deque()  # after `base`, oldest first
         self._told: dict[int, Told] = {}  # after `base`, by task, ascending
         self._last_answered = -1
-        self._last_taken = -1
+        self.last_taken = -1  # task
         self._before: tuple[WorkerState | None, list[Told | Resumed]] = None, []  # `state` and `entries` when it began
         self.shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
         self.begun = True  # `base` is of this epoch
@@ -90,17 +90,17 @@ class Journal:
         self._last_answered = min(self._last_answered, from_task - 1)
         return True
 
-    def begins(self, resumed: Resumed) -> None:
-        """A new epoch begins."""
+    def begins(self, resumed: Resumed, *, undoes: bool = True) -> None:
+        """A new epoch begins; `undoes`: what was built from `undo_from` on must leave no trace."""
         state, entries = self.state, self.entries
-        if resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
+        if undoes and resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
             # What is to be undone can't be told to another process any more.
             state = state._replace(error="it died between an epoch that was broken off and the next")
         self._before = state, [*entries, resumed]
         self.begun = False
         self._snapshots.clear()
         self._told.clear()
-        self._last_answered = self._last_taken = -1
+        self._last_answered = self.last_taken = -1
 
     def reached_begin(self, state: WorkerState) -> None:
         """The snapshot of the epoch's begin has come, a whole one."""
@@ -133,7 +133,7 @@ class Journal:
         """
         if (told := self._told.get(task_id)) is not None:
             told.taken = True
-        self._last_taken = task_id
+        self.last_taken = task_id
         self._advance()
 
     def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:
@@ -142,11 +142,11 @@ class Journal:
         for told in replay:
             told.taken = True
             self._told[told.task_id] = told
-            self._last_answered = self._last_taken = told.task_id
+            self._last_answered = self.last_taken = told.task_id
 
     def _advance(self) -> None:
         # Python lets signal handlers run when a call returns: none comes between what belongs together here.
-        while self._snapshots and _is_before(self._snapshots[0], self._last_taken):
+        while self._snapshots and _is_before(self._snapshots[0], self.last_taken):
             self.base = self._snapshots[0]
             del self._snapshots[0]
         done = -1 if self.base is None else self.base.last_task

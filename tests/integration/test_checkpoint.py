@@ -256,6 +256,20 @@ def test_at_the_last_batch_nothing_is_left_once():
     assert [list(batches(loader)) for _ in range(3)] == [[], *epochs[1:]]
 
 
+@pytest.mark.parametrize("seeding", SEEDINGS)
+def test_at_the_last_batch_the_next_epoch_goes_on_from_behind_it(seeding):
+    """What the workers build again to get there is built although nobody waits for it."""
+    options = {"seeding": seeding, "persistent_workers": True}
+    loader = make(CASES["own generators"], 1, **options)
+    iterator = batches(loader)
+    for _ in range(8):
+        next(iterator)
+    saved = save(loader)
+    assert list(iterator) == []
+    following = list(batches(loader))
+    assert resumed(make(CASES["own generators"], 1, seed=2, **options), saved) == [[], following]
+
+
 def test_the_drivers_generator_is_where_it_was():
     """The training loop draws from the generator that the loader draws its seeds and its shuffling from."""
 
@@ -272,8 +286,8 @@ def test_the_drivers_generator_is_where_it_was():
     assert found + list(itertools.islice(steps(loader), 17)) == expected
 
 
-def test_a_map_style_dataset_is_not_read_again(tmp_path):
-    """Calls carry one task here; longer ones are begun again at most."""
+def test_a_map_style_dataset_is_read_again_from_the_last_snapshot_on(tmp_path):
+    """Calls carry one task here, so that each worker's first snapshot is behind its first batch."""
     mail = Mail(tmp_path / "mail")
 
     def get(index):
@@ -292,7 +306,9 @@ def test_a_map_style_dataset_is_not_read_again(tmp_path):
     loader = make(arguments, 2)
     loader.load_state_dict(read(saved))
     assert list(loader) == rest == list(range(25, 40))
-    assert sorted(map(int, mail.waiting())) == rest
+    again = [task_id for worker in read(saved)["position"]["workers"] for task_id, _ in worker["replay"]]
+    assert sorted(map(int, mail.waiting())) == sorted(again + rest)
+    assert {22, 23, 24} <= set(again) <= set(range(3, 25))  # of each worker the last one at least, to be compared
     mail.close()
 
 
