@@ -394,12 +394,7 @@ class Epoch:
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
         ahead = self._sampler_iter if isinstance(self._sampler_iter, DrawAhead) else None
-        if ahead is not None:
-            self._drawing = True
-            if (changed := ahead.reach(self._schedule.torch_draws)) is not None:
-                self._undo(changed)
-            self._position.drawn_by_torch = self._schedule.torch_draws
-            self._drawing = False
+        self._reach(ahead)
         while self._schedule.owed_draws:
             if ahead is not None and not ahead.may_draw:
                 self._handle(DrawsPutOff())
@@ -418,7 +413,19 @@ class Epoch:
             else:
                 skip = self._position.has(self._draws - 1)
                 self._handle(IndicesSkipped() if skip else IndicesDrawn(indices))
+                if skip:  # torch's loader would have drawn another one
+                    self._reach(ahead)
             self._drawing = False
+
+    def _reach(self, ahead: DrawAhead | None) -> None:
+        """What was drawn early is looked at when torch's loader would have drawn it."""
+        if ahead is None:
+            return
+        self._drawing = True
+        if (changed := ahead.reach(self._schedule.torch_draws)) is not None:
+            self._undo(changed)
+        self._position.drawn_by_torch = self._schedule.torch_draws
+        self._drawing = False
 
     def _draw(self) -> Drawn:
         indices = next(self._sampler_iter)

@@ -133,7 +133,7 @@ class Schedule:
         self._next_task_id = first_task_id
         self._next_worker_id = first_worker_id
         self.owed_draws = 0  # asked for and not reported
-        self.taken = first_task_id  # batches
+        self.taken = first_task_id  # batches; those that are skipped among them
         self._opened = False
         self._sampler_exhausted = False
         self._failed = False  # a worker is lost for good
