@@ -83,6 +83,20 @@ class Initialize:
         get_worker_info().dataset.transform = self.transform
 
 
+class Augmented(Sized):
+    """Crops and flips an image of which each pixel is told from the others."""
+
+    def __init__(self, seed):
+        import albumentations  # here: it takes a second
+
+        transforms = [albumentations.RandomCrop(2, 2), albumentations.HorizontalFlip(p=0.5)]
+        self.transform = albumentations.Compose(transforms, seed=seed)
+        self.image = np.arange(16 * 16 * 3, dtype=np.float32).reshape(16, 16, 3)
+
+    def __getitem__(self, index):
+        return [index, self.transform(image=self.image)["image"]]
+
+
 def closure():
     generator = np.random.default_rng(5)
     return lambda sample: [sample, generator.random()]

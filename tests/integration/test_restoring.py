@@ -60,6 +60,17 @@ def test_generators_go_on_wherever_they_are(case):
     assert resumed(make(data.CASES[case]()), state) == expected[16:]
 
 
+@pytest.mark.parametrize("seed", [5, None])
+def test_albumentations_go_on(seed):
+    """Without a seed the generators come out of nowhere, but once for all workers: with the dataset."""
+    dataset = data.Augmented(seed)
+    expected = [lists(batch) for batch in make({"dataset": dataset})]
+    assert len({str(images) for _, images in expected}) >= 12  # the two workers draw the same, as with torch's loader
+    found, state = interrupted(make({"dataset": dataset}), at=16)
+    assert found == expected
+    assert resumed(make({"dataset": dataset}), state) == expected[16:]
+
+
 @pytest.mark.parametrize("seeding", ["worker", "batch"])
 def test_before_and_after_one_is_made_late(seeding):
     """A state from each moment: batch 5 makes it in worker 1."""
