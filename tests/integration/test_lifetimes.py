@@ -222,6 +222,8 @@ def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
     assert len(list(keeper)) == 1
     (running,) = [actor for actor in pool.actors if actor.options.get("memory") == own["ray_remote_args"]["memory"]]
     nowhere = {"num_cpus": 0, "resources": {"nowhere": 1}}
+    ray.wait([actor.hello for actor in pool.actors], num_returns=len(pool.actors))
+    pool.live_actor_pids()  # notes the starts of all: none is news below
     lease = Lease(print)
     (pending,) = pool.lend(lease, nowhere, 1, fresh=True)
     pending.created_at -= 1000
