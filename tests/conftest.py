@@ -76,11 +76,7 @@ def nothing_left():
     if "rayloader" not in sys.modules:
         return
     check_threads(threads)
-    left = our_files() - files
-    if left:
-        gc.collect()  # a batch in a cycle lets go of its memory when it is collected
-        left = our_files() - files
-    assert not left, f"memory files left open or mapped: {sorted(left)}"
+    check_files(files)
     if "rayloader.pool" in sys.modules:
         check_actors(allowed=lambda: pool_pids() if _keepers else pool_pids() & actors)
 
@@ -103,6 +99,18 @@ def check_threads(before):
     for thread in left():
         thread.join(max(0.0, deadline - time.monotonic()))
     assert not left(), f"threads left: {left()}"
+
+
+def check_files(before):
+    """Waits for what finalizers have left to the janitor: actors that stop, or are killed, give up their files then."""
+    deadline = time.monotonic() + EXIT_LIMIT
+    while left := our_files() - before:
+        gc.collect()  # a batch in a cycle lets go of its memory when it is collected
+        pool = sys.modules.get("rayloader.pool")
+        if pool is not None and pool._pool is not None:
+            pool._pool.wait()
+        left &= our_files()
+        assert not left or time.monotonic() < deadline, f"memory files left open or mapped: {sorted(left)}"
 
 
 def our_files():

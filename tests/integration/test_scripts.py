@@ -14,7 +14,7 @@ import ray
 from probes import in_each_worker
 
 FOLDER = Path(__file__).parent
-HANG_LIMIT = 120  # seconds for a script; on expiry it is killed and the test fails
+HANG_LIMIT = 240  # seconds for a script; on expiry it is killed and the test fails
 EXIT_LIMIT = 30  # seconds for Ray's processes to end after their driver; on expiry the test fails
 
 
