@@ -573,7 +573,7 @@ class Epoch:
         self._handle(WorkerReady(worker_id, len(self._calls[worker_id])))
 
     def _restart_hung(self) -> bool:
-        """Replaces the worker that the next batch is waited for of; False if there is none."""
+        """Replaces the worker whose batch is overdue; False if there is none."""
         with self._lock:
             head = self._schedule.head
             if head is None or self._deliverable:
@@ -830,8 +830,8 @@ class Epoch:
     def _deadline(self, began: float) -> float:
         """When the user has waited long enough.
 
-        That is `timeout` seconds after he asked, after the last answer of any worker (torch's rule), and after the
-        start of the worker that he waits for.
+        That is `timeout` seconds after the user asked, after the last answer of any worker (torch's rule), and after
+        the start of the worker whose batch is next.
         """
         if not self._timeout:
             return math.inf

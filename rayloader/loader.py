@@ -90,7 +90,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             process over and over, before it finishes anything, does not get better. Whatever this is, a batch ends the
             epoch at which its worker died five times, alone at work, or exited twice (`SystemExit`).
         on_timeout: "raise" an error after `timeout` seconds without the next batch, as torch does, or "restart" the
-            worker that it is waited for of: its process is killed and replaced as one that died.
+            worker whose batch is overdue: its process is killed and replaced as one that died.
         on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch is
             smaller by it, and is not delivered where nothing is left of it. What `collate_fn` raises is raised.
         max_skipped: samples that may be skipped in an epoch, of all workers together; see `skipped`.
