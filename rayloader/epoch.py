@@ -238,11 +238,6 @@ class Epoch:
         with self._lock:
             return self._drawing or self._begun != self._ended
 
-    @property
-    def failure(self) -> WorkerDiedError | None:
-        """The loss of a worker that ended the epoch."""
-        return self._failure
-
     def next(self) -> Delivery | None:
         """The next batch, None after the last. It stays the next until it is the position's `handed`.
 
