@@ -17,16 +17,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rayloader import local_state, plain_state, redeal
-from rayloader.draws import drawn
+from rayloader.draws import decoded, drawn
 from rayloader.errors import StateError
-from rayloader.journal import Journal, Told
+from rayloader.journal import Before, Journal, Resumed, Told
 from rayloader.local_state import Stream, pack_object, unpack_object
 from rayloader.random_state import RandomState
 from rayloader.samplers import RANK, Moment, OwnState, Samplers
 from rayloader.snapshot import WorkerState, has_state
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 2
+FORMAT, VERSION = "rayloader", 3
 # What a state and a loader must have in common: with another value of these, the stream is another one.
 _FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
 
@@ -261,6 +261,8 @@ class Position:
                 {
                     "state": _pack_worker(journal.base),
                     "replay": [[told.task_id, told.digest] for told in journal.replay],
+                    # Streams are read again from the epoch's begin, and compared as a whole.
+                    "before": None if self.iterable or journal.before is None else _pack_before(journal.before),
                     "remembers": _remembers(journal),
                 }
                 for journal in self.journals
@@ -301,6 +303,8 @@ class Position:
             if base is not None:  # what it is given from now on comes after what it has built, whatever its number
                 base = base._replace(last_task=min(base.last_task, self.next_task - 1))
             journal.starts_at(base, replay)
+            if worker["before"] is not None:
+                journal.starts_before(_unpack_before(worker["before"]))
         return iterator
 
     def _draw_again(self, packed: dict[str, Any], told: dict[int, codec.Encoded | None]) -> Any:
@@ -366,6 +370,26 @@ def _unpack_worker(packed: dict[str, Any] | None) -> WorkerState | None:
             "iterator": unpack_object(packed["iterator"]),
         }
     )
+
+
+def _pack_before(before: Before) -> dict[str, Any]:
+    entries: list[list[Any]] = [
+        [entry.task_id, plain_state.pack(decoded(entry.indices)), entry.digest] if isinstance(entry, Told) else [*entry]
+        for entry in before.entries
+    ]
+    kinds = [type(entry).__name__ for entry in before.entries]
+    return {"state": _pack_worker(before.state), "kinds": kinds, "entries": entries}
+
+
+def _unpack_before(packed: dict[str, Any]) -> Before:
+    entries: list[Told | Resumed] = []
+    for kind, values in zip(packed["kinds"], packed["entries"], strict=True):
+        if kind == Resumed.__name__:
+            entries.append(Resumed(*values))
+        else:
+            task_id, indices, digest = values
+            entries.append(Told(task_id, codec.encode(plain_state.unpack(indices)), digest))
+    return Before(_unpack_worker(packed["state"]), tuple(entries))
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -459,7 +483,7 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     is_map = state["fits"]["dataset_kind"] == "map"
     if loader.seeding == "batch" and is_map and not any(worker["remembers"] for worker in position["workers"]):
         new = WorkerState(epoch=position["epoch"]) if position["epoch"] and not position["finished"] else None
-        worker: dict[str, Any] = {"state": _pack_worker(new), "replay": [], "remembers": False}
+        worker: dict[str, Any] = {"state": _pack_worker(new), "replay": [], "before": None, "remembers": False}
         workers: list[Any] = [worker for _ in range(num_workers)]
         return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
     return (None, num_workers) if position["finished"] else (position, state["num_workers"])

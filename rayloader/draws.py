@@ -28,7 +28,12 @@ class Drawn(NamedTuple):
     @property
     def indices(self) -> Any:
         """The object that the sampler gave, made again."""
-        return codec.decode(self.encoded.skeleton, codec.writable_copies(self.encoded.buffers), self.encoded.carried)
+        return decoded(self.encoded)
+
+
+def decoded(encoded: codec.Encoded) -> Any:
+    """What was encoded, made again in memory of its own."""
+    return codec.decode(encoded.skeleton, codec.writable_copies(encoded.buffers), encoded.carried)
 
 
 def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:

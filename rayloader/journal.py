@@ -5,8 +5,9 @@ be; one that starts from `base` and builds the tasks in `replay` again is where 
 
 NOTE [Proof]. Whether a worker can be brought to where another process was shows when it builds something again that was
 delivered: the digests of the two batches must be equal. So `state` and `base` are snapshots from before the last task
-that was answered, or taken, and at least that one is built again. A dataset that tells its own state is believed; and
-of a stream that has ended nothing can be built.
+that was answered, or taken, and at least that one is built again. In an epoch of which nothing was answered, or taken,
+that is one of the epoch before: the snapshot of the epoch's begin proves nothing. A dataset that tells its own state is
+believed; and of a stream that has ended nothing can be built.
 """
 
 from __future__ import annotations
@@ -38,6 +39,20 @@ class Resumed(NamedTuple):
     undo_from: int | None
 
 
+class Before(NamedTuple):
+    """Where a worker was in an epoch before the current one, and how it came from there to the begin of this one."""
+
+    state: WorkerState | None = None
+    entries: tuple[Told | Resumed, ...] = ()
+    shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
+
+    @property
+    def proves(self) -> bool:
+        """Whether that can be done again, and on the way something is built that was delivered."""
+        error = "" if self.state is None else self.state.error
+        return not error and any(isinstance(entry, Told) and entry.digest is not None for entry in self.entries)
+
+
 class Journal:
     """Of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
 
@@ -47,17 +62,31 @@ class Journal:
         self._told: dict[int, Told] = {}  # after `base`, by task, ascending
         self._last_answered = -1
         self.last_taken = -1  # task
-        self._before: tuple[WorkerState | None, list[Told | Resumed]] = None, []  # `state` and `entries` when it began
-        self.shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
+        self._before = Before()  # dropped once this epoch has something to prove
+        self._shared_seed: int | None = None  # of this epoch, if that is not the first
         self.begun = True  # `base` is of this epoch
         self.resumed: Any = None  # until it is: where the snapshot of the epoch's begin will come from
 
     @property
     def state(self) -> WorkerState | None:
         """The snapshot that another process starts from; None: as `start` makes it."""
-        if not self.begun:
-            return self._before[0]
+        if self._starts_before:
+            return self._before.state
         return next((s for s in reversed(self._snapshots) if _is_before(s, self._last_answered)), self.base)
+
+    @property
+    def shared_seed(self) -> int | None:
+        """Of the epoch of `state`, if that is not the first."""
+        return self._before.shared_seed if self._starts_before else self._shared_seed
+
+    @property
+    def before(self) -> Before | None:
+        """Where the worker that is at `base` must be started to prove that it is; None: at `base` itself."""
+        return self._before if self._before.entries and self.last_taken < 0 else None
+
+    @property
+    def _starts_before(self) -> bool:
+        return not self.begun or (bool(self._before.entries) and self._last_answered < 0)
 
     @property
     def newest(self) -> WorkerState | None:
@@ -67,9 +96,10 @@ class Journal:
     @property
     def entries(self) -> list[Told | Resumed]:
         """What it was told after `state`."""
-        state = self.state
-        done = state.last_task if self.begun and state is not None else -1
-        return [*self._before[1], *(told for told in self._told.values() if told.task_id > done)]
+        if self._starts_before:
+            return [*self._before.entries, *self._told.values()]
+        done = -1 if (state := self.state) is None else state.last_task
+        return [told for told in self._told.values() if told.task_id > done]
 
     @property
     def replay(self) -> list[Told]:
@@ -96,7 +126,8 @@ class Journal:
         if undoes and resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
             # What is to be undone can't be told to another process any more.
             state = state._replace(error="it died between an epoch that was broken off and the next")
-        self._before = state, [*entries, resumed]
+        self._before = Before(state, (*entries, resumed), self.shared_seed)
+        self._shared_seed = resumed.shared_seed
         self.begun = False
         self._snapshots.clear()
         self._told.clear()
@@ -105,11 +136,9 @@ class Journal:
     def reached_begin(self, state: WorkerState) -> None:
         """The snapshot of the epoch's begin has come, a whole one."""
         self.begun, self.resumed = True, None
-        for entry in self._before[1]:
-            if isinstance(entry, Resumed):
-                self.shared_seed = entry.shared_seed
-        self._before = None, []
         self.base = state
+        if not state.is_to_be_proven or not self._before.proves:
+            self._before = Before()
 
     def answered(self, task_id: int, digest: int) -> None:
         """The worker has built this task."""
@@ -134,7 +163,12 @@ class Journal:
         if (told := self._told.get(task_id)) is not None:
             told.taken = True
         self.last_taken = task_id
+        self._before = Before()
         self._advance()
+
+    def starts_before(self, before: Before) -> None:
+        """The worker goes on from the begin of an epoch of another run's, of which the user had taken nothing."""
+        self._before, self.begun = before, False
 
     def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:
         """The worker goes on from where another run's was, with what the user had taken since."""

@@ -5,12 +5,13 @@ import os
 
 import pytest
 import torch
+from torch.utils.data import Dataset, get_worker_info
 
 import checkpoint_data as data
 import rayloader.pool
 from checkpoint_data import batches, endless, hosted, make, read, save
 from probes import Calls, as_is, oversubscribed
-from rayloader import DataLoader
+from rayloader import DataLoader, ReplayError
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 
@@ -70,8 +71,19 @@ def test_dynamic_scheduling():
     assert in_turn(make(arguments), {3: 1, 20: 2, 35: 3}, 60) == expected
 
 
+class Processes(Calls):
+    """Tells a state: that a batch built again comes from another process is no error."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
 def test_as_many_actors_as_were_asked_for():
-    loader = DataLoader(Calls(lambda index: os.getpid(), 40), None, num_workers=3, prefetch_factor=1, collate_fn=as_is)
+    dataset = Processes(lambda index: os.getpid(), 40)
+    loader = DataLoader(dataset, None, num_workers=3, prefetch_factor=1, collate_fn=as_is)
     for actors in (3, 1, 2):
         iterator = iter(loader)
         next(iterator)
@@ -80,6 +92,51 @@ def test_as_many_actors_as_were_asked_for():
         assert len(set(last)) == actors
         assert len({*loader}) == actors
         assert {*last} <= rayloader.pool.live_actor_pids()
+
+
+class CountsInWorkerOne(Dataset):
+    """What worker 1 gives depends on how much it has given, which nobody can see."""
+
+    calls = 0
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        self.calls += get_worker_info().id
+        return index, self.calls
+
+
+def in_the_second_epoch(taken):
+    """A loader with persistent workers, its iterator, and the batches that were taken; all workers have begun."""
+    loader = DataLoader(
+        CountsInWorkerOne(), None, num_workers=2, persistent_workers=True, prefetch_factor=2, collate_fn=as_is
+    )
+    assert list(loader)[-1] == (11, 6)
+    iterator = iter(loader)
+    return loader, iterator, list(itertools.islice(iterator, taken))
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_worker_that_moves_proves_its_state(taken):
+    """Also where it has built nothing of its epoch that the driver knows of."""
+    loader, iterator, _ = in_the_second_epoch(taken)
+    loader.state_dict()
+    loader.resize(1)
+    with pytest.raises(ReplayError):
+        list(iterator)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_worker_that_is_resumed_proves_its_state(taken):
+    """Also where the user had taken nothing of its epoch."""
+    loader, _, found = in_the_second_epoch(taken)
+    saved = save(loader)
+    loader, _, _ = in_the_second_epoch(0)
+    loader.load_state_dict(read(saved))
+    with pytest.raises(ReplayError):
+        found.extend(loader)
+    assert found == [(0, 0), (1, 7), (2, 0), (3, 8)][: max(taken, 1)]
 
 
 @pytest.mark.parametrize("num_workers", [0, -1, 1.5, True, "2"])

@@ -84,9 +84,48 @@ def test_an_epoch_begins_where_the_one_before_it_was():
     journal.told(told(0, 1))
     assert not journal.begun
     assert at(journal) == (1, [2, resumed, 0, 1], [])
+    assert journal.shared_seed is None
     journal.reached_begin(WorkerState(epoch=1))
+    journal.answered(0, 100)
     assert journal.shared_seed == 5
     assert at(journal) == (-1, [0, 1], [])
+
+
+def test_the_begin_of_an_epoch_is_proven_by_a_task_of_the_one_before():
+    journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
+    resumed = Resumed(1, 5, None)
+    journal.begins(resumed)
+    journal.told(told(0, 1))
+    journal.reached_begin(WorkerState(epoch=1))
+    assert journal.begun
+    assert journal.shared_seed is None
+    assert at(journal) == (1, [2, resumed, 0, 1], [])
+    assert journal.before.state.last_task == 1
+    journal.answered(0, 100)
+    assert at(journal) == (-1, [0, 1], [])
+    assert journal.before.state.last_task == 1
+    other = Journal()
+    other.starts_before(journal.before)
+    assert not other.begun
+    assert at(other) == (1, [2, resumed], [])
+    journal.taken(0)
+    assert journal.before is None
+
+
+@pytest.mark.parametrize("state", [{"dataset": b"state"}, {"iterator": b"state"}, {"exhausted": True}])
+def test_but_not_where_the_begin_needs_no_proof(state):
+    journal = journal_of(0, 1, answered=(0, 1), snapshots=(0,))
+    journal.begins(Resumed(1, None, None))
+    journal.reached_begin(WorkerState(epoch=1, **state))
+    assert at(journal) == (-1, [], [])
+    assert journal.before is None
+
+
+def test_the_begin_of_an_epoch_counts_where_the_one_before_cannot_be_gone_through_again():
+    journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
+    journal.begins(Resumed(1, None, 1))
+    journal.reached_begin(WorkerState(epoch=1))
+    assert at(journal) == (-1, [], [])
 
 
 def test_what_is_to_be_undone_cannot_be_told_to_another_process():
