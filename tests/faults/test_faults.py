@@ -17,6 +17,7 @@ import rayloader
 from fault_points import (
     BATCH_SIZE,
     DATASETS,
+    EXIT_LIMIT,
     POISONED,
     STRUCK,
     Faults,
@@ -127,9 +128,16 @@ def striking_actors(ray_session, tmp_path_factory):
 
 @pytest.fixture
 def faults(striking_actors):
+    wait_for_actors()
     striking_actors.clear()
     yield striking_actors
     striking_actors.clear()
+
+
+def wait_for_actors():
+    """Until none is at a call that the last test has left: of a stream that ends more is asked than is awaited."""
+    calls = [actor.handle.hello.remote() for actor in rayloader.pool.get_pool().actors]
+    assert ray.wait(calls, num_returns=len(calls), timeout=EXIT_LIMIT)[1] == []
 
 
 @pytest.fixture(scope="module")
