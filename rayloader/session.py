@@ -75,7 +75,8 @@ def ensure() -> SessionName:
     """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
 
     Raises:
-        RaySessionError: Ray is used through Ray Client, or by the parent of this forked process.
+        RaySessionError: Ray can be neither joined nor started; or it is used through Ray Client, or by the parent of
+            this forked process.
     """
     if _forked:
         raise RaySessionError(
@@ -153,14 +154,24 @@ def _init() -> None:
     address = os.environ.get("RAY_ADDRESS")
     state = random.getstate()  # Ray draws from the program's generator
     handlers = SignalHandlers()
+    joins = bool(address) and address != "local"
     try:
         with _without_warning_of_signals():
-            if address and address != "local":
+            if joins:
                 ray.init(address=address)
             else:
                 with _environment(LOCAL_RAY_ENVIRONMENT):
                     ray.init(address="local", include_dashboard=False, resources={OVERSUBSCRIBE_RESOURCE: 1})
                 _started = current()
+    except Exception as error:  # Ray's own have no type in common
+        raise RaySessionError(
+            f"the Ray that RAY_ADDRESS={address} names could not be joined; set it to the address of a Ray that runs, "
+            f"or unset it: then one is started on this machine. Ray said: {error}"
+            if joins
+            else "Ray could not be started on this machine. It gives its processes 30 s to start, which may be too few "
+            "while the machine is busy: call iter() again, or run `ray start --head` before the program and set "
+            f"RAY_ADDRESS=auto. Ray said: {error}"
+        ) from error
     finally:
         handlers.restore()
         random.setstate(state)
