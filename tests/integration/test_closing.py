@@ -1,6 +1,8 @@
 """An epoch is ended while another thread waits in next(): that thread is told, and the state knows what was taken."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -103,3 +105,83 @@ def test_a_finished_iterator_stays_finished_when_it_is_closed(accelerator, pin_m
     assert len(list(iterator)) == 3
     close_all()
     assert list(iterator) == []
+
+
+class Waiting:
+    """An iterator that waits for a batch in a thread of its own; only that thread refers to it."""
+
+    def __init__(self, gate, mail, **options):
+        def get(index):
+            if index == TAKEN:
+                mail.send("waits")
+                gate.wait()
+            return torch.tensor(index)
+
+        self.user = User(iter(DataLoader(Calls(get, 6), None, num_workers=1, prefetch_factor=2, **options)))
+        assert mail.receive() == ["waits"]
+        assert all(self.user.took.acquire(timeout=LIMIT) for _ in range(TAKEN))
+
+    def goes_on(self, gate):
+        assert self.user.is_alive()
+        gate.open()
+        self.user.join(LIMIT)
+        assert not self.user.is_alive()
+        assert (self.user.batches, self.user.error) == (list(range(6)), None)
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_an_iterator_is_collected_while_another_waits(accelerator, gate, mail, pin_memory, in_a_cycle):
+    waiting = Waiting(gate, mail, pin_memory=pin_memory)
+    loader = DataLoader(Calls(torch.tensor, 20), None, num_workers=1, pin_memory=pin_memory)
+    iterator = iter(loader)
+    assert next(iterator).item() == 0
+    if in_a_cycle:
+        iterator.itself = iterator
+    collected = weakref.ref(iterator)
+    collector = threading.Thread(target=gc.collect)
+    del iterator
+    collector.start()
+    collector.join(LIMIT)
+    assert not collector.is_alive()
+    assert collected() is None
+    assert [batch.item() for batch in loader] == list(range(20))
+    waiting.goes_on(gate)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_the_last_reference_of_the_program_goes_while_the_iterator_waits(accelerator, gate, mail, pin_memory):
+    """The call of next() is one more reference: the iterator ends with the thread, not before."""
+    waiting = Waiting(gate, mail, pin_memory=pin_memory)
+    waiting.user.iterator = None
+    gc.collect()
+    waiting.goes_on(gate)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_the_collector_ends_an_iterator_in_the_midst_of_another_ones_next(accelerator, monkeypatch, pin_memory):
+    """Under its locks too: the collector may run, and finalizers with it, at any allocation."""
+    loader = DataLoader(Calls(torch.tensor, 8), None, num_workers=1, pin_memory=pin_memory, prefetch_factor=2)
+    ended = []
+
+    def with_collections(method):
+        def call(epoch, *args):
+            with epoch._lock:
+                iterator = iter(loader)
+                iterator.itself = iterator
+                weakref.finalize(iterator, ended.append, None)
+                del iterator
+                gc.collect()
+            return method(epoch, *args)
+
+        return call
+
+    user = iter(DataLoader(Calls(torch.tensor, 6), None, num_workers=1, pin_memory=pin_memory, prefetch_factor=2))
+    epoch = type(user._epoch)
+    monkeypatch.setattr(epoch, "_end_turn", with_collections(epoch._end_turn))
+    thread = User(user)
+    del user
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    assert (thread.batches, thread.error) == (list(range(6)), None)
+    assert len(ended) == 6

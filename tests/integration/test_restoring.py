@@ -7,13 +7,14 @@ import time
 import psutil
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 import rayloader.worker
 import restoring_data as data
 from latches import Gate
 from probes import Calls, Stream
 from rayloader import DataLoader, ReplayError, StateError
+from rayloader.crew import Crew
 from restoring_data import lists
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -297,3 +298,55 @@ def test_a_replay_that_hangs_times_out(tmp_path):
     with pytest.raises(rayloader.BatchTimeoutError):
         next(iter(loader))
     gate.open()
+
+
+# ---- a state from before a worker has begun its epoch
+
+
+class HeldAtTheBegin(IterableDataset):
+    """Worker 1 waits for the gate before each epoch, and dies then if a file says so."""
+
+    def __init__(self, gate, death):
+        self.gate = gate
+        self.death = death
+
+    def __iter__(self):
+        worker_id = get_worker_info().id
+        if worker_id == 1:
+            self.gate.wait()
+            if self.death.exists():
+                self.death.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return ((index, torch.rand(1)) for index in range(worker_id, 24, 2))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_state_waits_for_workers_that_have_not_begun_the_epoch(dies, tmp_path, monkeypatch):
+    gate, death = Gate(tmp_path / "gate"), tmp_path / "death"
+    gate.open()
+
+    def fresh():
+        return make({"dataset": HeldAtTheBegin(gate, death)}, persistent_workers=True)
+
+    loader = fresh()
+    expected = [[lists(batch) for batch in loader] for _ in range(2)]
+    loader = fresh()
+    assert [lists(batch) for batch in loader] == expected[0]
+    gate = Gate(tmp_path / "gate")  # closed again
+    iterator = iter(loader)
+    if dies:
+        death.touch()
+    held, fetch = [], Crew.fetch
+
+    def fetch_from_one_that_waits(crew, actor, ref, timeout):
+        if actor is crew.actor(1) and not held:
+            held.append(fetch(crew, actor, ref, 0.0))
+            gate.open()
+        return fetch(crew, actor, ref, timeout)
+
+    monkeypatch.setattr(Crew, "fetch", fetch_from_one_that_waits)
+    state = loader.state_dict()
+    assert held == [None]  # it had not begun
+    assert not death.exists()
+    assert [lists(batch) for batch in iterator] == expected[1]
+    assert resumed(fresh(), state) == expected[1]
