@@ -509,8 +509,8 @@ class Epoch:
 
     def _alone(self, worker_id: int) -> int | None:
         """The task that a worker must be at: the only one of its oldest call."""
-        call, entries = self._calls[worker_id][0], self._crew.journals[worker_id].entries
-        waiting = [e.task_id for e in entries if isinstance(e, Told) and e.task_id in self._unanswered]
+        call, tasks = self._calls[worker_id][0], self._crew.journals[worker_id].tasks
+        waiting = [task.task_id for task in tasks if task.task_id in self._unanswered]
         alone = call.wanted and call.num_tasks + self._left_over[worker_id] == 1
         return waiting[0] if waiting and alone and self._crew.has_begun(worker_id) else None
 
@@ -535,14 +535,13 @@ class Epoch:
     def _tell_again(self, worker_id: int) -> None:
         """Brings a worker that was started from its last snapshot to where it is to be, see NOTE [blame]."""
         journal, actor = self._crew.journals[worker_id], self._crew.actor(worker_id)
-        entries = list(journal.entries)
-        begin = max((number for number, entry in enumerate(entries, 1) if isinstance(entry, Resumed)), default=0)
-        for entry in entries[:begin]:
+        entries, tasks = journal.entries, journal.tasks
+        for entry in entries[: len(entries) - len(tasks)]:
             if isinstance(entry, Resumed):
                 journal.resumed = actor.resume(worker_id, entry)
             else:
                 actor.run(worker_id, [entry], None, wanted=False)
-        known = [e for e in entries[begin:] if isinstance(e, Told) and e.task_id not in self._unanswered]
+        known = [task for task in tasks if task.task_id not in self._unanswered]
         began = time.monotonic()
         self._replays[worker_id] = _Replay(began, began + REPLAY_PATIENCE_S)
         self._call(worker_id, known, wanted=False)
@@ -562,9 +561,9 @@ class Epoch:
             self._call(worker_id, [], wanted=False)
             return
         del self._replays[worker_id]
-        for entry in self._crew.journals[worker_id].entries:
-            if isinstance(entry, Told) and entry.task_id in self._unanswered:
-                self._call(worker_id, [entry])
+        for task in self._crew.journals[worker_id].tasks:
+            if task.task_id in self._unanswered:
+                self._call(worker_id, [task])
         self._handle(WorkerReady(worker_id, len(self._calls[worker_id])))
 
     def _restart_hung(self) -> bool:

@@ -96,9 +96,13 @@ class Journal:
     @property
     def entries(self) -> list[Told | Resumed]:
         """What it was told after `state`."""
-        if self._starts_before:
-            return [*self._before.entries, *self._told.values()]
-        done = -1 if (state := self.state) is None else state.last_task
+        return [*self._before.entries, *self.tasks] if self._starts_before else [*self.tasks]
+
+    @property
+    def tasks(self) -> list[Told]:
+        """Those of `entries` that are of the current epoch."""
+        state = None if self._starts_before else self.state
+        done = -1 if state is None else state.last_task
         return [told for told in self._told.values() if told.task_id > done]
 
     @property
