@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import re
+import reprlib
 import sys
 import threading
 import time
@@ -110,7 +111,22 @@ def check_files(before):
         if pool is not None and pool._pool is not None:
             pool._pool.wait()
         left &= our_files()
-        assert not left or time.monotonic() < deadline, f"memory files left open or mapped: {sorted(left)}"
+        in_time = not left or time.monotonic() < deadline
+        assert in_time, f"memory files left open or mapped: {sorted(left)}\n{holders()}"
+
+
+def holders():
+    """Who refers to what of ours may keep a memory file, for the message of a test that fails."""
+    kinds = {"Actor", "Arena", "Image", "Lent", "MemoryFile", "_Lease", "_Mapping"}
+    found = [o for o in gc.get_objects() if type(o).__name__ in kinds and type(o).__module__.startswith("rayloader.")]
+    lines = []
+    for obj in found:
+        name = getattr(getattr(obj, "address", None), "name", "")
+        lines.append(f"{type(obj).__name__} {name} at {id(obj):x}, referred to by:")
+        for referrer in gc.get_referrers(obj):
+            if referrer is not found and referrer is not sys._getframe():
+                lines.append(f"    {type(referrer).__name__} at {id(referrer):x}: {reprlib.repr(referrer)}")
+    return "\n".join(lines)
 
 
 def our_files():

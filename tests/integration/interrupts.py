@@ -15,7 +15,7 @@ class Interrupt:
     """Fires once: at the `number`-th entry of one of our functions or return of a C function called by one.
 
     These are the points at which CPython looks for signals, besides the loops, which call functions. A finalizer is
-    spared: Python only prints what is raised there.
+    spared, and so is what a weak reference calls: Python only prints what is raised there.
     """
 
     def __init__(self, number):
@@ -41,7 +41,7 @@ class Interrupt:
 
 def in_finalizer(frame):
     while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_forget_lease"):
+        if frame.f_code.co_name in ("__del__", "_tidy_later"):
             return True
         frame = frame.f_back
     return False

@@ -4,13 +4,18 @@ Every test goes on with what an interrupt has left: the batch that comes next is
 the iterator has lost its place, and a new `iter()` works. The state is right in both cases.
 """
 
+import contextlib
+
+import psutil
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from interrupts import interrupted_at, no_hang
+import rayloader.pool
+from interrupts import HANG_LIMIT, interrupted_at, no_hang
 from probes import Calls
 from rayloader import DataLoader, RayloaderError
+from rayloader.iterator import close_all
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -119,3 +124,50 @@ def test_after_an_interrupted_iter_the_next_one_works(persistent, stride):
             del iterator
         if not interrupt.fired:
             break
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.full)])
+def test_after_an_interrupted_close_the_next_one_ends_the_iterator(accelerator, pin_memory, stride):
+    loader = make_loader("map", pin_memory=pin_memory)
+    for number in numbers_of_points(stride):
+        iterator, interrupt = iter(loader), None
+        assert next(iterator).item() == 0
+        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
+            with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
+                close_all()
+            close_all()
+            with pytest.raises(RayloaderError, match=r"call iter\(\) on the loader again"):
+                next(iterator)
+            assert loader.state_dict()["position"]["next_task"] == 1, (number, interrupt.where)
+            assert next(iter(loader)).item() == 0
+        if not interrupt.fired:
+            break
+    else:
+        pytest.fail("POINTS is too small")
+
+
+@pytest.mark.parametrize("stride", [41, pytest.param(5, marks=pytest.mark.full)])
+def test_after_an_interrupted_shutdown_the_next_one_ends_every_actor(monkeypatch, stride):
+    """Of a pool of its own: the session's Ray is to go on."""
+    monkeypatch.setattr(rayloader.pool, "_pool", None)
+    loader = make_loader("waiting")
+    for number in numbers_of_points(stride):
+        iterator, interrupt = iter(loader), None
+        assert next(iterator).item() == 0
+        pool = rayloader.pool.get_pool()
+        (pid,) = pool.live_actor_pids()
+        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
+            with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
+                pool.shutdown()
+            pool.shutdown()
+            assert pool.live_actor_pids() == set()
+            with pytest.raises(RayloaderError, match=r"call iter\(\) on the loader again"):
+                list(iterator)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).wait(HANG_LIMIT)
+        if not interrupt.fired:
+            break
+    else:
+        pytest.fail("POINTS is too small")
+    rayloader.pool.get_pool().shutdown()
