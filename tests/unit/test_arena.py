@@ -468,20 +468,6 @@ KEEPING = {
 }
 
 
-@pytest.mark.parametrize("keep", KEEPING.values(), ids=KEEPING)
-def test_a_slot_comes_back_only_when_the_last_view_has_died(keep):
-    pair = Pair(1)
-    kept = keep(pair.lend(NUMBERS))
-    assert pair.done() == []
-    assert pair.fill() is None
-    cycle = isinstance(kept, Cycle)
-    del kept
-    if cycle:
-        assert pair.done() == []
-        gc.collect()
-    assert pair.empty
-
-
 ARRAYS = {
     "the array": lambda a: a,
     "slice": lambda a: a[500:],
@@ -502,10 +488,16 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("keep", ARRAYS.values(), ids=ARRAYS)
-def test_the_same_for_arrays(keep):
+@pytest.mark.parametrize(
+    ("numbers", "keep"),
+    [
+        *(pytest.param(NUMBERS, keep, id=name) for name, keep in KEEPING.items()),
+        *(pytest.param(NUMBERS.numpy(), keep, id=f"array: {name}") for name, keep in ARRAYS.items()),
+    ],
+)
+def test_a_slot_comes_back_only_when_the_last_view_has_died(numbers, keep):
     pair = Pair(1)
-    kept = keep(pair.lend(NUMBERS.numpy()))
+    kept = keep(pair.lend(numbers))
     assert pair.done() == []
     assert pair.fill() is None
     cycle = isinstance(kept, Cycle)
