@@ -22,6 +22,7 @@ import gc
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -182,6 +183,7 @@ class Generators:
         self._others = [*noted, *before]  # keeps their identities
         self._known = {id(engine(generator)) for generator in self._others}
         self._later: list[tuple[tuple[Path, ...], Any, bool]] = []
+        _in_this_process.add(self)
 
     def look(self, *, new_last: bool = True) -> tuple[Later, ...]:
         """The later ones as they are now; `new_last`: those that are seen for the first time count as lasting."""
@@ -191,7 +193,8 @@ class Generators:
             if _is(now, KINDS) and id(engine(now)) not in self._known:
                 followed.append((paths, now, now is before))
         seen = {id(engine(generator)) for _, generator, _ in followed}
-        unknown = {id(engine(generator)) for generator in alive()} - self._known - seen
+        others = set().union(*(worker._known for worker in _in_this_process))  # whose replicas are beside this one
+        unknown = {id(engine(generator)) for generator in alive()} - others - seen
         known = len(followed)
         if unknown:
             reached: dict[int, tuple[list[Path], Any]] = {}
@@ -261,6 +264,7 @@ class Generators:
         return obj
 
 
+_in_this_process: weakref.WeakSet[Generators] = weakref.WeakSet()
 _MODULES_AT_START: dict[str, int] = {}  # with how many globals each
 
 

@@ -35,6 +35,12 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_finish():
+    """What was imported and collected lives as long as the session: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def ray_session():
     """A local Ray with three warm actors; gives the loader that keeps them.

@@ -6,7 +6,8 @@ written as "0", "2", "2p": the number of workers, p for persistent ones. Three g
 - the cross product of map-style datasets and ways of sampling, and of iterable datasets and ways of batching, each
   pair with every third worker setting, shifted from pair to pair, so that every pair of axis values meets; a sample has
   one setting for each pair;
-- cases of one feature each, with the worker settings at which it could differ.
+- cases of one feature each, with the worker settings at which it could differ; a sample has it without workers, and at
+  one of the other settings, in turn.
 """
 
 from collections.abc import Callable
@@ -79,17 +80,21 @@ def build(make, setting):
 
 
 def add(name, on, make, script=None, sample=None, **options):
-    """A case for each worker setting; of a `sample`, a full run has the others."""
+    """A case for each worker setting; those that are not in `sample` are in a full run only."""
     script = script or scripts.epochs(2)
-    for setting in on.split():
-        full = sample is not None and setting != sample
+    settings = on.split()
+    if sample is None:
+        with_workers = [setting for setting in settings if setting != "0"]
+        sample = {"0", *with_workers[len(CASES) % max(1, len(with_workers)) :][:1]}
+    for setting in settings:
+        full = setting not in sample
         CASES.append(Case(f"{name}-w{setting}", partial(build, make, setting), script, full=full, **options))
 
 
 def settings_of(i, j):
     """Every third worker setting, and which of them is in a sample."""
     settings = [setting for k, setting in enumerate(WORKERS) if (i + j + k) % 3 == 0]
-    return {"on": " ".join(settings), "sample": settings[(i + j) // 3 % len(settings)]}
+    return {"on": " ".join(settings), "sample": {settings[(i + j) // 3 % len(settings)]}}
 
 
 # The cross product. Datasets by name, samplings as functions of the dataset.

@@ -1,49 +1,26 @@
 """The same cases through torch's loader and ours: equal in every value, type, stride, error and generator state.
 
-Torch's side runs once, in a process of its own that has no Ray in it (reference.py); ours runs here on warm actors.
+Torch's side runs once, in a process of its own that has no Ray in it (reference.py; conftest.py starts it before the
+first test of the session); ours runs here on warm actors.
 Batches come through Ray's object store in one half of the cases and through arenas, however small they are, in the
 other; calls carry one task, three, or as many as is automatic. A full run takes each case all these ways.
 `pytest tests/conformance --against=torch` puts torch's loader in the place of ours, to prove the cases deterministic.
 """
 
 import itertools
-import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch.utils.data
 
 from conformance_cases import CASES
 from conformance_record import first_difference, record
+from conformance_side import Records
 from rayloader.crew import Actor
 from rayloader.pace import Pace
 from rayloader.transport import lanes
 from rayloader.transport.lanes import ArenaLane
 
-FOLDER = Path(__file__).parent
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
-LIMIT = 320.0  # seconds for a side in a process of its own; reference.py gives up before and prints its stacks
-
-
-@pytest.fixture(scope="session")
-def reference(request, tmp_path_factory):
-    """Torch's records of the cases that were selected, by name."""
-    out = tmp_path_factory.mktemp("reference") / "records.pickle"
-    selected = {item.callspec.params["case"].name for item in request.session.items if is_case(item)}
-    return run("reference.py", out, *(sorted({FRESH, *selected}) if len(selected) < len(CASES) else []))
-
-
-def run(script, out, *names):
-    command = [sys.executable, str(FOLDER / script), str(out), *names]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return pickle.loads(out.read_bytes())
-
-
-def is_case(item):
-    return item.path.parent == FOLDER and "case" in getattr(getattr(item, "callspec", None), "params", {})
 
 
 @pytest.fixture(scope="session")
@@ -130,9 +107,10 @@ def test_the_calls_carry_what_is_said(calls, loader_class, request, monkeypatch)
         assert max(sizes) == CALLS[calls] if CALLS[calls] is not None else max(sizes) > 1
 
 
-def test_same_as_torch_where_iterating_starts_ray(reference, tmp_path):
+@pytest.mark.parametrize("case", [case for case in CASES if case.name == FRESH])
+def test_same_as_torch_where_iterating_starts_ray(case, reference, tmp_path):
     """Neither importing nor starting Ray may move the user's generators, Python's `random` included."""
-    records = run("fresh_process.py", tmp_path / "records.pickle", FRESH)
+    records = Records(tmp_path, "fresh_process.py", FRESH).read()
     difference = first_difference(reference[FRESH], records[FRESH])
     if difference:
         pytest.fail(difference, pytrace=False)

@@ -72,7 +72,7 @@ def main(folder):
     print("actors:", *{*pids})
 
     # Alive at the end: persistent workers after `break`, an iterator after an error, one that waits for a stuck worker.
-    persistent = rayloader.DataLoader(Squares(), num_workers=2, persistent_workers=True)
+    persistent = rayloader.DataLoader(Squares(), num_workers=1, persistent_workers=True)
     for _ in persistent:
         break
     failing = iter(rayloader.DataLoader(Squares(), num_workers=1, collate_fn=lambda batch: 1 // 0))

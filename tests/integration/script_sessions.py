@@ -87,7 +87,7 @@ class Waits(Pids):
         self.gate.wait()
 
 
-loader = DataLoader(Pids(), None, num_workers=2)
+loader = DataLoader(Pids(), None, num_workers=1)
 folders = [Path(tempfile.mkdtemp()) for _ in range(2)]
 
 # Ray started by us: shutdown() ends the workers and Ray; whoever waits in next() is told.
@@ -106,7 +106,7 @@ assert ours() == []
 # The user shuts Ray down, under persistent workers and others; an error does not start it again, the next iter() does.
 iterator, processes = use(loader)
 assert ray.is_initialized()
-persistent = DataLoader(Pids(), None, num_workers=2, persistent_workers=True)
+persistent = DataLoader(Pids(), None, num_workers=1, persistent_workers=True)
 again, more = use(persistent)
 user = User(folders[1])
 ray.shutdown()
@@ -127,7 +127,7 @@ rayloader.shutdown()
 check_gone(processes)
 check_dead(again)
 assert ray.is_initialized()
-assert len({*loader}) == 2
+assert len({*loader}) == 1
 del loader, persistent, iterator, again
 gc.collect()
 rayloader.shutdown()

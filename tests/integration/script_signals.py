@@ -43,7 +43,7 @@ def check(when):
     assert heard == [signal.SIGTERM], when
 
 
-loader = rayloader.DataLoader(range(6), None, num_workers=2)
+loader = rayloader.DataLoader(range(6), None, num_workers=1)
 thread = threading.Thread(target=lambda: list(loader), name="first")
 thread.start()
 thread.join()

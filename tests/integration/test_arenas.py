@@ -440,8 +440,17 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("hold", [0, 5])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    ("lengths", "hold"),
+    [
+        ("growing", 0),
+        ("shrinking", 0),
+        ("random", 5),
+        pytest.param("growing", 5, marks=pytest.mark.full),
+        pytest.param("shrinking", 5, marks=pytest.mark.full),
+        pytest.param("random", 0, marks=pytest.mark.full),
+    ],
+)
 def test_batches_of_varying_size(lengths, hold):
     length = LENGTHS[lengths]
 

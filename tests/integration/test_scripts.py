@@ -64,6 +64,7 @@ def test_a_script_ends_by_itself_whatever_is_still_alive(tmp_path):
     check_gone(processes(output[0]))
 
 
+@pytest.mark.full
 def test_a_script_that_joins_a_running_ray_ends_and_takes_its_actors_along(ray_session, tmp_path):
     output, errors = finish(script := start("script_exit.py", tmp_path, joined=True))
     assert (script.returncode, output[-1]) == (0, "the end"), errors
@@ -99,6 +100,7 @@ def test_ctrl_c_ends_a_waiting_script_and_nothing_is_left(waiting_script):
     check_gone(everything)
 
 
+@pytest.mark.full
 def test_a_killed_driver_takes_everything_along(waiting_script):
     script, everything = waiting_script
     agents = [process for process in everything if process.name().endswith("Agent")]
@@ -132,6 +134,7 @@ def test_fork_with_a_live_iterator(ray_session):
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
 def test_batches_in_arenas_outlive_the_workers_and_are_held_at_exit(ray_session):
     output, errors = finish(script := start("script_arenas.py", joined=True))
     assert (script.returncode, output) == (0, ["the end"]), errors

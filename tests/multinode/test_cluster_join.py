@@ -25,6 +25,7 @@ def living_actors(job):
     return [actor for actor in actors if actor["JobID"] == job and actor["State"] != "DEAD"]
 
 
+@pytest.mark.full
 def test_a_program_with_ray_address_joins_the_cluster(nodes, run_script):
     result = run_script("never_calls_init", RAY_ADDRESS=nodes.address)
     assert result.address == nodes.address

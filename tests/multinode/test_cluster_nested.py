@@ -49,6 +49,7 @@ class Trainer:
         return next(self.iterator) is not None
 
 
+@pytest.mark.full
 def test_in_a_task(reference):
     recorded, origins = get(train.remote("augmented"))
     assert difference(recorded, reference["augmented"]) is None
@@ -61,6 +62,7 @@ def test_a_loader_as_argument_of_a_task(reference):
     recorded, origins = get(train_with.remote(DataLoader(**traced("stream"))))
     assert difference(recorded, reference["stream"]) is None
     wait_for_exit(pids_of(origins))
+    wait_for_all_cpus()
 
 
 @pytest.mark.parametrize("case", [pytest.param("augmented", marks=pytest.mark.full), "persistent"])

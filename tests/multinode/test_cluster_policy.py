@@ -187,7 +187,9 @@ def test_workers_without_a_place_are_an_error_that_explains(remote_args, asked, 
         assert remedy in text
 
 
-def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
+def training_on_all_cpus():
+    """Two actors that run."""
+
     @ray.remote
     class Training:
         def ready(self):
@@ -195,6 +197,11 @@ def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
 
     training = [Training.options(num_cpus=cpus).remote() for cpus in (1, 2)]
     assert all(ray.get([actor.ready.remote() for actor in training]))
+    return training
+
+
+def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
+    training = training_on_all_cpus()
     loader = load(1, ray_remote_args={"num_cpus": 1})
     monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "2")
     with pytest.raises(WorkerStartError, match="Each asks for CPU 1; free now: CPU 0 of 3"):
@@ -209,13 +216,7 @@ def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
     """Where the user's options name no number: the workers share CPUs, as torch's do, rather than fail."""
     monkeypatch.setattr(rayloader.placement, "CPU_PATIENCE_S", 1.0)
 
-    @ray.remote
-    class Training:
-        def ready(self):
-            return True
-
-    training = [Training.options(num_cpus=cpus).remote() for cpus in (1, 2)]
-    assert all(ray.get([actor.ready.remote() for actor in training]))
+    training = training_on_all_cpus()
     try:
         assert len({pid for _, pid in load(2)}) == 2
     finally:

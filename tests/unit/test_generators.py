@@ -281,6 +281,18 @@ def test_what_another_loader_has_left_in_a_module_is_not_followed(monkeypatch):
     assert [later.paths for later in mine.look()] == [((("module", "used_by_two_loaders"), ("attribute", "own")),)]
 
 
+def test_those_of_other_workers_in_this_process_are_not_searched_for(monkeypatch):
+    held = [random.Random(seed) for seed in range(2)]
+    mine, theirs = (Generators({"dataset": Holder(generator)}, [generator]) for generator in held)
+    walks = []
+    monkeypatch.setattr(generators, "_walk", lambda roots: walks.append(roots) or [])
+    assert mine.look() == theirs.look() == ()
+    assert walks == []
+    del mine, theirs
+    assert Generators({"dataset": None}, []).look() == ()
+    assert len(walks) == 1
+
+
 def test_whether_a_new_one_lasts_shows_at_the_next_look():
     (old, mine), _ = two_workers(Holder())
     assert mine.settled
