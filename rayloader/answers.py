@@ -1,70 +1,111 @@
-"""The answers to calls of actors, waited for outside of Ray.
+"""The answers to Ray's calls, and the one wait for all that workers send.
 
-Promise: `wait` returns when answers have come, and lets through whatever a signal handler raises meanwhile.
+Promise: `wait` returns when something has come, over a line or from Ray, and lets through whatever a signal handler
+raises meanwhile. Nobody waits within Ray.
 
 NOTE [waiting]
 Python runs signal handlers in the main thread. If that waits in `ray.get` or `ray.wait`, Ray calls them and changes
 what they raise: SystemExit loses its code, and any other exception of the program's ends as SystemError, or is printed
 and dropped. So Ray is only asked to tell when a call is answered, which it does in a thread of its own, and the wait is
-one for a `Bell`. It costs the same. A thread that waits here is not within Ray either while another shuts Ray down.
+one for descriptors: those of the lines, and one that Ray's thread, or any other, makes readable. A thread that waits
+here is not within Ray either while another shuts Ray down.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import time
-from collections.abc import Sequence
+import math
+import os
+import select
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from rayloader.bell import Bell
-
-# How long an answer that has come already may take to be told, in seconds: another thread has to run for it.
-FIRST_LOOK_S = 0.01
-
-_NONE_YET = object()
+NONE_YET: Any = object()
 
 
 class Answers:
     """Answers by the reference of the call; an error of Ray's where there will be none. Any thread may wait."""
 
     def __init__(self) -> None:
-        self._answers: dict[Any, Any] = {}  # to the calls that were asked about
-        self._waiting: list[Bell] = []  # one of each thread that waits
+        self._answers: dict[Any, Any] = {}  # to the calls that are watched
+        self._waker = _Waker()
+        self._waiting = 0  # threads
+
+    def watch(self, ref: Any) -> None:
+        """The answer to this call is to end a wait."""
+        if ref not in self._answers:
+            self._answers[ref] = NONE_YET
+            ref._on_completed(functools.partial(self._answered, ref))  # Ray has no public name for it
 
     def __getitem__(self, ref: Any) -> Any:
+        """The answer to a watched call, or NONE_YET."""
         return self._answers[ref]
-
-    def wait(self, refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
-        """Those of `refs` that are answered, once `count` of them are or after `timeout` seconds."""
-        new = [ref for ref in refs if ref not in self._answers]
-        for ref in new:
-            ref._on_completed(functools.partial(self._answered, ref))  # Ray has no public name for it
-            self._answers.setdefault(ref, _NONE_YET)
-        answered = self._among(refs)
-        if len(answered) >= count:
-            return answered
-        give_up = time.monotonic() + (max(timeout, FIRST_LOOK_S) if new else timeout)
-        bell = Bell()
-        self._waiting.append(bell)
-        try:
-            while len(answered := self._among(refs)) < count:
-                left = give_up - time.monotonic()
-                if left <= 0:
-                    break
-                bell.wait(left)
-        finally:
-            self._waiting.remove(bell)
-        return answered
 
     def forget(self, ref: Any) -> None:
         """The answer is not needed any more."""
         self._answers.pop(ref, None)
 
-    def _among(self, refs: Sequence[Any]) -> list[Any]:
-        return [ref for ref in refs if self._answers[ref] is not _NONE_YET]
+    def ring(self) -> None:
+        """Ends the waits that are under way, or the next one."""
+        self._waker.ring()
+
+    def ring_others(self) -> None:
+        """Ends the waits of other threads: what they wait for may have been taken in by this one."""
+        if self._waiting:
+            self._waker.ring()
+
+    def wait(self, descriptors: Iterable[tuple[int, int]], timeout: float) -> bool:
+        """Waits for `timeout` seconds at most until something has come; whether it has.
+
+        Args:
+            descriptors: to be waited for too, with the events of `select.poll`.
+            timeout: seconds.
+        """
+        poll = select.poll()
+        poll.register(self._waker.descriptor, select.POLLIN)
+        for descriptor, events in descriptors:
+            poll.register(descriptor, events)
+        self._waiting += 1
+        try:
+            ready = poll.poll(math.ceil(max(0.0, timeout) * 1000))
+        finally:
+            self._waiting -= 1
+        if any(descriptor == self._waker.descriptor for descriptor, _ in ready):
+            self._waker.heard()
+        return bool(ready)
 
     def _answered(self, ref: Any, answer: Any) -> None:
         """Ray's thread."""
-        self._answers[ref] = answer
-        for bell in list(self._waiting):
-            bell.ring()
+        if ref in self._answers:
+            self._answers[ref] = answer
+            self._waker.ring()
+
+
+class _Waker:
+    """A descriptor that any thread can make readable.
+
+    It is closed with the last reference to it, or when the collector finds it in a cycle, which a finalizer in the same
+    cycle may bring back to life: a ring after that does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = self._in = -1
+        self.descriptor, self._in = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._in, False)
+
+    def ring(self) -> None:
+        if self._in >= 0:  # else nobody waits any more
+            with contextlib.suppress(BlockingIOError):  # rung often enough
+                os.write(self._in, b"!")
+
+    def heard(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.descriptor, 4096)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        descriptors, self.descriptor, self._in = (self.descriptor, self._in), -1, -1
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                close(descriptor)

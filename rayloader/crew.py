@@ -8,6 +8,7 @@ or is to move to another, goes on there as its journal says. `release` gives the
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
@@ -23,15 +24,15 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from rayloader import session
 from rayloader.answers import Answers
+from rayloader.channel import ActorLost, Channel, LineCalls, Message, RayCalls
 from rayloader.errors import RaySessionError
 from rayloader.journal import Journal, Resumed, Told
 from rayloader.placement import Verdict
+from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.snapshot import WorkerState
 from rayloader.transport import memory_file
-from rayloader.transport.control_page import ControlPage, make_page
-from rayloader.transport.lanes import ArenaLane, Room, pack, to_wire, unpack
+from rayloader.transport.lanes import ArenaLane, Lent
 from rayloader.transport.replica import Image
-from rayloader.worker import Setup, Source, WorkerAddress
 
 if TYPE_CHECKING:
     from rayloader.lifetimes import Lease
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
-# How often a wait for one answer looks whether Ray is still there to give it, in seconds.
-SESSION_TICK_S = 1.0
+
+logger = logging.getLogger("rayloader")
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
 
@@ -77,8 +78,8 @@ class Actor:
     stop_by: float = math.inf  # time.monotonic(); while it is stopping
     keep_until: float = math.inf  # time.monotonic(); while it is not lent
     lane: ArenaLane = field(default_factory=ArenaLane)
-    page: ControlPage | None = field(default_factory=make_page)
-    calls: int = 0  # made of `run`
+    calls: int = 0  # made over a channel
+    no_line: str = ""  # why it can't be reached over one
     hosted: tuple[str, Ref] | None = None  # the image that it holds for its node: name, answer to `host`
 
     def has_started(self) -> bool:
@@ -95,8 +96,7 @@ class Actor:
         """`Worker.start`."""
         if self.hosted is not None and self.hosted[0] != source.image.name:
             self.hosted = None
-        page = self.page.address if self.page is not None else None
-        return self.handle.start.remote(replace(setup, page=page), source, state)
+        return self.handle.start.remote(setup, source, state)
 
     def host(self, image: Image, contents: Ref) -> Ref:
         """`Worker.host`: what the others of its node open."""
@@ -110,39 +110,13 @@ class Actor:
                 return ray.get(self.hosted[1], timeout=0) is not None
         return False
 
-    def resume(self, worker_id: int, resumed: Resumed) -> Ref:
-        """`Worker.resume`."""
-        return self.handle.resume.remote(worker_id, resumed.epoch, resumed.shared_seed, resumed.undo_from)
-
-    def run(self, worker_id: int, tasks: Sequence[Told], room: Room | None, *, wanted: bool) -> Ref:
-        """`Worker.run`."""
-        digests = None if wanted else [task.digest for task in tasks]
-        self.calls += 1
-        wires = [to_wire(task.indices) for task in tasks]
-        task_ids = tuple(task.task_id for task in tasks)
-        return self.handle.run.remote(pack((worker_id, self.calls, task_ids, wires, room, digests), wires))
-
     def leave(self, worker_id: int) -> None:
         """`Worker.leave`."""
         self.handle.leave.remote(worker_id)
 
     def let_go(self) -> None:
         """The process is gone, or will be: gives up what it shares with this one."""
-        self.page = None
         self.lane.close()
-
-    def drop(self, from_task: int) -> None:
-        """Nobody wants tasks from this one on, of the calls made so far."""
-        if (page := self.page) is not None:  # the janitor may take it away meanwhile
-            page.drop(self.calls, from_task)
-
-
-class ActorLost(Exception):
-    """An actor's answers will not come: it, its node or an object is gone."""
-
-    def __init__(self, actor: Actor, error: RayError) -> None:
-        super().__init__(str(error).strip())
-        self.actor = actor
 
 
 class Crew:
@@ -153,9 +127,11 @@ class Crew:
         journals: of the workers.
     """
 
-    def __init__(self, pool: Pool, lease: Lease, remote_args: dict[str, Any], *, fresh: bool) -> None:
+    def __init__(self, pool: Pool, lease: Lease, remote_args: dict[str, Any], *, fresh: bool, lines: bool) -> None:
         self._pool = pool
         self._lease: Lease | None = lease  # None when the actors were given back
+        self._lines = lines  # where they can be had
+        self._channels: dict[Actor, Channel] = {}
         self._fresh = fresh  # no actor may have been another's before
         self._remote_args = remote_args
         self._pid = os.getpid()
@@ -197,35 +173,98 @@ class Crew:
         if not self._pool.session_alive():
             raise RaySessionError(SESSION_ENDED)
 
-    def fetch(self, actor: Actor, ref: Ref, timeout: float | None) -> Any:
-        """What a call of an actor returned, unpacked; None if it has not within `timeout` seconds.
-
-        Raises:
-            ActorLost: it never will.
-        """
-        self.check_session()
-        answers, give_up = self._answers, math.inf if timeout is None else time.monotonic() + timeout
-        while not answers.wait([ref], 1, min(SESSION_TICK_S, max(0.0, give_up - time.monotonic()))):
-            if time.monotonic() >= give_up:
-                return None
+    def check_connected(self) -> None:
+        """The same where Ray was shut down and not started again, which costs next to nothing to see."""
+        if not ray.is_initialized():
             self.check_session()
-        answer = answers[ref]
-        if isinstance(answer, RayError):
-            self.check_session()  # Ray's shutdown is not the worker's fault
-            raise ActorLost(actor, answer) from answer
-        return unpack(answer)
 
-    def ready(self, refs: Sequence[Ref], *, count: int, timeout: float) -> list[Ref]:
-        """Those of `refs` that are answered (or lost), once `count` of them are or after `timeout` seconds."""
+    # ---- channels
+
+    def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
+        """Has a worker build tasks' batches; see `Channel.run`."""
+        return self._channel(worker_id).run(worker_id, tasks, wanted=wanted)
+
+    def resume(self, worker_id: int, resumed: Resumed) -> None:
+        """Has a worker begin another epoch; its journal is told when it has."""
+        self._channel(worker_id).resume(worker_id, resumed)
+        self.journals[worker_id].resumed = self._hosts[worker_id], self._hosts[worker_id].calls
+
+    def drop(self, worker_id: int, from_task: int) -> None:
+        """Nobody wants a worker's tasks from this one on, of the calls made so far.
+
+        Workers that share a process are not told: their calls have one sequence of numbers.
+        """
+        host = self._hosts[worker_id]
+        if host in self._channels and len(self.hosted_by(host)) == 1:
+            self._channels[host].drop(from_task)
+
+    def flush(self) -> None:
+        """To be called when the last of several calls has been made."""
+        for channel in list(self._channels.values()):
+            channel.flush()
+
+    def wait(self, timeout: float) -> bool:
+        """Waits for `timeout` seconds at most until something has come; False if nothing has."""
         self.check_session()
-        return self._answers.wait(refs, min(count, len(refs)), timeout)
+        descriptors: list[tuple[int, int]] = []
+        for channel in list(self._channels.values()):
+            descriptors += channel.descriptors()
+            timeout = min(timeout, channel.patience)
+        for ref in self.awaited:
+            self._answers.watch(ref)
+        return self._answers.wait(descriptors, timeout)
 
-    def forget(self, ref: Ref | None = None) -> None:
-        """Drops the answer to a call that was fetched; without one, all."""
-        if ref is None:
-            self._answers = Answers()  # those that still come go to the old one
-        else:
-            self._answers.forget(ref)
+    def receive(self) -> list[tuple[Actor, Message]]:
+        """What the actors have sent."""
+        self.check_session()
+        arrived = [(actor, message) for actor, c in list(self._channels.items()) for message in c.receive()]
+        if arrived:
+            self._answers.ring_others()
+            if any(isinstance(message, ActorLost) for _, message in arrived):
+                self.check_session()  # Ray's shutdown is not the worker's fault
+        return arrived
+
+    def ring(self) -> None:
+        """Ends a wait."""
+        self._answers.ring()
+
+    def fall_back(self, actor: Actor, reason: str) -> list[int]:
+        """Does without a line to an actor.
+
+        Returns:
+            Its workers, which are to be started anew; they are away now.
+        """
+        actor.no_line = reason
+        logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a local socket: %s", reason)
+        self._hang_up(actor)
+        worker_ids = self.hosted_by(actor)
+        for worker_id in worker_ids:
+            self.restart(worker_id)
+        return worker_ids
+
+    def _channel(self, worker_id: int) -> Channel:
+        return self._channels[self._hosts[worker_id]]
+
+    def _open_channel(self, actor: Actor) -> Channel:
+        if actor not in self._channels:
+            over_line = self._lines and not actor.no_line and self._is_near(actor)
+            self._channels[actor] = (LineCalls if over_line else RayCalls)(actor, self._answers)
+        return self._channels[actor]
+
+    def _hang_up(self, actor: Actor) -> None:
+        channel = self._channels.pop(actor, None)
+        if channel is not None:
+            channel.close()
+
+    def _leave(self, worker_id: int) -> None:
+        """The worker's host is told that it is this worker no longer."""
+        host = self._hosts[worker_id]
+        if host in self._channels:
+            self._channels[host].pause()
+        host.leave(worker_id)
+        host.lane.abandon(worker_id)
+
+    # ---- workers
 
     def start(self, image: Image, carried: list[Any], setups: list[Setup], journals: list[Journal]) -> None:
         """Tells the actors which workers they are.
@@ -238,8 +277,8 @@ class Crew:
         self._hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(setups))]
         self._away = set(range(len(setups)))
         if not self._all_see_us():
-            while pending := [a.hello for a in self.actors if a.address is None and a not in self._dead]:
-                self.ready(pending, count=len(pending), timeout=LOCATE_TICK_S)
+            while any(actor.address is None and actor not in self._dead for actor in self.actors):
+                self.wait(LOCATE_TICK_S)
                 try:
                     self.check_started()
                 except ActorLost as lost:  # its workers stay away; the epoch has them start elsewhere
@@ -273,7 +312,9 @@ class Crew:
         setup, journal = self._setups[worker_id], self.journals[worker_id]
         if journal.shared_seed is not None:
             setup = replace(setup, shared_seed=journal.shared_seed)
-        self._started[worker_id] = actor.start(setup, self._source(actor, contents), journal.state)
+        source = self._source(actor, contents)
+        self._open_channel(actor).pause()
+        self._started[worker_id] = actor.start(setup, source, journal.state)
         self._away.discard(worker_id)
 
     def _source(self, actor: Actor, contents: list[Ref]) -> Source:
@@ -284,7 +325,7 @@ class Crew:
         """
         assert self._image is not None
         where = actor.address
-        if where is None or (where.node_id == session.node_id() and where.reaches_driver):
+        if where is None or self._is_near(actor):
             return Source(self._image.address, self._carried)
         near = [
             a for a in self.actors if a not in self._dead and a.address is not None and a.address.place == where.place
@@ -299,6 +340,13 @@ class Crew:
         assert host.hosted is not None
         # In lists: Ray waits for what stands by itself, and would not call at all where it is lost.
         return Source(self._image.address, self._carried, [contents[0] if contents else None], [host.hosted[1]])
+
+    def _is_near(self, actor: Actor) -> bool:
+        """Whether it is on this machine and can open our files."""
+        where = actor.address
+        if where is None:
+            return self._all_see_us()
+        return where.node_id == session.node_id() and where.reaches_driver
 
     def _all_see_us(self) -> bool:
         """In a Ray of our own all actors are on this machine and can open our files: it need not be asked."""
@@ -318,6 +366,14 @@ class Crew:
         hosts = {id(host): host for worker_id in self._away if (host := self._hosts[worker_id]) not in self._dead}
         return [host.hello for host in hosts.values()]
 
+    def is_dead(self, actor: Actor) -> bool:
+        """Whether the actor was lost."""
+        return actor in self._dead
+
+    def publishes(self, worker_id: int) -> bool:
+        """Whether the worker's results come as soon as they are there, whatever else its call asks for."""
+        return isinstance(self._channel(worker_id), LineCalls)
+
     def is_away(self, worker_id: int) -> bool:
         """Whether the worker has no process at the moment."""
         return worker_id in self._away
@@ -335,6 +391,7 @@ class Crew:
         if actor not in self._dead:
             self._dead.append(actor)
             self._away.update(self.hosted_by(actor))
+            self._hang_up(actor)
             self._pool.kill(actor)
 
     def replace(self, worker_id: int) -> bool:
@@ -359,25 +416,20 @@ class Crew:
         hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(self._hosts))]
         moved = [worker_id for worker_id, host in enumerate(hosts) if host is not self._hosts[worker_id]]
         for worker_id in moved:
-            old = self._hosts[worker_id]
-            if old in kept:
-                old.leave(worker_id)
-                old.lane.abandon(worker_id)
+            if self._hosts[worker_id] in kept:
+                self._leave(worker_id)
         self._hosts = hosts
         self._away.update(moved)
         for actor in spare:
-            actor.drop(from_task=0)
+            self._hang_up(actor)
             self._pool.give_back(actor)
         return moved
 
     def restart(self, worker_id: int) -> None:
         """The worker is to be started anew where it is, as its journal says; it is away until then."""
-        host = self._hosts[worker_id]
         if worker_id not in self._away:
-            if len(self.hosted_by(host)) == 1:
-                host.drop(from_task=0)
-            host.leave(worker_id)
-            host.lane.abandon(worker_id)
+            self.drop(worker_id, from_task=0)
+            self._leave(worker_id)
         self._away.add(worker_id)
 
     def _move(self, old: list[Actor], new: list[Actor]) -> list[int]:
@@ -427,6 +479,7 @@ class Crew:
             case _:
                 return []
         for actor in pending:
+            self._hang_up(actor)
             self._pool.kill(actor)
         return self._move(pending, hosts)
 
@@ -450,8 +503,9 @@ class Crew:
         lease, self._lease = self._lease, None  # an interrupt after this ends the lease too: nobody refers to it then
         if lease is not None:
             self._image = None
-            for actor in self.actors:
-                actor.drop(from_task=0)
+            for actor in list(self._channels):
+                self._hang_up(actor)
+            self._answers.ring()
             self._pool.end(lease, busy=busy, reuse=reuse)
 
     def later(self, job: Callable[[], object]) -> None:

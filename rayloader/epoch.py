@@ -3,9 +3,8 @@
 Promise: `Epoch` feeds events to the schedule and carries out its commands; it decides nothing. It owns the unanswered
 calls, the answers that wait for their turn, and the pin thread; `close` ends all of them.
 
-Threads: the user's thread draws from the sampler, at torch's moments, and submits. It also receives, unless batches are
-to be pinned: then `rayloader-pin` receives and the user's thread takes from it. `Epoch._lock` guards the schedule
-and the tables.
+Threads: the user's thread draws from the sampler, at torch's moments, submits, replaces workers, and receives. Where
+batches are to be pinned `rayloader-pin` receives, opens and pins. `Epoch._lock` guards the schedule and the tables.
 
 NOTE [interrupts]
 In the main thread a signal handler, Ctrl-C's for one, may raise at almost any line. Three rules keep `next()` right:
@@ -15,7 +14,7 @@ In the main thread a signal handler, Ctrl-C's for one, may raise at almost any l
 2. What changes the tables is marked before and after (`_changes`). Where an exception breaks it off that is not ours,
    the epoch is `broken`: `next()` says so, and the next `iter()` starts with fresh workers. The position is right
    nevertheless, for it counts what was handed over and nothing else.
-3. Locks that the user's thread takes are C's own, and waits are for a `Bell`.
+3. Locks that the user's thread takes are C's own, and waits are one call of `select.poll`.
 """
 
 from __future__ import annotations
@@ -28,16 +27,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch._utils import ExceptionWrapper
 
 from rayloader import skipping
-from rayloader.bell import Bell
+from rayloader.channel import ActorLost, LineRefused, Message, reply_of
 from rayloader.checkpoint import Position
-from rayloader.crew import Actor, ActorLost, Crew, Ref
-from rayloader.delivery.pinning import TICK_S as PIN_TICK_S
+from rayloader.crew import Actor, Crew
 from rayloader.delivery.pinning import PinThread
 from rayloader.draws import Drawn, drawn
 from rayloader.errors import (
@@ -48,7 +46,7 @@ from rayloader.errors import (
     WorkerDiedError,
     add_note,
 )
-from rayloader.journal import Journal, Resumed, Told
+from rayloader.journal import Resumed, Told
 from rayloader.messages import (
     ANY_WORKER,
     BatchTaken,
@@ -78,18 +76,17 @@ from rayloader.messages import (
 )
 from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
+from rayloader.protocol import CARRY, Reply, Result, ResultKind, Up, result_of
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
-from rayloader.transport.control_page import ControlPage
 from rayloader.transport.lanes import Lent, from_wire, unplaced
-from rayloader.worker import CARRY, Result, ResultKind, result_of
 
 logger = logging.getLogger("rayloader")
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
 TICK_S = 1.0
-# How often a wait for a call of several tasks looks at the control page, in seconds: a call is meant to take less.
-PAGE_TICK_S = 0.01
+# How many batches are opened and pinned before the user asks for them.
+PINNED_AHEAD = 2
 # After how many seconds of building batches again that is said, and again each time that it has taken twice as long.
 REPLAY_PATIENCE_S = 10.0
 # After how many seconds without the next batch it is said that workers of one process cannot wait for each other.
@@ -112,7 +109,6 @@ class _Call:
     """An unanswered call of a worker."""
 
     actor: Actor
-    ref: Ref
     number: int  # counts the actor's calls
     num_tasks: int  # that it brought
     lent: Lent | None  # room for its batches
@@ -159,7 +155,6 @@ class Epoch:
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
         paces: say how many tasks each worker's calls carry.
         timeout: seconds that the user waits for a batch at most, 0 for ever.
-        arenas: whether batches may travel in the workers' arenas.
         position: where the user is in the stream; kept up to date.
         on_timeout: "raise", or "restart" the worker that the user has waited for too long.
         max_skipped: samples.
@@ -175,7 +170,6 @@ class Epoch:
         *,
         paces: list[Pace],
         timeout: float,
-        arenas: bool,
         position: Position,
         on_timeout: str,
         max_skipped: int,
@@ -186,16 +180,13 @@ class Epoch:
         self._sampler_iter = sampler_iter
         self._paces = paces
         self._timeout = timeout
-        self._arenas = arenas
         self._position = position
         self._on_timeout = on_timeout
         self._max_skipped = max_skipped
         self._pin = pin
         self._device_index = device_index
-        self._pin_thread: PinThread[Delivery] | None = None
-        self._tick = TICK_S if pin is None else PIN_TICK_S
+        self._pin_thread: PinThread | None = None
         self._lock = position.lock  # guards what follows
-        self._news = Bell()  # for the pin thread: rung with every event
         self._begun = self._ended = 0  # changes of what follows
         self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
         self._out: Delivery | None = None  # what `next` gives until it was handed over
@@ -206,6 +197,8 @@ class Epoch:
         self._unanswered: set[int] = set()  # tasks
         self._results: dict[int, Result] = {}  # not delivered, by task
         self._deliverable: deque[tuple[Task, Result]] = deque()  # in delivery order
+        self._pinned: dict[int, Delivery] = {}  # of the first of them, by task
+        self._lost: deque[ActorLost] = deque()  # not gone on without yet
         self._draws = position.next_task
         self._checksum = position.checksum
         self.dropped: dict[int, int] = {}  # by worker: its first task that nobody wants any more, set by `close`
@@ -223,8 +216,9 @@ class Epoch:
                 self._tell_again(worker_id)
         self._handle(Opened())
         self._draw_owed()
+        self._flush()
         if self._pin is not None:
-            self._pin_thread = PinThread(self._receive_and_pin, self._device_index)
+            self._pin_thread = PinThread(self._pin_next, self._device_index)
 
     @property
     def finished(self) -> bool:
@@ -252,13 +246,14 @@ class Epoch:
         began = 0.0 if self._deliverable else time.monotonic()
         while self._out is not None or not self.finished:
             if self._out is None:
-                self._out = self._open_first() if self._pin_thread is None else None
+                self._out = self._first()
             if self._out is None:
                 self._check_open()
                 self._check_integrity()
                 began = began or time.monotonic()
-                wait = max(0.0, min(self._tick, self._deadline(began) - time.monotonic()))
-                self._out = self._pin_thread.get(wait) if self._pin_thread is not None else self._receive(wait)
+                wait = max(0.0, min(TICK_S, self._deadline(began) - time.monotonic()))
+                self._receive(wait)
+                self._out = self._first()
             if self._out is not None:
                 if self._is_stale(self._out):
                     self._out = None
@@ -293,26 +288,24 @@ class Epoch:
                 raise self._failure.with_traceback(None)
             self._crew.check_session()
             raise RaySessionError("this epoch was ended: iter() was called on the loader again meanwhile")
+        if not self._schedule.finished:
+            self._crew.check_connected()
 
     def _is_stale(self, delivery: Delivery) -> bool:
-        """Whether it was drawn again while it was being pinned; then the pin thread is to go on."""
-        stale = not delivery.taken and not self._schedule.has(delivery.task)
-        if stale and self._pin_thread is not None:
-            self._pin_thread.taken(delivery)
-        return stale
+        """Whether it was drawn again meanwhile."""
+        return not delivery.taken and not self._schedule.has(delivery.task)
 
     def _take(self, delivery: Delivery) -> None:
         """The user gets the batch."""
-        if self._pin_thread is not None:
-            self._pin_thread.taken(delivery)
         if not delivery.taken:
             self._end_turn(delivery)
         self._draw_owed()
 
     @_changes
     def _end_turn(self, delivery: Delivery) -> None:
-        if self._pin_thread is None:
-            self._drop_first(delivery)
+        if self._deliverable and self._deliverable[0][0] is delivery.task:
+            self._deliverable.popleft()
+            self._pinned.pop(delivery.task.task_id, None)
         self._handle(BatchTaken(delivery.task.task_id))
         delivery.taken = True
         try:
@@ -339,8 +332,7 @@ class Epoch:
 
     @_changes
     def _move_workers(self, count: int) -> None:
-        for worker_id in range(len(self._calls)):
-            self._take_published(worker_id)
+        self._take_arrivals()
         self._have_moved(self._crew.resize(count))
 
     def close(self, *, resuming: bool = False, wait: bool = True) -> None:
@@ -353,9 +345,11 @@ class Epoch:
             self._handle(Closed(resuming))
             for calls in self._calls:
                 calls.clear()
+            self._deliverable.clear()
+            self._pinned.clear()
         if self._pin_thread is not None:
             self._pin_thread.close(wait=wait)
-        self._crew.forget()
+        self._crew.ring()
 
     # ---- events in, commands out
 
@@ -374,9 +368,7 @@ class Epoch:
                         self._unanswered.discard(task_id)
                         self._results.pop(task_id, None)
                 case Drop(worker_id, first_task_id):
-                    actor = self._crew.actor(worker_id)
-                    if len(self._crew.hosted_by(actor)) == 1:
-                        actor.drop(first_task_id)
+                    self._crew.drop(worker_id, first_task_id)
                     self.dropped[worker_id] = first_task_id
                 case ReplaceWorker(worker_id, cause):
                     if self._crew.replace(worker_id):
@@ -384,7 +376,7 @@ class Epoch:
                 case Fail():
                     self._failure = self._worker_died(command)
         if self._pin_thread is not None:
-            self._news.ring()
+            self._pin_thread.ring()
 
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
@@ -436,14 +428,14 @@ class Epoch:
         with self._lock:
             if self._failure is not None:
                 return
-            for worker_id in range(len(self._calls)):
-                self._take_published(worker_id)
+            self._take_arrivals()
             before = [task for task in self._schedule.tasks if task.task_id < from_task]
             last = before[-1] if before else self._out.task if self._out is not None else None
             self._checksum = last.indices.checksum if last is not None else self._position.checksum
             self._draws = from_task
             self._position.undrawn(from_task)
             self._deliverable = deque(entry for entry in self._deliverable if entry[0].task_id < from_task)
+            self._pinned = {task_id: d for task_id, d in self._pinned.items() if task_id < from_task}
             self._handle(DrawsUndone(from_task))
             for worker_id, journal in enumerate(self._crew.journals):
                 if journal.untell(from_task):
@@ -456,7 +448,7 @@ class Epoch:
         """Raises where something under way was lost, which would be waited for for ever."""
         with self._lock:
             under_way = self._is_under_way() or self._deliverable or self._schedule.owed_draws
-            if self._pin_thread is None and not under_way and not self._schedule.finished and self._failure is None:
+            if not under_way and not self._schedule.finished and self._failure is None:
                 raise RayloaderError("this iterator was interrupted and has lost its place; call iter() again")
 
     def _is_under_way(self) -> bool:
@@ -471,10 +463,9 @@ class Epoch:
             self._call(worker_id, told)
 
     def _call(self, worker_id: int, told: list[Told], *, wanted: bool = True) -> None:
+        lent = self._crew.run(worker_id, told, wanted=wanted)
         actor = self._crew.actor(worker_id)
-        lent = actor.lane.lend() if self._arenas and wanted else None
-        ref = actor.run(worker_id, told, lent.room if lent is not None else None, wanted=wanted)
-        self._calls[worker_id].append(_Call(actor, ref, actor.calls, len(told), lent, wanted))
+        self._calls[worker_id].append(_Call(actor, actor.calls, len(told), lent, wanted))
 
     # ---- workers that lose their process, or move to another
 
@@ -485,9 +476,10 @@ class Epoch:
 
     @_changes
     def _give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
+        self._take_arrivals()  # what it sent before is the driver's
+        if self._crew.is_dead(actor):
+            return
         worker_ids = self._crew.hosted_by(actor)
-        for worker_id in worker_ids:  # what they showed before is the driver's
-            self._take_published(worker_id)
         numbers = {w: self._calls[w][0].number for w in worker_ids if self._calls[w]}
         at_work = min(numbers, key=numbers.__getitem__, default=None)  # it makes one call after the other
         admitted = suspect is not None
@@ -534,13 +526,13 @@ class Epoch:
 
     def _tell_again(self, worker_id: int) -> None:
         """Brings a worker that was started from its last snapshot to where it is to be, see NOTE [blame]."""
-        journal, actor = self._crew.journals[worker_id], self._crew.actor(worker_id)
+        journal = self._crew.journals[worker_id]
         entries, tasks = journal.entries, journal.tasks
         for entry in entries[: len(entries) - len(tasks)]:
             if isinstance(entry, Resumed):
-                journal.resumed = actor.resume(worker_id, entry)
+                self._crew.resume(worker_id, entry)
             else:
-                actor.run(worker_id, [entry], None, wanted=False)
+                self._crew.run(worker_id, [entry], wanted=False)
         known = [task for task in tasks if task.task_id not in self._unanswered]
         began = time.monotonic()
         self._replays[worker_id] = _Replay(began, began + REPLAY_PATIENCE_S)
@@ -580,136 +572,122 @@ class Epoch:
                 self._lose(actor, f"it gave no batch for {self._timeout} s (timeout), and was killed")
         return bool(hung)
 
-    # ---- receiving: the user's thread, or the pin thread
+    # ---- receiving
 
-    def _receive(self, wait: float) -> Delivery | None:
-        """The next batch, opened; None if it has not come within about `wait` seconds."""
-        if not self._deliverable and self._failure is None:
-            try:
-                self._collect(wait)
-            except ActorLost as lost:
-                self._lose(lost.actor, str(lost))
+    def _receive(self, wait: float) -> None:
+        """Waits until something comes, for about `wait` seconds, and takes in what has."""
         if not self._deliverable and self._failure is not None:
             raise self._failure.with_traceback(None)
-        return self._open_first()
+        came = self._pin_thread.wait(wait) if self._pin_thread is not None else self._wait_and_take(wait)
+        while self._lost:
+            lost = self._lost[0]
+            self._lose(lost.actor, str(lost))
+            self._lost.popleft()
+        if self._crew.awaited:
+            self._revive()
+        if not came and self._move_homeless():
+            self._revive()
 
-    def _open_first(self) -> Delivery | None:
-        """The next batch if it is there, and it stays there until `_drop_first`."""
+    @_changes
+    def _flush(self) -> None:
+        self._crew.flush()
+
+    def _wait_and_take(self, wait: float) -> bool:
+        self._flush()
+        came = self._crew.wait(wait)
+        self._take_arrivals()
+        return came
+
+    @_changes
+    def _take_arrivals(self) -> None:
+        """Takes in what has come, but for the news that an actor is lost."""
+        for actor, message in self._crew.receive():
+            self._last_arrival = time.monotonic()
+            if isinstance(message, ActorLost):
+                self._lost.append(message)
+            elif isinstance(message, LineRefused):
+                self._have_moved(self._crew.fall_back(actor, str(message)))
+                self._revive()
+            else:
+                self._take_message(actor, message)
+
+    def _take_message(self, actor: Actor, message: Message) -> None:
+        kind, worker_id, number, content = message
+        if kind == Up.BEGUN:
+            journal = self._crew.journals[worker_id]
+            if not journal.begun and journal.resumed == (actor, number):
+                journal.reached_begin(WorkerState(*content))
+            return
+        call = self._calls[worker_id][0] if self._calls[worker_id] else None
+        if call is None or call.actor is not actor or call.number != number:
+            return  # closed meanwhile, or the worker was given up: a late answer is nobody's
+        if kind == Up.RESULT:
+            self._take_in(worker_id, [result_of(content)], call.lent)
+        else:
+            self._take_reply(worker_id, call, reply_of(content))
+
+    def _first(self) -> Delivery | None:
+        """The next batch, opened, and pinned where that is asked for; None if it is not there yet.
+
+        It stays there until the end of its turn.
+        """
         with self._lock:
             first = self._deliverable[0] if self._deliverable else None
         if first is None:
             return None
-        task, result = first
-        data = skipping.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
-        return Delivery(task, data, result.skipped)
+        if self._pin_thread is not None:
+            self._pin_thread.check()
+            return self._pinned[first[0].task_id] if self._is_pinned(first[0]) else None
+        return _opened(*first)
 
-    def _drop_first(self, delivery: Delivery) -> None:
-        with self._lock:
-            if self._deliverable and self._deliverable[0][0] is delivery.task:
-                self._deliverable.popleft()
-
-    def _receive_and_pin(self) -> Delivery | None:
-        """The next batch, pinned; None after the last. Waits while all that is under way waits for the user."""
+    def _pin_next(self) -> bool:
+        """Opens and pins a batch, or waits for one; False if as many are pinned as may be. In the pin thread."""
         assert self._pin is not None
-        while True:
-            with self._lock:
-                if self._schedule.closed or (self._schedule.finished and self._failure is None):
-                    return None
-                idle = not (self._is_under_way() or self._deliverable or self._failure)
-            if idle:
-                self._news.wait(PIN_TICK_S)
-                continue
-            delivery = self._receive(self._tick)
-            if delivery is None:
-                continue
-            self._drop_first(delivery)
-            if isinstance(delivery.data, ExceptionWrapper) or delivery.data is skipping.NOTHING:
-                return delivery
+        with self._lock:
+            if self._schedule.closed:
+                return False
+            first = [self._deliverable[place] for place in range(min(PINNED_AHEAD, len(self._deliverable)))]
+            entry = next((entry for entry in first if not self._is_pinned(entry[0])), None)
+            idle = self._failure is not None or not self._is_under_way()
+        if entry is None:
+            if len(first) == PINNED_AHEAD or idle:
+                return False
+            self._wait_and_take(TICK_S)
+            return True
+        delivery = _opened(*entry)
+        if not isinstance(delivery.data, ExceptionWrapper) and delivery.data is not skipping.NOTHING:
             try:
-                return replace(delivery, data=self._pin(delivery.data))
+                delivery.data = self._pin(delivery.data)
             except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
                 where = f"in pin memory thread for device {self._device_index}"
-                return replace(delivery, data=ExceptionWrapper(where=where))
-
-    def _collect(self, wait: float) -> None:
-        """Waits for answers, for about `wait` seconds, and takes them in.
-
-        In order the one call that the head is in is waited for, Ray's cheapest wait; only when it does not come the
-        others are looked at. Without order, with a timeout (which each arrival extends, as in torch), and where
-        whoever is done gets the next task, any answer is waited for. Of each worker only the oldest call counts: it
-        answers them one after the other.
-        """
+                delivery.data = ExceptionWrapper(where=where)
         with self._lock:
-            head = self._schedule.head
-        if head is None:
-            return
-        first = self._oldest_call(head.worker_id) if head.worker_id != ANY_WORKER else None
-        count = 1
-        if first is not None and self._schedule.in_order and not self._schedule.dynamic and not self._timeout:
-            if self._await_call(head.worker_id, first, wait):
-                return
-            count, wait = len(self._calls), 0.0
-        with self._lock:
-            oldest = {worker_id: calls[0] for worker_id, calls in enumerate(self._calls) if calls}
-        if any(self._may_publish(worker_id, call) for worker_id, call in oldest.items()):
-            wait = min(wait, PAGE_TICK_S)
-        by_ref = {call.ref: worker_id for worker_id, call in oldest.items()}
-        awaited = self._crew.awaited
-        answered = self._crew.ready([*by_ref, *awaited], count=count, timeout=wait) if by_ref or awaited else []
-        for ref in answered:
-            if ref in by_ref:
-                self._take_answer(by_ref[ref], 0.0)
-        if awaited:
-            self._revive()
-        if not answered and not sum(self._take_published(worker_id) for worker_id in oldest):
-            self._check_started()
+            if any(other[0] is delivery.task for other in self._deliverable):
+                self._pinned[delivery.task.task_id] = delivery
+        return True
 
-    def _check_started(self) -> None:
-        """Has workers whose actor found no place go on in the others."""
-        if self._move_homeless():
-            self._revive()
+    def _is_pinned(self, task: Task) -> bool:
+        return task.task_id in self._pinned and self._pinned[task.task_id].task is task
 
     @_changes
     def _move_homeless(self) -> bool:
+        """Has workers whose actor found no place go on in the others."""
         moved = self._crew.check_started()
         self._have_moved(moved)
         return bool(moved)
 
-    def _await_call(self, worker_id: int, call: _Call, wait: float) -> bool:
-        """Waits for a worker's oldest call, or for results of it that come before; False if nothing came."""
-        give_up = time.monotonic() + wait
-        patience = min(wait, PAGE_TICK_S) if self._may_publish(worker_id, call) else wait
-        while True:
-            if self._take_answer(worker_id, patience) or self._take_published(worker_id):
-                return True
-            if time.monotonic() >= give_up:
-                return False
-
-    def _take_answer(self, worker_id: int, timeout: float) -> bool:
-        """Takes in the answer to a worker's oldest call; False if there is none yet."""
-        call = self._oldest_call(worker_id)
-        reply = self._crew.fetch(call.actor, call.ref, timeout) if call is not None else None
-        if call is None or reply is None:
-            return False
-        self._last_arrival = time.monotonic()
-        self._take_reply(worker_id, call, reply)
-        return True
-
-    @_changes
-    def _take_reply(self, worker_id: int, call: _Call, reply: Any) -> None:
-        lane, pace = self._crew.actor(worker_id).lane, self._paces[worker_id]
-        if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
-            return  # closed meanwhile, or the worker was given up: a late answer is nobody's
+    def _take_reply(self, worker_id: int, call: _Call, reply: Reply) -> None:
+        lane, pace = call.actor.lane, self._paces[worker_id]
         results = [
-            result_of(final) for task_id, final in reply.results if task_id in self._unanswered or not call.wanted
+            result for result in map(result_of, reply.results) if result.task_id in self._unanswered or not call.wanted
         ]
         self._take_in(worker_id, results, call.lent)
         if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
             return  # it exited
-        self._note_state(worker_id, reply.state)
+        if reply.state is not None:
+            self._crew.journals[worker_id].reached(WorkerState(*reply.state))
         self._calls[worker_id].popleft()
-        self._crew.forget(call.ref)
-        self._left_over[worker_id] += call.num_tasks - len(reply.results)
+        self._left_over[worker_id] += call.num_tasks - reply.num_done
         if reply.full:
             lane.was_full()
         if reply.no_arena:
@@ -721,60 +699,13 @@ class Epoch:
             self._go_on_replaying(worker_id, *reply.replay)
         else:
             self._handle(CallAnswered(worker_id))
-            if pace.saw(len(reply.results), reply.seconds, reply.nbytes, publishes=reply.publishes):
+            if pace.saw(reply.num_done, reply.seconds, reply.nbytes, publishes=self._crew.publishes(worker_id)):
                 self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
 
-    def _note_state(self, worker_id: int, state: tuple[Any, ...] | None) -> None:
-        journal = self._crew.journals[worker_id]
-        if not journal.begun:
-            journal.reached_begin(self._crew.fetch(self._crew.actor(worker_id), journal.resumed, None))
-        if state is not None:
-            journal.reached(WorkerState(*state))
-
     def note_begins(self) -> None:
-        """Waits until every worker has begun the epoch; the pin thread goes on meanwhile."""
-        for worker_id, journal in enumerate(self._crew.journals):
-            while not journal.begun and self._failure is None:
-                with self._lock:
-                    away, actor, resumed = self._crew.is_away(worker_id), self._crew.actor(worker_id), journal.resumed
-                try:
-                    if away:
-                        self._revive()
-                        self._crew.ready(self._crew.awaited, count=1, timeout=self._tick)
-                    else:
-                        self._note_begin(journal, resumed, self._crew.fetch(actor, resumed, self._tick))
-                except ActorLost as lost:
-                    self._lose(lost.actor, str(lost))
-
-    @_changes
-    def _note_begin(self, journal: Journal, resumed: Ref, state: WorkerState | None) -> None:
-        """`state` is the answer to `resumed`; None: it has not come yet."""
-        if state is not None and not journal.begun and journal.resumed is resumed:
-            journal.reached_begin(state)
-
-    def _may_publish(self, worker_id: int, call: _Call) -> bool:
-        """Whether the worker may have done a task of this call, its oldest, and not yet returned."""
-        return self._left_over[worker_id] + call.num_tasks > 1
-
-    def _oldest_call(self, worker_id: int) -> _Call | None:
-        """None too when the epoch was closed meanwhile, by the user's thread."""
-        with self._lock:
-            return self._calls[worker_id][0] if self._calls[worker_id] else None
-
-    def _take_published(self, worker_id: int) -> bool:
-        """Takes in what a worker has published of the call that it is at; False if that is nothing new."""
-        call, page = self._oldest_call(worker_id), self._crew.actor(worker_id).page
-        if call is None or page is None or not self._may_publish(worker_id, call):
-            return False
-        return self._read_page(worker_id, call, page)
-
-    @_changes
-    def _read_page(self, worker_id: int, call: _Call, page: ControlPage) -> bool:
-        entries = page.read(call.number)
-        if entries:
-            self._last_arrival = time.monotonic()
-            self._take_in(worker_id, [result_of(entry) for entry in entries], call.lent)
-        return bool(entries)
+        """Waits until every worker has begun the epoch."""
+        while self._failure is None and not all(journal.begun for journal in self._crew.journals):
+            self._receive(TICK_S)
 
     def _take_in(self, worker_id: int, results: list[Result], lent: Lent | None) -> None:
         """Reports results to the schedule, but for those that were forgotten or published before."""
@@ -870,6 +801,11 @@ class _RemoteError(ExceptionWrapper):
 
     def reraise(self) -> None:
         raise RuntimeError(self._text)
+
+
+def _opened(task: Task, result: Result) -> Delivery:
+    data = skipping.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
+    return Delivery(task, data, result.skipped)
 
 
 def _open(task: Task, result: Result) -> Any:

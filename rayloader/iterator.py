@@ -36,14 +36,15 @@ from rayloader.pace import MAX_PLACES, Pace
 from rayloader.pool import Pool, get_pool
 from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead, start
 from rayloader.process_state import ProcessState
+from rayloader.protocol import CARRY, Replica, Setup
 from rayloader.redeal import Stage
 from rayloader.samplers import Resuming, Samplers
 from rayloader.schedule import Schedule
 from rayloader.transport import codec, unpicklable
+from rayloader.transport.lanes import ARENAS_VARIABLE
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory import no_collection
 from rayloader.transport.replica import Image
-from rayloader.worker import CARRY, Replica, Setup
 
 logger = logging.getLogger("rayloader")
 
@@ -159,7 +160,6 @@ class EpochIterator(_BaseDataLoaderIter):
                 self._sampler_iter,
                 paces=self._paces_of(loader, elastic=elastic),
                 timeout=self._timeout,
-                arenas=self._arenas,
                 position=position,
                 on_timeout=loader.on_timeout,  # type: ignore[attr-defined]
                 max_skipped=loader.max_skipped,  # type: ignore[attr-defined]
@@ -186,11 +186,10 @@ class EpochIterator(_BaseDataLoaderIter):
             resumed = Resumed(self.position.epoch, self._shared_seed, dropped if by_worker else untaken)
             journal.begins(resumed, undoes=by_worker)
             if not fresh and not self._crew.is_away(worker_id):
-                actor = self._crew.actor(worker_id)
                 if not by_worker:
-                    actor.drop(from_task=untaken)
-                actor.lane.abandon(worker_id)
-                journal.resumed = actor.resume(worker_id, resumed)
+                    self._crew.drop(worker_id, from_task=untaken)
+                self._crew.actor(worker_id).lane.abandon(worker_id)
+                self._crew.resume(worker_id, resumed)
 
     def _paces_of(self, loader: TorchDataLoader[Any], *, elastic: bool) -> list[Pace]:
         """One a worker; where the depth is automatic they go on from the loader's last epoch."""
@@ -207,7 +206,8 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def _start_crew(self, loader: TorchDataLoader[Any], max_undone: int) -> Crew:
         pool = get_pool()
-        crew = pool.acquire(loader, self._num_hosts, self._remote_args, fresh=self._fresh_processes)
+        lines = self._arenas and os.environ.get(ARENAS_VARIABLE) != "0"
+        crew = pool.acquire(loader, self._num_hosts, self._remote_args, fresh=self._fresh_processes, lines=lines)
         try:
             image, carried = self._make_image(loader, pool)
             self.position.shared_seed = self._shared_seed
@@ -224,9 +224,9 @@ class EpochIterator(_BaseDataLoaderIter):
                     batch_size=getattr(loader.batch_sampler, "batch_size", None),  # as it is now
                     drop_last=self._drop_last,
                     skip_errors=loader.on_error == "skip",  # type: ignore[attr-defined]
+                    persistent=self._persistent_workers,
                     max_undone=max_undone if self._persistent_workers else 0,
                     process=process,
-                    page=None,
                 )
                 for worker_id in range(self._num_workers)
             ]

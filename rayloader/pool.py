@@ -86,15 +86,16 @@ class Pool:
 
     # ---- for crews
 
-    def acquire(self, loader: object, count: int, remote_args: dict[str, Any], *, fresh: bool) -> Crew:
+    def acquire(self, loader: object, count: int, remote_args: dict[str, Any], *, fresh: bool, lines: bool) -> Crew:
         """A crew of `count` actors for an iterator of `loader`: warm ones first, the rest started side by side.
 
-        Does not wait until new ones run. With `fresh` none is reused.
+        Does not wait until new ones run. With `fresh` none is reused; with `lines` those on this machine are driven
+        over local sockets.
         """
         self.wait()  # what finalizers have left is warm after that
         with self._lock:
             self._register(loader, _key(remote_args))
-        crew = Crew(self, Lease(self._tidy_later), remote_args, fresh=fresh)
+        crew = Crew(self, Lease(self._tidy_later), remote_args, fresh=fresh, lines=lines)
         try:
             crew.lend(count)
         except BaseException:  # what Ray says of the options, a warning made an error, Ctrl-C
@@ -208,10 +209,9 @@ class Pool:
         return {actor.address.pid for actor in self.actors if actor.address is not None}
 
     def live_memory_files(self) -> set[str]:
-        """Names of the probe, the actors' arenas and pages and the loaders' images."""
+        """Names of the probe, the actors' arenas and the loaders' images."""
         self.wait()
         names = {name for actor in self.actors for name in actor.lane.arena_names}
-        names |= {page.file_name for actor in self.actors if (page := actor.page) is not None}
         if self._probe is not None:
             names.add(self._probe.address.name)
         with self._lock:

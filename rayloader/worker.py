@@ -4,6 +4,8 @@ Promise: user code runs in the actor's one main thread, seeded and set up as tor
 user code raises leaves through Ray: it travels as a `Result`. The process is warm: `stop` puts back what the user's
 code may have changed of it (see `process_state.py`), so that another epoch, or another loader, finds it as new. The
 actor starts no thread and owns nothing but its process.
+
+It is told its tasks by calls of `run`, or over a line by a call of `serve` that lasts as long as the line does.
 """
 
 from __future__ import annotations
@@ -21,8 +23,6 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,129 +40,36 @@ from rayloader.collate import stack, stack_into
 from rayloader.digest import chain, digest
 from rayloader.errors import ReplayError, ReplicaMemoryError
 from rayloader.generators import Generators, alive, note_modules, noting
-from rayloader.process_state import Baseline, ProcessState
+from rayloader.process_state import Baseline
+from rayloader.protocol import (
+    CARRY,
+    Down,
+    Replica,
+    Reply,
+    Result,
+    ResultKind,
+    Served,
+    Setup,
+    Source,
+    Up,
+    WorkerAddress,
+    final,
+)
 from rayloader.random_state import RandomState, Rewind, seed_all
 from rayloader.snapshot import Recorder, WorkerState, has_state, load_state
 from rayloader.transport import codec
-from rayloader.transport.arena import ArenaError, ArenaWriter
-from rayloader.transport.control_page import PAGE_BYTES, PageAddress, WorkerPage
+from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.image import ImageAddress, open_image
-from rayloader.transport.lanes import Wire, WorkerLane, fits_in_band, from_wire, pack, sealed, to_wire, unpack
+from rayloader.transport.lanes import Wire, WorkerLane, from_wire, pack, sealed, to_wire, unpack
+from rayloader.transport.line import Line, LineAddress, LineError, connect
 from rayloader.transport.memory import no_collection
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
 from rayloader.transport.replica import Image, image_from_contents
 
 # What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
 IN_BAND_BYTES = 1 << 16
-
-# References to Ray's objects go through Ray as they are: it keeps their owners in touch.
-CARRY = (ray.ObjectRef,)
 # How long a call builds again what nobody waits for, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What one worker is told before its first task; the same for all but for `worker_id`."""
-
-    worker_id: int
-    num_workers: int
-    base_seed: int
-    seed_batches: bool  # seed anew before each batch, by its number
-    shared_seed: int | None  # of IterDataPipes
-    dataset_kind: int
-    auto_collation: bool
-    batch_size: int | None
-    drop_last: bool
-    skip_errors: bool
-    max_undone: int  # tasks that `resume` may have to undo
-    process: ProcessState
-    page: PageAddress | None  # where the driver looks for what is done early
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """What travels once per worker: the user's objects, pickled together, as one fork would copy them together."""
-
-    dataset: Any
-    collate_fn: Callable[[Any], Any]
-    worker_init_fn: Callable[[int], Any] | None
-    collate_fn_map: dict[Any, Any]  # what the user changed of torch's default_collate_fn_map
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a worker opens its replica from.
-
-    Attributes:
-        image: the driver's.
-        carried: parts of the replica that travel as they are.
-        contents: for who can't open the driver's files: in a list, Ray's object with their bytes. None in it if the
-            node has an image of an earlier epoch.
-        hosted: likewise, the address of the image that one worker of the node has made of them.
-    """
-
-    image: ImageAddress
-    carried: list[Any]
-    contents: list[Any] | None = None
-    hosted: list[Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerAddress:
-    """Where a worker runs."""
-
-    pid: int
-    node_id: str
-    hostname: str
-    reaches_driver: bool  # can open the driver's memory files
-    machine: str  # workers of one node and one machine can open each other's
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """Equal for workers that share an image."""
-        return self.node_id, self.machine
-
-
-class ResultKind(Enum):
-    """What became of a task."""
-
-    BATCH = "batch"
-    ERROR = "error"  # the user's exception, as torch's ExceptionWrapper
-    EXHAUSTED = "exhausted"  # the worker's iterable dataset has ended
-    EMPTY = "empty"  # every sample of it was skipped
-    EXITED = "exited"  # user code asked this process to end: SystemExit, KeyboardInterrupt
-    NOT_STARTED = "not started"  # the same, before its first task
-
-
-class Result(NamedTuple):
-    """One task's answer: `wire` holds the batch or the ExceptionWrapper, `text` has an error in words."""
-
-    task_id: int
-    kind: ResultKind
-    wire: Wire | None = None
-    text: str = ""
-    nbytes: int = 0  # of the batch's buffers
-    skipped: tuple[skipping.Skipped, ...] = ()
-    digest: int = 0  # tells whether it is the same when it is built again
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a call returns: the results of the tasks that were done, in order, and what that took.
-
-    Tasks may be left over for the next call; results may have been published before (see control_page.py).
-    """
-
-    results: list[tuple[int, Any]]  # each task and its result as it travels, see NOTE [final]
-    nbytes: int  # of their batches' buffers
-    exhausted: bool  # the last of them says that the iterable dataset has ended
-    state: tuple[Any, ...] | None  # fields of `WorkerState`: the worker after these tasks, if a snapshot was taken
-    replay: tuple[int, int]  # batches built again since the worker was restored, and how many that must be
-    seconds: float  # spent on the tasks
-    publishes: bool  # whether this worker's control page works
-    full: bool  # the arena had no room for something
-    no_arena: str  # why the arena could not be opened, if it could not
 
 
 class Worker:
@@ -175,7 +82,10 @@ class Worker:
         self._hosted: dict[int, _Hosted] = {}  # by worker
         self._at_work: _Hosted | None = None  # whose generators are the process's
         self._lane = WorkerLane()
-        self._page: WorkerPage | None = None
+        self._line: Line | None = None
+        self._line_address: LineAddress | None = None
+        self._calls: deque[tuple[Any, ...]] = deque()  # that came over the line, not begun, oldest first
+        self._dropped = -1, 0  # up to this call nobody wants the tasks from this one on
         self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
         note_modules()
 
@@ -204,11 +114,8 @@ class Worker:
             gc.freeze()  # what is here by now is nobody's: neither `stop` nor the search for generators looks at it
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
-        if setup.page is not None and (self._page is None or self._page.address != setup.page):
-            with contextlib.suppress(ArenaError):  # another node or container: nothing is published
-                self._page = WorkerPage(setup.page)
         self._switch_to(None)
-        hosted = self._at_work = self._hosted[setup.worker_id] = _Hosted(setup, self._page)
+        hosted = self._at_work = self._hosted[setup.worker_id] = _Hosted(setup)
         hosted.start(self._baseline, source, state)
 
     def resume(self, worker_id: int, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
@@ -222,27 +129,143 @@ class Worker:
         Args:
             message: packed (worker_id, call, task_ids, indices, room, digests): `call` counts the calls of this actor;
                 of the tasks, which may be none, to go on with those that an earlier call left over, `indices` holds
-                what the sampler gave for each; `room` says where in this actor's arena the batches may lie;
-                if there are `digests` the batches are built for what that changes in the worker, and not sent: they
-                must be those of these digests, where one is known.
+                what the sampler gave for each; `room`, which only a line brings, says where in this actor's arena the
+                batches may lie; if there are `digests` the batches are built for what that changes in the worker, and
+                not sent: they must be those of these digests, where one is known.
 
         Returns:
-            A packed `Reply`.
+            A packed `Reply`. Ray sends nothing before the call ends: so the first batch that somebody wants ends it,
+            and the other tasks are left over. The dataset may be waiting for the trainer.
         """
-        worker_id, call, task_ids, indices, room, digests = unpack(message)
+        worker_id, call, task_ids, indices, _, digests = unpack(message)
+        results: list[Any] = []
+
+        def keep(result: Result, more: bool) -> bool:
+            results.append(final(result, IN_BAND_BYTES))
+            return digests is not None
+
+        reply = self.build(worker_id, call, task_ids, indices, None, digests, keep)._replace(results=results)
+        return pack(reply, [result[2] for result in results if not isinstance(result, bytes)])
+
+    def build(
+        self,
+        worker_id: int,
+        call: int,
+        task_ids: tuple[int, ...],
+        indices: list[Wire],
+        arena: ArenaWriter | None,
+        digests: list[int | None] | None,
+        sink: Callable[[Result, bool], bool],
+    ) -> Reply:
+        """Builds tasks' batches, in order; `sink` takes each.
+
+        Args:
+            worker_id: as `run` says, and so are
+            call: this,
+            task_ids: this,
+            indices: this,
+            arena: where the batches may lie,
+            digests: and this.
+            sink: called with a result, and whether others are to come; it says whether the call is to go on.
+        """
         self._switch_to(worker_id)
         hosted = self._hosted[worker_id]
-        arena = self._lane.open(room)
-        began = time.perf_counter()
-        results = hosted.run(call, task_ids, indices, arena, digests)
+        done, nbytes, exhausted, began = 0, 0, False, time.perf_counter()
+        for result, more in hosted.run(call, task_ids, indices, arena, digests, self._is_dropped):
+            done, nbytes, exhausted = done + 1, nbytes + result.nbytes, result.kind is ResultKind.EXHAUSTED
+            if not sink(result, more):
+                break
         seconds = time.perf_counter() - began
         replay, state = hosted.replay, hosted.snapshot_if_due(seconds)
-        sent = [(result.task_id, final) for result, final in results]
-        nbytes = sum(result.nbytes for result, _ in results)
-        exhausted = bool(results) and results[-1][0].kind is ResultKind.EXHAUSTED
-        lane, publishes = self._lane, self._page is not None
-        reply = Reply(sent, nbytes, exhausted, state, replay, seconds, publishes, lane.take_full(), lane.error)
-        return pack(reply, [result.wire for result, final in results if result.wire and not isinstance(final, bytes)])
+        lane = self._lane
+        return Reply([], done, nbytes, exhausted, state, replay, seconds, lane.take_full(), lane.error)
+
+    def serve(self, address: LineAddress, early: list[bytes]) -> Served:
+        """Does over a line what `run` and `resume` do, until the line ends.
+
+        It also ends, with the line left open for the next `serve`, where a reply has to go through Ray. `early` are
+        messages that come before those of the line.
+        """
+        if self._line is None or self._line_address != address:
+            try:
+                self._line, self._line_address = connect(address), address
+            except LineError as error:
+                return Served(refused=str(error))
+        line = self._line
+        self._take_in(early)
+        while self._calls or not line.ended:
+            self._attend(line)
+            if not self._calls:
+                if not line.ended:
+                    line.wait()
+                continue
+            kind, worker_id, call, *arguments = self._calls.popleft()
+            if kind == Down.RESUME:
+                self._send(line, (Up.BEGUN, worker_id, call, tuple(self.resume(worker_id, *arguments))))
+            elif (reply := self._answer(line, worker_id, call, *arguments)) is not None:
+                while line.unsent and not line.hung_up:  # what is older comes first
+                    line.wait()
+                    line.flush()
+                return Served(reply=reply)
+        while line.unsent and not line.hung_up:
+            line.wait()
+            line.flush()
+        self._hang_up()
+        return Served()
+
+    def _answer(self, line: Line, worker_id: int, call: int, *arguments: Any) -> Any:
+        """Answers a call of `run` over the line; what it returns has to go through Ray instead."""
+        task_ids, indices, room, digests = arguments
+        results: list[Any] = []
+        carries = False
+
+        def send(result: Result, more: bool) -> bool:
+            nonlocal carries
+            carries = result.wire is not None and bool(result.wire[2])
+            if more and not carries and digests is None:
+                self._send(line, (Up.RESULT, worker_id, call, result.fields))
+            else:
+                results.append(result.fields)
+            self._attend(line)
+            return not carries
+
+        reply = self.build(worker_id, call, task_ids, indices, self._lane.open(room), digests, send)
+        reply = reply._replace(results=results)
+        if carries:
+            return pack((worker_id, call, reply), [result[2] for result in results if result[2] is not None])
+        self._send(line, (Up.REPLY, worker_id, call, tuple(reply)))
+        return None
+
+    def _send(self, line: Line, message: tuple[Any, ...]) -> None:
+        line.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def _attend(self, line: Line) -> None:
+        """Takes in what has come over the line; sends what is still to be sent."""
+        self._take_in(line.receive())
+        if line.unsent:
+            line.flush()
+        if line.ended and line.hung_up:
+            self._calls.clear()
+
+    def _take_in(self, messages: list[bytes]) -> None:
+        for message in map(pickle.loads, messages):
+            if message[0] == Down.DROP:
+                self._dropped = message[1:]
+            else:
+                self._calls.append(message)
+
+    def _is_dropped(self, call: int, task_id: int) -> bool:
+        """Whether nobody wants this task any more, which came with this call."""
+        up_to_call, from_task = self._dropped
+        return (call <= up_to_call and task_id >= from_task) or (
+            self._line is not None and self._line.ended and self._line.hung_up
+        )
+
+    def _hang_up(self) -> None:
+        line, self._line = self._line, None
+        self._calls.clear()
+        if line is not None:
+            line.close()
 
     def leave(self, worker_id: int) -> None:
         """This process is that worker no longer; another one is."""
@@ -251,6 +274,7 @@ class Worker:
 
     def stop(self) -> None:
         """Lets go of the dataset and puts the process back as it was."""
+        self._hang_up()
         self._hosted.clear()
         self._at_work = None
         torch_worker._worker_info = None
@@ -280,9 +304,8 @@ class _Task(NamedTuple):
 class _Hosted:
     """A worker in torch's sense: its dataset object and what it has of its own."""
 
-    def __init__(self, setup: Setup, page: WorkerPage | None) -> None:
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._page = page
         self._where = f"in DataLoader worker process {setup.worker_id}"
         self._dataset: Any = None
         self._collate_fn: Any = None
@@ -334,10 +357,11 @@ class _Hosted:
             raise ReplayError(f"the state of worker {self._setup.worker_id} could not be told:\n{state.error}")
         self._epoch, self._exhausted = state.epoch, state.exhausted
         load_state(self._dataset, state.dataset)
-        if self._is_iterable and state.is_to_be_proven:
+        has_own = state.dataset is not None or state.iterator is not None
+        if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not has_own)):
             if state.begin is not None:
                 self._recorder.restore(state.begin)
-            self._goal = state
+            self._goal, self._exhausted = state, False
             self._to_replay += state.tasks
             self._create_fetcher()
             return
@@ -355,7 +379,7 @@ class _Hosted:
             return True
         nothing = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
         again = _Task(0, -1, nothing, wanted=False, digest=None)
-        while self._failure is None and self._tasks < goal.tasks and not self._exhausted:
+        while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
             if result.kind is ResultKind.EXITED:
                 self._failure = result._replace(kind=ResultKind.NOT_STARTED)
@@ -366,7 +390,11 @@ class _Hosted:
         if self._failure is not None:
             return True
         with self._keeping_failure():
-            if self._tasks != goal.tasks or self._digest != goal.digest or not self._recorder.is_at(goal.random):
+            if (
+                (self._tasks, self._exhausted) != (goal.tasks, goal.exhausted)
+                or self._digest != goal.digest
+                or not self._recorder.is_at(goal.random)
+            ):
                 raise ReplayError(
                     f"the iterable dataset of worker {self._setup.worker_id} was to be read again up to batch "
                     f"{goal.tasks}, and gave something else than before; to be resumed, a dataset must give the same "
@@ -454,38 +482,33 @@ class _Hosted:
         indices: list[Wire],
         arena: ArenaWriter | None,
         digests: list[int | None] | None,
-    ) -> list[tuple[Result, Any]]:
-        """One result a task, and what travels of it, up to the first that cannot be published while others wait.
+        dropped: Callable[[int, int], bool],
+    ) -> Iterator[tuple[Result, bool]]:
+        """One result a task, and whether others are to come; those that are not taken are left over.
 
-        What is not wanted is built for a while; the rest of it is left over.
+        What is not wanted is built for a while; the rest of it is left over too.
         """
         wanted = digests is None
         known: list[int | None] = [None] * len(task_ids) if digests is None else digests
         self._left.extend(map(_Task, itertools.repeat(call), task_ids, indices, itertools.repeat(wanted), known))
         self._unrestored |= not wanted and self._failure is not None
         self._to_replay += 0 if wanted else len(task_ids)
-        if self._page is not None:
-            self._page.begin(call)
-        results: list[tuple[Result, Any]] = []
         until = time.monotonic() + REPLAY_SECONDS
         if not self._read_on(until):
-            return []
+            return
         while self._left:
             task = self._left.popleft()
-            if self._page is not None and self._page.dropped(task.call, task.task_id):
+            if dropped(task.call, task.task_id):
                 self._replayed += not task.wanted
                 continue
             result = self._do(task, arena)
             if not task.wanted:
                 result = result._replace(wire=None, nbytes=0, skipped=())
-            others_wait = bool(self._left) and not self._exhausted
-            final = _final(result, PAGE_BYTES if others_wait else IN_BAND_BYTES)
-            results.append((result, final))
+            yield result, bool(self._left) and not self._exhausted
+            if result.kind in (ResultKind.EXITED, ResultKind.NOT_STARTED):
+                break
             if not task.wanted and time.monotonic() >= until:
                 break
-            if result.kind in (ResultKind.EXITED, ResultKind.NOT_STARTED) or (others_wait and not self._publish(final)):
-                break
-        return results
 
     def _do(self, task: _Task, arena: ArenaWriter | None) -> Result:
         """A task's result; that of one that is done again must be what it was."""
@@ -508,10 +531,6 @@ class _Hosted:
         self._unrestored = True
         assert self._failure is not None
         return self._failure._replace(task_id=task.task_id)
-
-    def _publish(self, final: Any) -> bool:
-        """Shows a result to the driver before the call ends; False if it does not fit, or must go through Ray."""
-        return self._page is not None and isinstance(final, bytes) and self._page.publish(final)
 
     def _build(self, task: _Task, arena: ArenaWriter | None) -> Result:
         task_id = task.task_id
@@ -623,24 +642,6 @@ def _open_replica(source: Source, *, here: bool) -> Any:
             opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
     with no_collection():
         return codec.decode(*opened, source.carried)
-
-
-# NOTE [final]. A dataset may write to what it returned as soon as it is asked for the next: a reader that reuses its
-# buffer does. So a result is final when its task ends. It is pickled once, with copies of what does not lie in a slot,
-# and these bytes are what the page and the reply show. Only what is too large for that, or must be looked into by Ray,
-# keeps views of the batch's memory: its call ends with it, and Ray copies them before the next one begins.
-
-
-def _final(result: Result, in_band: int) -> Any:
-    """What travels of a result: bytes if at most `in_band` bytes of it must be copied, else its fields."""
-    if result.wire is None or fits_in_band(result.wire, in_band):
-        return pickle.dumps(tuple(result), pickle.HIGHEST_PROTOCOL)
-    return tuple(result)
-
-
-def result_of(final: Any) -> Result:
-    """The result, of what travelled of it."""
-    return Result(*(pickle.loads(final) if isinstance(final, bytes) else final))
 
 
 def _error(task_id: int, where: str) -> Result:

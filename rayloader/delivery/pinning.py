@@ -1,74 +1,58 @@
-"""Pins delivered batches in a background thread, in delivery order.
+"""The thread that pins batches before the user asks for them.
 
-Promise: owns one thread, `rayloader-pin`, which ends when its source does or when `close` is called; holds at most
-one pinned batch beyond the one in work. An error of the source, or of pinning, reaches the user in its turn. What a
-signal handler raises in the user's thread, at any line, loses no item and leaves nothing locked.
+Promise: owns one thread, `rayloader-pin`, which ends when `close` is called, or with an error, which `check` raises.
+What a signal handler raises in the user's thread, at any line, leaves nothing locked.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 import torch
 
 from rayloader.bell import Bell
 
-T = TypeVar("T")
-
-# How long a wait may stay unaware of `close`, or of a ring that an interrupt has swallowed, in seconds; it costs one
-# wake-up each.
+# How long a wait may stay unaware of a ring that an interrupt has swallowed, in seconds; it costs one wake-up each.
 TICK_S = 0.1
 
 
-class PinThread(Generic[T]):
-    """Runs `produce` again and again in a thread of its own and queues what it gives.
+class PinThread:
+    """Does in a thread of its own what there is to do.
 
     Args:
-        produce: blocks until the next item; None ends the thread. What it raises ends it too and is raised by `get`.
+        work: does one thing, or waits for it; returns False where there is nothing to do before the next ring.
         device_index: accelerator whose context the thread uses, None without one.
     """
 
-    def __init__(self, produce: Callable[[], T | None], device_index: int | None) -> None:
-        self._produce = produce
+    def __init__(self, work: Callable[[], bool], device_index: int | None) -> None:
+        self._work = work
         self._device_index = device_index
-        self._items: deque[T] = deque()  # one at most
-        self._came = Bell()  # an item, or the end
-        self._room = Bell()
+        self._bell = Bell()  # there may be something to do
+        self._done = Bell()  # something was done, or the thread has ended
         self._closed = False
         self._error: BaseException | None = None  # what ended the thread
         self._thread = threading.Thread(target=self._loop, name="rayloader-pin", daemon=True)
         self._thread.start()
 
-    def get(self, timeout: float) -> T | None:
-        """The next item, which stays the next until `taken`; None when there is none within `timeout` seconds.
+    def ring(self) -> None:
+        """There may be something to do."""
+        self._bell.ring()
 
-        Raises:
-            BaseException: what ended the thread, each time.
-        """
-        give_up = time.monotonic() + timeout
-        while not self._items and self._error is None and self._came.wait(give_up - time.monotonic()):
-            pass  # it may have rung for an item that was there without a wait
-        error = self._error  # looked at first: the items before it come first
-        if self._items:
-            return self._items[0]
-        if error is not None:
-            raise error
-        return None
+    def wait(self, timeout: float) -> bool:
+        """Waits for `timeout` seconds at most until something was done; whether it was."""
+        return self._done.wait(timeout)
 
-    def taken(self, item: T) -> None:
-        """Makes room for the next; telling it twice does no harm."""
-        if self._items and self._items[0] is item:
-            self._items.popleft()
-        self._room.ring()
+    def check(self) -> None:
+        """Raises what has ended the thread, if something has."""
+        if self._error is not None:
+            raise self._error
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the thread and waits for it (it looks at least every TICK_S, given that `produce` does)."""
+        """Ends the thread, and waits for it."""
         self._closed = True
-        self._room.ring()
+        self._bell.ring()
+        self._done.ring()
         if wait and threading.current_thread() is not self._thread:  # a collector may run us in there
             self._thread.join()
 
@@ -78,14 +62,11 @@ class PinThread(Generic[T]):
             torch.accelerator.set_device_index(self._device_index)
         while not self._closed:
             try:
-                item = self._produce()
+                if self._work():
+                    self._done.ring()
+                else:
+                    self._bell.wait(TICK_S)
             except BaseException as error:  # whatever it is, the user's thread is where it is raised
                 self._error = error
-                item = None
-            if item is None:
+                self._done.ring()
                 break
-            while self._items and not self._closed:
-                self._room.wait(TICK_S)
-            self._items.append(item)
-            self._came.ring()
-        self._came.ring()

@@ -11,7 +11,6 @@ actor's arena; no wait ever depends on room in it.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWrit
 
 logger = logging.getLogger("rayloader")
 
-# Switches arenas off for a process, as the loader's argument `arenas` does for a loader.
+# Switches arenas, and the lines that they need, off for a process, as the loader's argument `arenas` does for a loader.
 ARENAS_VARIABLE = "RAYLOADER_ARENAS"
 # Buffers up to this size get memory of their own in the driver: a lease costs more than such a copy.
 SMALL_BYTES = 1 << 16
@@ -44,14 +43,14 @@ class Room(NamedTuple):
     """What a worker is told with a message, so that it can place batches.
 
     Attributes:
-        address: of the arena.
+        address: of the arena; None: as last told.
         freed: tickets of its slots that are free again.
         abandoned: workers whose results that were made so far are nobody's; None in it: all workers.
         leased: where some are abandoned: tickets of slots that are not.
         small: buffers up to this size are small.
     """
 
-    address: ArenaAddress
+    address: ArenaAddress | None
     freed: list[int]
     abandoned: list[int | None]
     leased: frozenset[int]
@@ -153,9 +152,13 @@ class ArenaLane:
         """Of the memory file, if there is one."""
         return {self._arena.address.name} if self._arena is not None else set()
 
-    def lend(self) -> Lent | None:
-        """Room for the batches that a message asks for, and news of it; None where batches go through Ray."""
-        if self._off or os.environ.get(ARENAS_VARIABLE) == "0":
+    def lend(self, told: ArenaAddress | None = None) -> Lent | None:
+        """Room for the batches that a message asks for, and news of it; None where there is no arena.
+
+        Args:
+            told: the arena that the worker was last told.
+        """
+        if self._off:
             return None
         arena = self._arena
         freed = arena.freed() if arena is not None else []
@@ -168,7 +171,8 @@ class ArenaLane:
             freed = []
         abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
         leased = arena.leased() if abandoned else frozenset()
-        return Lent(arena, Room(arena.address, freed, abandoned, leased, SMALL_BYTES))
+        address = arena.address if arena.address is not told else None
+        return Lent(arena, Room(address, freed, abandoned, leased, SMALL_BYTES))
 
     def abandon(self, worker_id: int | None = None) -> None:
         """No result that this worker (None: any worker of the actor) was asked for so far will be taken in."""
@@ -214,11 +218,16 @@ class WorkerLane:
         self._arena: ArenaWriter | None = None
         self.error = ""  # why it cannot be opened
 
-    def open(self, room: Room | None) -> ArenaWriter | None:
-        """For the batches that a message asks for; None if there is no room or it cannot be reached."""
-        if room is None:
+    def open(self, fields: tuple[Any, ...] | None) -> ArenaWriter | None:
+        """For the batches that a message asks for; None if there is no room or it cannot be reached.
+
+        Args:
+            fields: of the `Room`, if the message brought one.
+        """
+        if fields is None:
             return None
-        if room.address != self._address:
+        room = Room(*fields)
+        if room.address is not None and room.address != self._address:
             self._arena, self._address, self.error = None, room.address, ""
             try:
                 self._arena = ArenaWriter.open(room.address)

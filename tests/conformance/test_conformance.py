@@ -15,10 +15,10 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
-from rayloader.crew import Actor
+from rayloader.channel import LineCalls, RayCalls
+from rayloader.crew import Crew
 from rayloader.pace import Pace
 from rayloader.transport import lanes
-from rayloader.transport.lanes import ArenaLane
 
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
 
@@ -82,25 +82,32 @@ def test_same_as_torch(case, lane, calls, reference, loader_class):
 
 @pytest.mark.parametrize("lane", LANES, indirect=True)
 def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeypatch):
-    lent = []
-    lend = ArenaLane.lend
-    monkeypatch.setattr(ArenaLane, "lend", lambda *arguments: lent.append(lend(*arguments)) or lent[-1])
+    used = set()
+    for channel in (LineCalls, RayCalls):
+        run = channel.run
+
+        def noting(self, *arguments, run=run, **named):
+            lent = run(self, *arguments, **named)
+            used.add((type(self), lent is not None))
+            return lent
+
+        monkeypatch.setattr(channel, "run", noting)
     batches = list(loader_class(torch.arange(40), 2, num_workers=2))
     assert len(batches) == 20
     if request.config.getoption("--against") == "rayloader":
-        assert {slot is not None for slot in lent} == {lane == "arena"}
+        assert used == {(LineCalls, True) if lane == "arena" else (RayCalls, False)}
 
 
 @pytest.mark.parametrize("calls", CALLS, indirect=True)
 def test_the_calls_carry_what_is_said(calls, loader_class, request, monkeypatch):
     sizes = []
-    run = Actor.run
+    run = Crew.run
 
     def counted(self, worker_id, tasks, *rest, **named):
         sizes.append(len(tasks))
         return run(self, worker_id, tasks, *rest, **named)
 
-    monkeypatch.setattr(Actor, "run", counted)
+    monkeypatch.setattr(Crew, "run", counted)
     batches = list(loader_class(torch.arange(400), 2, num_workers=2))
     assert len(batches) == 200
     if request.config.getoption("--against") == "rayloader":

@@ -222,11 +222,11 @@ def striking_worker(faults):
             self.calls = 0
             return super().start(*arguments)
 
-        def run(self, *arguments):
+        def build(self, *arguments):
             self.calls += 1
             if self.calls > 1:
                 self.faults.strike("between calls")
-            reply = super().run(*arguments)
+            reply = super().build(*arguments)
             if self.calls > 1:
                 self.faults.strike("reply")
             return reply

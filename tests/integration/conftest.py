@@ -6,11 +6,11 @@ import pytest
 @pytest.fixture
 def calls_of(monkeypatch):
     """Fixes the size of calls, as far as they may carry so many, and gives a list of the sizes that were made."""
-    from rayloader.crew import Actor
+    from rayloader.crew import Crew
     from rayloader.pace import Pace
 
     sizes = []
-    run = Actor.run
+    run = Crew.run
 
     def counted(self, worker_id, tasks, *rest, **named):
         sizes.append(len(tasks))
@@ -25,7 +25,7 @@ def calls_of(monkeypatch):
         monkeypatch.setattr(Pace, "saw", saw)
         return sizes
 
-    monkeypatch.setattr(Actor, "run", counted)
+    monkeypatch.setattr(Crew, "run", counted)
     return fix
 
 

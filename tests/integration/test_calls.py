@@ -10,7 +10,9 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from latches import HANG_LIMIT, Gate
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
-from rayloader.transport.control_page import PAGE_BYTES
+
+# Bytes of a batch that does not fit into a socket's buffer.
+LARGE = 2 << 20
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -65,7 +67,7 @@ def test_a_slow_worker_withholds_none_before_its_batch(tmp_path, calls_of):
     assert list(iterator) == list(range(31, 80))
 
 
-def test_results_that_do_not_fit_the_page_are_not_withheld_either(tmp_path, calls_of):
+def test_large_results_are_not_withheld_either(tmp_path, calls_of):
     """The call ends early instead, and what is left over comes with the next."""
     calls_of(5)
     gate = Gate(tmp_path / "gate")
@@ -73,7 +75,7 @@ def test_results_that_do_not_fit_the_page_are_not_withheld_either(tmp_path, call
     def get(index):
         if index == 13:
             gate.wait()
-        return bytes([index]) * 2 * PAGE_BYTES
+        return bytes([index]) * LARGE
 
     iterator = iter(load(get, 25, num_workers=1, arenas=False))
     assert [next(iterator)[0] for _ in range(13)] == list(range(13))
@@ -197,7 +199,7 @@ def test_what_an_early_end_left_over_is_not_withheld_either(tmp_path, calls_of):
     def get(index):
         if index == 12:
             gate.wait()
-        return bytes(2 * PAGE_BYTES if index == 8 else 1)
+        return bytes(LARGE if index == 8 else 1)
 
     iterator = iter(load(get, 13, num_workers=1, arenas=False, timeout=HANG_LIMIT))
     for _ in range(12):

@@ -17,7 +17,12 @@ from probes import Calls
 from rayloader import DataLoader, RayloaderError
 from rayloader.iterator import close_all
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = [
+    pytest.mark.usefixtures("ray_session"),
+    # An interrupt right after a system call has returned a socket drops it; it closes itself.
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"),
+]
 
 LENGTH = 40
 POINTS = 2000  # more than any operation has

@@ -347,17 +347,17 @@ def test_a_state_waits_for_workers_that_have_not_begun_the_epoch(dies, tmp_path,
     iterator = iter(loader)
     if dies:
         death.touch()
-    held, fetch = [], Crew.fetch
+    held, wait = [], Crew.wait
 
-    def fetch_from_one_that_waits(crew, actor, ref, timeout):
-        if actor is crew.actor(1) and not held:
-            held.append(fetch(crew, actor, ref, 0.0))
+    def open_the_gate_and_wait(crew, timeout):
+        if not held:
+            held.append(crew.journals[1].begun)
             gate.open()
-        return fetch(crew, actor, ref, timeout)
+        return wait(crew, timeout)
 
-    monkeypatch.setattr(Crew, "fetch", fetch_from_one_that_waits)
+    monkeypatch.setattr(Crew, "wait", open_the_gate_and_wait)
     state = loader.state_dict()
-    assert held == [None]  # it had not begun
+    assert held == [False]  # it had not begun
     assert not death.exists()
     assert [lists(batch) for batch in iterator] == expected[1]
     assert resumed(fresh(), state) == expected[1]

@@ -247,13 +247,13 @@ def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nod
 
     def killing(crew, *arguments):
         ray.kill(crew.actors[0].handle)
-        ready = crew.ready
+        wait = crew.wait
 
-        def only_the_first(refs, **_):  # its death is known before the other one has started
-            monkeypatch.setattr(crew, "ready", ready)
-            return ready([crew.actors[0].hello], count=1, timeout=HANG_LIMIT)
+        def until_the_first_is_known_to_be_dead(_):  # before the other one has started
+            monkeypatch.setattr(crew, "wait", wait)
+            return bool(ray.wait([crew.actors[0].hello], timeout=HANG_LIMIT)[0])
 
-        monkeypatch.setattr(crew, "ready", only_the_first)
+        monkeypatch.setattr(crew, "wait", until_the_first_is_known_to_be_dead)
         start(crew, *arguments)
 
     monkeypatch.setattr(Crew, "start", killing)

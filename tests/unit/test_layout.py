@@ -38,7 +38,9 @@ LAYOUT = {
     "rayloader/transport/raw.py",
     "rayloader/transport/bulk.py",
     "rayloader/transport/plain.py",
-    "rayloader/transport/control_page.py",
+    "rayloader/transport/line.py",
+    "rayloader/protocol.py",
+    "rayloader/channel.py",
     "rayloader/pace.py",
     "rayloader/prefetch.py",
     "rayloader/random_state.py",
@@ -52,7 +54,8 @@ LAYOUT = {
     "rayloader/delivery/pinning.py",
 }
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
-MAY_IMPORT_RAY = {f"rayloader/{name}.py" for name in ("session", "crew", "pool", "lifetimes", "placement", "worker")}
+NEED_RAY = "session", "crew", "pool", "lifetimes", "placement", "worker", "protocol", "channel"
+MAY_IMPORT_RAY = {f"rayloader/{name}.py" for name in NEED_RAY}
 
 
 def imported(source: str) -> set[str]:

@@ -1,0 +1,292 @@
+"""How one actor is told its tasks, and how its answers come: over a line, or by Ray calls.
+
+Promise: both kinds take the same calls and give the same messages, in the order in which the actor sent them (see `Up`
+in protocol.py); an actor whose answers will not come gives `ActorLost` as the last. Nothing here waits. A channel
+belongs to one crew, and is used under the lock of its epoch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayError
+from typing_extensions import override
+
+from rayloader.answers import NONE_YET, Answers
+from rayloader.journal import Resumed, Told
+from rayloader.protocol import Down, Reply, Served, Up
+from rayloader.transport.lanes import Lent, Wire, pack, to_wire, unpack
+from rayloader.transport.line import DriverLine
+
+if TYPE_CHECKING:
+    from rayloader.crew import Actor
+
+# How long Ray may take to say why a process ended whose line has ended, in seconds.
+CAUSE_PATIENCE_S = 2.0
+
+Message = Any  # a tuple that begins with an `Up`, ActorLost or LineRefused
+
+
+class ActorLost(Exception):
+    """An actor's answers will not come: it, its node or an object is gone."""
+
+    def __init__(self, actor: Actor, cause: object) -> None:
+        super().__init__(str(cause).strip())
+        self.actor = actor
+
+
+class LineRefused(Exception):
+    """The worker process cannot be reached over a line."""
+
+
+class Channel(ABC):
+    """The channel to one actor.
+
+    Args:
+        actor: whose it is.
+        answers: where those of Ray's calls are waited for.
+    """
+
+    def __init__(self, actor: Actor, answers: Answers) -> None:
+        self._actor = actor
+        self._answers = answers
+
+    @abstractmethod
+    def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
+        """`Worker.run`; the call's number is the actor's newest. What it returns is to be given to `unplaced`."""
+
+    @abstractmethod
+    def resume(self, worker_id: int, resumed: Resumed) -> None:
+        """`Worker.resume`, likewise."""
+
+    @abstractmethod
+    def drop(self, from_task: int) -> None:
+        """Nobody wants tasks from this one on, of the calls made so far, if that can be told."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """To be called before other calls of the actor are made: they come after what was told so far."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """To be called when the last of several calls has been made: they need nobody who waits to get there."""
+
+    @abstractmethod
+    def descriptors(self) -> Iterator[tuple[int, int]]:
+        """What to wait for, with the events of `select.poll`."""
+
+    @abstractmethod
+    def receive(self) -> list[Message]:
+        """What the actor has sent."""
+
+    @property
+    def patience(self) -> float:
+        """How long to wait at most for what the descriptors can't tell, in seconds."""
+        return 1.0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nobody listens any more. Callable more than once, and by any thread."""
+
+    def _message(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool, room: Any) -> tuple[Any, list[Wire]]:
+        digests = None if wanted else [task.digest for task in tasks]
+        self._actor.calls += 1
+        wires = [to_wire(task.indices) for task in tasks]
+        return (worker_id, self._actor.calls, tuple(task.task_id for task in tasks), wires, room, digests), wires
+
+
+class RayCalls(Channel):
+    """A Ray call for each, whose answers are told to `Answers`; batches travel through Ray's object store."""
+
+    def __init__(self, actor: Actor, answers: Answers) -> None:
+        super().__init__(actor, answers)
+        self._unanswered: deque[tuple[Any, Callable[[Any], Message]]] = deque()  # oldest first
+
+    @override
+    def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
+        message, wires = self._message(worker_id, tasks, wanted=wanted, room=None)
+        call = self._actor.calls
+        ref = self._actor.handle.run.remote(pack(message, wires))
+        self._await(ref, lambda answer: (Up.REPLY, worker_id, call, unpack(answer)))
+        return None
+
+    @override
+    def resume(self, worker_id: int, resumed: Resumed) -> None:
+        self._actor.calls += 1
+        call = self._actor.calls
+        ref = self._actor.handle.resume.remote(worker_id, *resumed)
+        self._await(ref, lambda answer: (Up.BEGUN, worker_id, call, answer))
+
+    def _await(self, ref: Any, message: Callable[[Any], Message]) -> None:
+        self._unanswered.append((ref, message))
+        self._answers.watch(ref)
+
+    @override
+    def drop(self, from_task: int) -> None:
+        pass  # what Ray was told it carries out
+
+    @override
+    def pause(self) -> None:
+        pass  # Ray keeps the order of an actor's calls
+
+    @override
+    def flush(self) -> None:
+        pass
+
+    @override
+    def descriptors(self) -> Iterator[tuple[int, int]]:
+        return iter(())
+
+    @override
+    def receive(self) -> list[Message]:
+        messages: list[Message] = []
+        while self._unanswered and (answer := self._answers[self._unanswered[0][0]]) is not NONE_YET:
+            ref, message = self._unanswered.popleft()
+            self._answers.forget(ref)
+            if isinstance(answer, RayError):
+                self.close()
+                return [*messages, ActorLost(self._actor, answer)]
+            messages.append(message(answer))
+        return messages
+
+    @override
+    def close(self) -> None:
+        for ref, _ in self._unanswered:
+            self._answers.forget(ref)
+        self._unanswered.clear()
+
+
+class _Served:
+    """A line and the Ray call that serves it."""
+
+    def __init__(self) -> None:
+        self.line = DriverLine()
+        self.ref: Any = None  # of the call, once that was made
+        self.early: list[bytes] = []  # messages that the call will bring: the driver need not let the worker in first
+        self.arena: Any = None  # address that it was told
+        self.paused = False
+        self.ended_at = 0.0  # time.monotonic()
+
+    def send(self, message: Any) -> None:
+        """Sends a message, or keeps it for the call."""
+        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if self.ref is None:
+            self.early.append(pickled)
+        else:
+            self.line.send(pickled)
+
+
+class LineCalls(Channel):
+    """A line, served by one long Ray call; batches travel in the actor's arena."""
+
+    def __init__(self, actor: Actor, answers: Answers) -> None:
+        super().__init__(actor, answers)
+        self._served: deque[_Served] = deque()  # what is sent goes to the last; older ones may still bring something
+
+    @override
+    def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
+        served, lane = self._newest(), self._actor.lane
+        lent = lane.lend(served.arena) if wanted else None
+        if lent is not None:
+            served.arena = lent.arena.address
+        message, _ = self._message(worker_id, tasks, wanted=wanted, room=tuple(lent.room) if lent is not None else None)
+        served.send((Down.RUN, *message))
+        return lent
+
+    @override
+    def resume(self, worker_id: int, resumed: Resumed) -> None:
+        self._actor.calls += 1
+        self._newest().send((Down.RESUME, worker_id, self._actor.calls, *resumed))
+
+    @override
+    def drop(self, from_task: int) -> None:
+        if self._served and not self._served[-1].paused:
+            self._served[-1].send((Down.DROP, self._actor.calls, from_task))
+
+    @override
+    def pause(self) -> None:
+        self.flush()
+        if self._served and not self._served[-1].paused:
+            self._served[-1].paused = True
+            self._served[-1].line.finish()
+
+    def _newest(self) -> _Served:
+        if not self._served or self._served[-1].paused:
+            self._served.append(_Served())
+        return self._served[-1]
+
+    @override
+    def flush(self) -> None:
+        if self._served and self._served[-1].ref is None:
+            self._serve(self._served[-1])
+            self._answers.ring_others()  # they do not wait for this line yet
+
+    def _serve(self, served: _Served) -> None:
+        early, served.early = served.early, []
+        served.ref = self._actor.handle.serve.remote(served.line.address, early)
+        self._answers.watch(served.ref)
+
+    @override
+    def descriptors(self) -> Iterator[tuple[int, int]]:
+        return ((served.line.descriptor, served.line.events) for served in self._served if served.line.descriptor >= 0)
+
+    @property
+    @override
+    def patience(self) -> float:
+        ended = [served.ended_at for served in self._served if served.ended_at]
+        return max(0.0, min(ended) + CAUSE_PATIENCE_S - time.monotonic()) if ended else super().patience
+
+    @override
+    def receive(self) -> list[Message]:
+        messages: list[Message] = []
+        for served in list(self._served):
+            line = served.line
+            if line.unsent:
+                line.flush()
+            if served.ref is None:
+                continue
+            answer = self._answers[served.ref]  # before the line is read: nothing comes over it after that
+            messages += map(pickle.loads, line.receive())
+            if answer is not NONE_YET:
+                self._answers.forget(served.ref)
+                messages += self._ended(served, answer)
+            elif line.ended and not served.ended_at:
+                served.ended_at = time.monotonic()
+            elif line.ended and time.monotonic() > served.ended_at + CAUSE_PATIENCE_S:
+                self.close()
+                messages.append(ActorLost(self._actor, "its process has ended"))
+        return messages
+
+    def _ended(self, served: _Served, answer: Any) -> list[Message]:
+        """What it means that the call that served a line has ended."""
+        if isinstance(answer, Exception):
+            self.close()
+            return [ActorLost(self._actor, answer)]
+        end: Served = answer
+        if end.reply is not None:
+            worker_id, call, reply = unpack(end.reply)
+            self._serve(served)
+            return [(Up.REPLY, worker_id, call, reply)]
+        if served.paused and not end.refused:
+            served.line.close()
+            self._served.remove(served)
+            return []
+        self.close()
+        return [LineRefused(end.refused or "the driver did not let it in: it runs as another user")]
+
+    @override
+    def close(self) -> None:
+        for served in list(self._served):
+            self._answers.forget(served.ref)
+            served.line.close()
+        self._served.clear()
+
+
+def reply_of(fields: Any) -> Reply:
+    """The reply, of what travelled of it."""
+    return Reply(*fields)

@@ -1,0 +1,179 @@
+"""What the driver and the worker processes say to each other.
+
+Promise: data only; both sides import it, and neither imports the other. Down a channel go the messages that begin with
+a `Down`, up the ones that begin with an `Up`; where the channel is Ray calls, the calls' arguments and what they
+return stand for them. Calls of a process are numbered, and it answers them in order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import ray
+
+from rayloader import skipping
+from rayloader.process_state import ProcessState
+from rayloader.transport.image import ImageAddress
+from rayloader.transport.lanes import Wire, fits_in_band
+
+# References to Ray's objects go through Ray as they are: it keeps their owners in touch.
+CARRY = (ray.ObjectRef,)
+
+
+class Down:
+    """The first item of a message to a worker process, and what follows it."""
+
+    RUN = 0  # a call: worker_id, call, task_ids, indices, room, digests; see `Worker.run`
+    RESUME = 1  # a call: worker_id, call, epoch, shared_seed, undo_from; see `Worker.resume`
+    DROP = 2  # up_to_call, from_task: of those calls nobody wants the tasks from this one on
+
+
+class Up:
+    """The first item of a message from a worker process, and what follows it."""
+
+    RESULT = 0  # worker_id, call, fields of the `Result` of one of its tasks
+    REPLY = 1  # worker_id, call, fields of the `Reply`, with the results that were not sent before
+    BEGUN = 2  # worker_id, call, fields of the `WorkerState` as which `resume` has left the worker
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What one worker is told before its first task; the same for all but for `worker_id`."""
+
+    worker_id: int
+    num_workers: int
+    base_seed: int
+    seed_batches: bool  # seed anew before each batch, by its number
+    shared_seed: int | None  # of IterDataPipes
+    dataset_kind: int
+    auto_collation: bool
+    batch_size: int | None
+    drop_last: bool
+    skip_errors: bool
+    persistent: bool  # after this epoch the same dataset object is iterated over again
+    max_undone: int  # tasks that `resume` may have to undo
+    process: ProcessState
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What travels once per worker: the user's objects, pickled together, as one fork would copy them together."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    worker_init_fn: Callable[[int], Any] | None
+    collate_fn_map: dict[Any, Any]  # what the user changed of torch's default_collate_fn_map
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a worker opens its replica from.
+
+    Attributes:
+        image: the driver's.
+        carried: parts of the replica that travel as they are.
+        contents: for who can't open the driver's files: in a list, Ray's object with their bytes. None in it if the
+            node has an image of an earlier epoch.
+        hosted: likewise, the address of the image that one worker of the node has made of them.
+    """
+
+    image: ImageAddress
+    carried: list[Any]
+    contents: list[Any] | None = None
+    hosted: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """Where a worker runs."""
+
+    pid: int
+    node_id: str
+    hostname: str
+    reaches_driver: bool  # can open the driver's memory files
+    machine: str  # workers of one node and one machine can open each other's
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Equal for workers that share an image."""
+        return self.node_id, self.machine
+
+
+class ResultKind(Enum):
+    """What became of a task."""
+
+    BATCH = 0
+    ERROR = 1  # the user's exception, as torch's ExceptionWrapper
+    EXHAUSTED = 2  # the worker's iterable dataset has ended
+    EMPTY = 3  # every sample of it was skipped
+    EXITED = 4  # user code asked this process to end: SystemExit, KeyboardInterrupt
+    NOT_STARTED = 5  # the same, before its first task
+
+
+class Result(NamedTuple):
+    """One task's answer: `wire` holds the batch or the ExceptionWrapper, `text` has an error in words."""
+
+    task_id: int
+    kind: ResultKind
+    wire: Wire | None = None
+    text: str = ""
+    nbytes: int = 0  # of the batch's buffers
+    skipped: tuple[skipping.Skipped, ...] = ()
+    digest: int = 0  # tells whether it is the same when it is built again
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """What travels of it."""
+        return self.task_id, self.kind.value, *self[2:]
+
+
+class Reply(NamedTuple):
+    """What a call of `run` returns: the results of the tasks that were done, in order, and what that took.
+
+    Tasks may be left over for the next call.
+    """
+
+    results: list[Any]  # as they travel, see NOTE [final]
+    num_done: int  # tasks, with those whose results were sent before
+    nbytes: int  # of their batches' buffers
+    exhausted: bool  # the last of them says that the iterable dataset has ended
+    state: tuple[Any, ...] | None  # fields of `WorkerState`: the worker after these tasks, if a snapshot was taken
+    replay: tuple[int, int]  # batches built again since the worker was restored, and how many that must be
+    seconds: float  # spent on the tasks
+    full: bool  # the arena had no room for something
+    no_arena: str  # why the arena could not be opened, if it could not
+
+
+class Served(NamedTuple):
+    """What a call of `serve` returns.
+
+    Attributes:
+        refused: why the line could not be opened.
+        reply: packed worker_id, call and `Reply`, which could not go over the line; it is still open.
+    """
+
+    refused: str = ""
+    reply: Any = None
+
+
+# NOTE [final]. A dataset may write to what it returned as soon as it is asked for the next: a reader that reuses its
+# buffer does. So a result is final when its task ends. Over a line it is sent at that moment. Where Ray carries it, it
+# is pickled once, with copies of what is small; only what is large, or must be looked into by Ray, keeps views of the
+# batch's memory: its call ends with it, and Ray copies them before the next one begins.
+
+
+def final(result: Result, in_band: int) -> Any:
+    """What travels of a result through Ray: bytes if at most `in_band` bytes of it must be copied, else its fields."""
+    if result.wire is None or fits_in_band(result.wire, in_band):
+        return pickle.dumps(result.fields, pickle.HIGHEST_PROTOCOL)
+    return result.fields
+
+
+def result_of(travelled: Any) -> Result:
+    """The result, of what travelled of it."""
+    task_id, kind, *others = pickle.loads(travelled) if isinstance(travelled, bytes) else travelled
+    return Result(task_id, ResultKind(kind), *others)

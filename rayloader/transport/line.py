@@ -1,0 +1,322 @@
+"""A line: a connected local socket between the driver and one worker process, which carries messages both ways.
+
+Promise: nobody blocks on it but who asks to wait. What the socket does not take is queued, and goes when it does; what
+has arrived is read in one go. Whatever was sent before the other end died, or closed, still arrives; then the line has
+`ended`. Only a process of the same user on the same machine, in the same namespaces, can be at the other end.
+
+The driver listens on an abstract name with 128 random bits, which goes away with the socket, and the worker connects.
+One thread at a time uses an end; `close` may be called by any. Ray is unknown here, and so is what a message means.
+
+NOTE [Forks]
+A forked child has the socket too. So `close` shuts the connection down, which every process sees, rather than only
+closing a descriptor of it. A child never uses a line, and closes nothing but its copy. While a child of a worker that
+has died lives, the line does not end: Ray says that the worker is dead.
+
+NOTE [Torn]
+A signal handler that raises in the midst of `receive` or `flush` may have lost what had just been read, or
+make what was sent go twice. Then the line is `torn`, for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+from collections import deque
+from itertools import islice
+from typing import NamedTuple
+
+from rayloader.errors import RayloaderError
+from rayloader.transport.memory_file import MemoryFileError, this_machine
+
+_HEADER = struct.Struct("<Q")  # length of the message that follows
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+# What is read at once, at most, of messages that are not longer than this.
+CHUNK_BYTES = 1 << 18
+# Messages up to this size are joined with their header: a copy costs less than a second part.
+JOINED_BYTES = 1 << 16
+_SENT_AT_ONCE = 64  # parts
+
+
+class LineError(RayloaderError):
+    """A line can't be made or opened here; what it is for has to go another way."""
+
+
+class LineAddress(NamedTuple):
+    """All that the other end needs to connect, and to be sure whom it meets."""
+
+    name: str
+    pid: int  # of the driver
+    uid: int
+    machine: str  # boot, PID namespace and network namespace
+
+
+class Line:
+    """One end of a line, connected.
+
+    Attributes:
+        ended: the other end has closed, or died, and all that it sent was read.
+    """
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self._socket: socket.socket | None = None
+        self._pid = os.getpid()
+        self._out: deque[memoryview] = deque()  # not sent yet
+        self._in = bytearray(CHUNK_BYTES)
+        self._filled = 0  # bytes of `_in`
+        self._at_work = False
+        self.ended = False
+        if connection is not None:
+            self._connected(connection)
+
+    def _connected(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+
+    @property
+    def torn(self) -> bool:
+        """See NOTE [Torn]."""
+        return self._at_work
+
+    @property
+    def descriptor(self) -> int:
+        """To be waited for, -1 where nothing will come any more."""
+        return -1 if self._socket is None or self.ended else self._socket.fileno()
+
+    @property
+    def events(self) -> int:
+        """Of `select.poll`, to be waited for."""
+        return select.POLLIN | select.POLLOUT if self._out else select.POLLIN
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something is queued."""
+        return bool(self._out)
+
+    def send(self, message: bytes) -> None:
+        """Queues a message, and sends what the socket takes."""
+        header = _HEADER.pack(len(message))
+        if len(message) <= JOINED_BYTES:
+            self._out.append(memoryview(header + message))
+        else:
+            self._out.append(memoryview(header))
+            self._out.append(memoryview(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket takes."""
+        connection = self._socket
+        if connection is None or self._at_work:
+            return
+        self._at_work = True
+        out = self._out
+        try:
+            while out:
+                sent = connection.send(out[0]) if len(out) == 1 else connection.sendmsg(islice(out, _SENT_AT_ONCE))
+                while out and sent >= len(out[0]):
+                    sent -= len(out.popleft())
+                if sent:
+                    out[0] = out[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError:  # the other end has gone: `receive` will say so
+            out.clear()
+        self._at_work = False
+
+    def receive(self) -> list[bytes]:
+        """The messages that have arrived, each whole; none if there is none yet."""
+        messages: list[bytes] = []
+        connection = self._socket
+        if connection is None or self.ended or self._at_work:
+            return messages
+        self._at_work = True
+        try:
+            while True:
+                room = len(self._in) - self._filled
+                count = connection.recv_into(memoryview(self._in)[self._filled :], room)
+                if not count:
+                    self.ended = True
+                    break
+                self._filled += count
+                self._cut(messages)
+                if count < room:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:  # it was reset: whoever closed it wants no answer
+            self.ended = True
+        self._at_work = False
+        return messages
+
+    def _cut(self, messages: list[bytes]) -> None:
+        """Takes the whole messages out of what was read; makes room for the rest of one."""
+        begin, needed = 0, 0
+        with memoryview(self._in) as view:
+            while self._filled - begin >= _HEADER.size:
+                (length,) = _HEADER.unpack_from(view, begin)
+                end = begin + _HEADER.size + length
+                if end > self._filled:
+                    needed = end - begin
+                    break
+                messages.append(bytes(view[begin + _HEADER.size : end]))
+                begin = end
+        size = max(needed, CHUNK_BYTES)
+        if begin or size != len(self._in):
+            rest = self._in[begin : self._filled]
+            if size != len(self._in):
+                self._in = bytearray(size)
+            self._in[: len(rest)] = rest
+            self._filled = len(rest)
+
+    def wait(self) -> None:
+        """Waits until something can be received or sent, or the other end has gone."""
+        descriptor, events = self.descriptor, self.events
+        if descriptor < 0:  # nothing will come any more; what is queued may still go
+            if self._socket is None:
+                return
+            descriptor, events = self._socket.fileno(), select.POLLOUT
+        poll = select.poll()
+        poll.register(descriptor, events)
+        poll.poll()
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other end has closed, or died, and not only finished."""
+        if self._socket is None:
+            return True
+        poll = select.poll()
+        poll.register(self._socket.fileno(), 0)
+        return bool(poll.poll(0))
+
+    def finish(self) -> None:
+        """Nothing more will be sent; the other end hears of it when it has read all. Only with nothing `unsent`."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        connection, self._socket = self._socket, None
+        self.ended = True
+        if connection is not None:
+            if os.getpid() == self._pid:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class DriverLine(Line):
+    """The driver's end. What is sent before the worker has connected is queued.
+
+    Attributes:
+        address: what the worker connects to.
+        peer: process id of the worker, once it has connected.
+
+    Raises:
+        LineError: this system has no such sockets.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listener: socket.socket | None = None
+        self._finishing = False
+        self.peer: int | None = None
+        try:
+            name = f"rayloader-line-{secrets.token_hex(16)}"
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"\0{name}")
+            self._listener.listen(1)
+            self._listener.setblocking(False)
+            self.address = LineAddress(name, os.getpid(), os.getuid(), _namespaces())
+        except (OSError, AttributeError, MemoryFileError) as error:  # AttributeError: not Linux
+            self.close()
+            raise LineError(f"can't make a local socket: {error}") from error
+
+    @property
+    def descriptor(self) -> int:
+        """To be waited for, -1 where nothing will come any more."""
+        return self._listener.fileno() if self._listener is not None else super().descriptor
+
+    @property
+    def events(self) -> int:
+        """Of `select.poll`, to be waited for."""
+        return select.POLLIN if self._listener is not None else super().events
+
+    def receive(self) -> list[bytes]:
+        """The messages that have arrived, each whole; none if there is none yet."""
+        if self._listener is not None:
+            self._accept(self._listener)
+        return super().receive()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # nobody yet, or who came has gone again
+            return
+        pid, uid = _peer(connection)
+        if uid != os.getuid():
+            connection.close()  # a stranger who has read the name in /proc/net/unix
+            return
+        self.peer = pid
+        self._connected(connection)
+        self._listener = None
+        listener.close()
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket takes."""
+        super().flush()
+        if self._finishing and self._socket is not None and not self._out:
+            self._finishing = False
+            super().finish()
+
+    def finish(self) -> None:
+        """Nothing more will be sent; the other end hears of it when it has read all."""
+        self._finishing = True
+        self.flush()
+
+    def close(self) -> None:
+        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        listener, self._listener = getattr(self, "_listener", None), None
+        if listener is not None:
+            listener.close()
+        super().close()
+
+
+def connect(address: LineAddress) -> Line:
+    """The worker's end.
+
+    Raises:
+        LineError: the driver is on another machine or in other namespaces, has gone, or is not what answers there.
+    """
+    try:
+        if (here := _namespaces()) != address.machine:
+            raise LineError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(f"\0{address.name}")
+            if _peer(connection) != (address.pid, address.uid):
+                raise LineError(f"{address.name} must be process {address.pid}, and is another one")
+        except BaseException:
+            connection.close()
+            raise
+    except (OSError, MemoryFileError) as error:
+        raise LineError(f"can't open {address.name}: {error}") from error
+    return Line(connection)
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    return pid, uid
+
+
+def _namespaces() -> str:
+    return f"{this_machine()}, {os.readlink('/proc/self/ns/net')}"

@@ -1,0 +1,232 @@
+"""Lines between this process and itself, or a child: no Ray."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, DriverLine, Line, LineError, connect
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
+
+
+@pytest.fixture
+def ends():
+    """Both ends of a line; the driver's has let the worker's in."""
+    driver = DriverLine()
+    worker = connect(driver.address)
+    assert driver.receive() == []
+    yield driver, worker
+    driver.close()
+    worker.close()
+
+
+def messages(line: Line, count: int) -> list[bytes]:
+    """So many messages, or fewer if the line ends."""
+    found: list[bytes] = []
+    while len(found) < count and not line.ended:
+        line.wait()
+        found += line.receive()
+    return found
+
+
+def exchange(sender: Line, receiver: Line, sent: list[bytes]) -> list[bytes]:
+    for message in sent:
+        sender.send(message)
+    found: list[bytes] = []
+    while len(found) < len(sent):
+        sender.flush()
+        found += receiver.receive()
+    return found
+
+
+SIZES = st.one_of(
+    st.integers(0, 300),
+    st.sampled_from([JOINED_BYTES - 1, JOINED_BYTES, JOINED_BYTES + 1, CHUNK_BYTES - 8, CHUNK_BYTES, 3 * CHUNK_BYTES]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.booleans(), SIZES), max_size=30))
+def test_messages_of_any_size_arrive_whole_and_in_order(plan):
+    driver = DriverLine()
+    worker = connect(driver.address)
+    driver.receive()
+    for down in (True, False):
+        sent = [bytes([number]) * size for number, (goes_down, size) in enumerate(plan) if goes_down is down]
+        pair = (driver, worker) if down else (worker, driver)
+        assert exchange(*pair, sent) == sent
+    driver.close()
+    worker.close()
+
+
+def test_what_is_sent_before_the_worker_has_connected_is_kept():
+    driver = DriverLine()
+    driver.send(b"first")
+    driver.finish()
+    worker = connect(driver.address)
+    worker.send(b"hello")
+    assert messages(driver, 1) == [b"hello"]
+    assert messages(worker, 1) == [b"first"]
+    assert messages(worker, 1) == []
+    assert worker.ended
+    assert not worker.hung_up
+    worker.send(b"still heard")
+    assert messages(driver, 1) == [b"still heard"]
+    worker.close()
+    assert messages(driver, 1) == []
+    assert driver.ended
+    driver.close()
+
+
+def test_nobody_blocks_on_a_full_socket(ends):
+    driver, worker = ends
+    sent = [bytes([number]) * (1 << 20) for number in range(20)]
+    for message in sent:
+        driver.send(message)
+        worker.send(message)
+    assert driver.unsent
+    assert worker.unsent
+    down: list[bytes] = []
+    up: list[bytes] = []
+    while len(down) < 20 or len(up) < 20:
+        driver.flush()
+        worker.flush()
+        down += worker.receive()
+        up += driver.receive()
+    assert down == up == sent
+    assert not driver.unsent
+
+
+def test_a_wait_ends_when_there_is_room_to_send(ends):
+    driver, worker = ends
+    while not worker.unsent:
+        worker.send(bytes(1 << 16))
+    waiter = threading.Thread(target=worker.wait)
+    waiter.start()
+    assert waiter.is_alive()
+    while waiter.is_alive():
+        driver.receive()
+    waiter.join()
+
+
+def test_what_a_process_sent_before_it_died_arrives_and_then_the_line_ends():
+    driver = DriverLine()
+    child = os.fork()
+    if not child:
+        line = connect(driver.address._replace(pid=os.getppid()))
+        line.send(b"last words")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert messages(driver, 2) == [b"last words"]
+    assert driver.ended
+    assert driver.peer == child
+    assert driver.descriptor == -1
+    driver.send(b"nobody reads this")
+    assert not driver.receive()
+    driver.close()
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_to_close_is_to_hang_up_whatever_is_unread_and_whoever_has_a_copy(ends, unread):
+    driver, worker = ends
+    if unread:
+        worker.send(b"never read")
+        driver.send(b"perhaps")
+    copy = os.dup(driver.descriptor)  # as a forked child has one
+    driver.close()
+    while not worker.ended:
+        worker.wait()
+        worker.receive()
+    assert worker.hung_up
+    worker.send(b"into the void")
+    assert not worker.unsent
+    os.close(copy)
+    driver.close()
+
+
+def test_a_forked_child_that_drops_its_copy_does_not_end_the_line(ends):
+    driver, worker = ends
+    child = os.fork()
+    if not child:
+        driver.close()
+        worker.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    driver.send(b"still there")
+    assert messages(worker, 1) == [b"still there"]
+
+
+def test_an_address_that_is_not_what_it_says_is_refused():
+    driver = DriverLine()
+    for change in ({"pid": 1}, {"uid": os.getuid() + 1}, {"machine": "elsewhere"}, {"name": "rayloader-line-0"}):
+        with pytest.raises(LineError):
+            connect(driver.address._replace(**change))
+    driver.close()
+    with pytest.raises(LineError):
+        connect(driver.address)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_not_let_in():
+    driver = DriverLine()
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.connect(f"\0{driver.address.name}")
+        os._exit(0 if stranger.recv(1) == b"" else 1)
+    poll = select.poll()
+    poll.register(driver.descriptor, driver.events)
+    assert poll.poll()
+    driver.receive()
+    assert driver.peer is None
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    worker = connect(driver.address)
+    worker.send(b"a friend")
+    assert messages(driver, 1) == [b"a friend"]
+    worker.close()
+    driver.close()
+
+
+def test_an_interrupt_while_it_is_read_is_noticed(ends):
+    driver, worker = ends
+    worker.send(b"lost")
+
+    class Interrupting:
+        def recv_into(self, *arguments):
+            raise KeyboardInterrupt
+
+        def fileno(self):
+            return -1
+
+        def shutdown(self, how):
+            pass
+
+        def close(self):
+            pass
+
+    own, driver._socket = driver._socket, Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        driver.receive()
+    assert driver.torn
+    assert driver.receive() == []
+    own.close()
+
+
+def test_no_descriptor_is_left():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        driver = DriverLine()
+        worker = connect(driver.address)
+        driver.receive()
+        worker.send(bytes(100))
+        del driver, worker
+    assert len(os.listdir("/proc/self/fd")) == before
