@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
+from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, tensor_over
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -69,8 +69,7 @@ def decode(skeleton: bytes, buffers: Sequence[Buffer]) -> Any:
         raise ValueError(f"decode needs the skeleton's {len(specs)} buffers, got {len(buffers)}")
     tensors: list[Tensor] = []
     for buffer, (dtype, size, stride, nbytes) in zip(buffers, specs, strict=True):
-        storage = storage_over(flat_bytes(buffer, nbytes, len(tensors)))
-        tensors.append(torch.empty(0, dtype=DTYPES[dtype], device="cpu").set_(storage, 0, size, stride))
+        tensors.append(tensor_over(flat_bytes(buffer, nbytes, len(tensors)), DTYPES[dtype], size, stride))
     if kind is Tensor:
         return tensors[0]
     return dict(zip(names, tensors, strict=True)) if kind is dict else kind(tensors)

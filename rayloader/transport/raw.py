@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 # Data types of plain strided tensors by the name that travels. Quantized ones need their quantizer too.
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 NAMES = {d: name for name, d in DTYPES.items() if not name.startswith(("qint", "quint"))}
+# Those that `torch.frombuffer` knows.
+_FROM_BUFFER = {
+    getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+}
 
 
 class _Memory:
@@ -49,6 +54,15 @@ def storage_over(view: memoryview) -> torch.UntypedStorage:
         storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
     storage.rayloader_memory = view  # torch keeps this object as long as the storage
     return storage  # type: ignore[no-any-return]
+
+
+def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of these flat bytes, which are all of its storage, and which that keeps alive as above."""
+    if view.readonly or dtype not in _FROM_BUFFER:
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(view), 0, size, stride)
+    tensor = torch.frombuffer(view, dtype=dtype).as_strided_(size, stride)
+    tensor.untyped_storage().rayloader_memory = view  # type: ignore[attr-defined]
+    return tensor
 
 
 def flat_bytes(buffer: Buffer, nbytes: int, number: int) -> memoryview:
