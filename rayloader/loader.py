@@ -94,9 +94,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch is
             smaller by it, and is not delivered where nothing is left of it. What `collate_fn` raises is raised.
         max_skipped: samples that may be skipped in an epoch, of all workers together; see `skipped`.
-        arenas: let workers on this machine build batches in memory that this process has mapped, so that nothing is
-            copied on the way; otherwise every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment says the
-            same for all loaders.
+        arenas: drive workers on this machine over local sockets, and let them build batches in memory that this process
+            has mapped, so that nothing is copied on the way; otherwise every task and every batch goes through Ray.
+            RAYLOADER_ARENAS=0 in the environment says the same for all loaders.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
