@@ -105,7 +105,7 @@ def encode(
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
             that requires grad and is no leaf is refused in torch's words.
     """
-    if type(obj) is list and set(map(type, obj)) <= {int}:  # a batch's indices
+    if type(obj) is int or (type(obj) is list and set(map(type, obj)) <= {int}):  # a sample's index, or a batch's
         return Encoded(pickle.dumps(obj, _PROTOCOL) + _NO_BUFFERS, [], [])
     if mapped is None and (simple := plain.encode(obj)) is not None:
         return Encoded(*simple, [])
