@@ -215,6 +215,9 @@ class Epoch:
             elif fresh and (journal.entries or journal.state is not None):
                 self._tell_again(worker_id)
         self._handle(Opened())
+        for worker_id, pace in enumerate(self._paces):  # as the loader's last epoch left them
+            if pace.places:
+                self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
         self._draw_owed()
         self._flush()
         if self._pin is not None:

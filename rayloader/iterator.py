@@ -198,11 +198,8 @@ class EpochIterator(_BaseDataLoaderIter):
             return [Pace(math.inf, max_tasks) for _ in range(self._num_workers)]
         new = [Pace(self._prefetch_bytes / self._num_workers, dynamic=self._dynamic) for _ in range(self._num_workers)]
         paces: list[Pace] = get_pool().remembered(loader).setdefault("paces", new)
-        if [(p.worker_bytes, p.dynamic) for p in paces] != [(p.worker_bytes, p.dynamic) for p in new]:
-            return new
-        for pace in paces:
-            pace.begin()
-        return paces
+        same = [(p.worker_bytes, p.dynamic) for p in paces] == [(p.worker_bytes, p.dynamic) for p in new]
+        return paces if same else new
 
     def _start_crew(self, loader: TorchDataLoader[Any], max_undone: int) -> Crew:
         pool = get_pool()

@@ -50,11 +50,6 @@ class Pace:
         self.tasks_per_call = 1
         self.places = 0
 
-    def begin(self) -> None:
-        """A new epoch: its first calls are short ones, for the user waits for them."""
-        self.tasks_per_call = 1
-        self.places = 0
-
     def saw(self, num_tasks: int, seconds: float, nbytes: int, *, publishes: bool) -> bool:
         """Takes in a call's report; whether `tasks_per_call` or `places` changed.
 

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from latches import HANG_LIMIT, Gate
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
+from rayloader.crew import Crew
 
 # Bytes of a batch that does not fit into a socket's buffer.
 LARGE = 2 << 20
@@ -251,3 +252,18 @@ def test_a_result_is_final_when_its_task_ends(calls_of, dataset, numbers, arenas
         assert (batch == number).all()
     assert number == 99
     assert max(sizes) == 16
+
+
+def test_a_later_epoch_begins_as_deep_as_the_one_before_it_ended(monkeypatch):
+    loader, submitted = DataLoader(range(4000), None, num_workers=1), []
+    assert list(loader) == list(range(4000))
+    run = Crew.run
+
+    def noted(self, worker_id, tasks, **named):
+        submitted.extend(tasks)
+        return run(self, worker_id, tasks, **named)
+
+    monkeypatch.setattr(Crew, "run", noted)
+    iterator = iter(loader)
+    assert len(submitted) > 2  # torch's depth
+    assert list(iterator) == list(range(4000))

@@ -50,8 +50,6 @@ def test_calls_grow_at_most_twofold_and_begin_with_one_task():
         sizes.append(pace.tasks_per_call)
         assert pace.saw(sizes[-1], 0.0, 0, publishes=True) == (pace.tasks_per_call != sizes[-1])
     assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
-    pace.begin()
-    assert pace.tasks_per_call == 1
 
 
 def test_no_more_tasks_than_allowed():
