@@ -50,7 +50,7 @@ def matrix():
             name = f"{case}-{seeding}-{num_workers}{'-persistent' if persistent else ''}"
             combination = case, {"seeding": seeding, "persistent_workers": persistent}, num_workers
             if place == 3 * number % (len(SEEDINGS) * len(NUM_WORKERS)):
-                yield pytest.param(*combination, slice(number % 6, None, 6), id=f"{name}-some")
+                yield pytest.param(*combination, slice(number % 9, None, 9), id=f"{name}-some")
             yield pytest.param(*combination, slice(None), id=f"{name}-every", marks=pytest.mark.full)
 
 

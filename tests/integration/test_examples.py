@@ -1,4 +1,4 @@
-"""The examples run as users run them: each in a process of its own, which starts a Ray of its own."""
+"""The examples run as users run them: each in a process of its own."""
 
 import os
 import re
@@ -31,15 +31,15 @@ def run_example(name: str, *options: str, joined: bool = False) -> subprocess.Co
     )
 
 
-def test_quickstart() -> None:
-    result = run_example("quickstart.py")
+def test_quickstart(ray_session: object) -> None:
+    result = run_example("quickstart.py", joined=True)
 
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(r"[\d,]+ bytes in \d+ files; most frequent:( [a-z]){8}\n", result.stdout)
 
 
-def test_digits_gives_the_batches_of_torch() -> None:
-    result = run_example("digits.py", "--epochs", "2", "--target", "0.5")
+def test_digits_gives_the_batches_of_torch(ray_session: object) -> None:
+    result = run_example("digits.py", "--epochs", "2", "--target", "0.5", joined=True)
 
     assert result.returncode == 0, result.stderr
     assert re.search(r"^test accuracy \d", result.stdout, re.MULTILINE)

@@ -57,7 +57,15 @@ def check_gone(left):
     assert psutil.wait_procs(left, EXIT_LIMIT)[1] == []
 
 
-def test_a_script_ends_by_itself_whatever_is_still_alive(tmp_path):
+@pytest.fixture(scope="module")
+def sessions_script():
+    """It waits most of its time, for a Ray that starts or ends: other scripts run beside it."""
+    script = start("script_sessions.py")
+    yield script
+    finish(script)
+
+
+def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_path):
     output, errors = finish(script := start("script_exit.py", tmp_path))
     assert (script.returncode, output[-1]) == (0, "the end"), errors
     assert "Traceback" not in errors
@@ -141,9 +149,9 @@ def test_batches_in_arenas_outlive_the_workers_and_are_held_at_exit(ray_session)
     assert "Traceback" not in errors
 
 
-def test_ray_and_rayloader_may_be_shut_down_under_live_iterators():
-    output, errors = finish(script := start("script_sessions.py"))
-    assert (script.returncode, output) == (0, ["the end"]), errors
+def test_ray_and_rayloader_may_be_shut_down_under_live_iterators(sessions_script):
+    output, errors = finish(sessions_script)
+    assert (sessions_script.returncode, output) == (0, ["the end"]), errors
     assert "Traceback" not in errors
 
 
