@@ -1,6 +1,6 @@
 """What the documents name exists: links, files, functions, make targets.
 
-Checked are README.md, CHANGELOG.md and docs/*.md:
+Checked are README.md, CHANGELOG.md, CONTRIBUTING.md and docs/*.md:
 
 - relative links lead to a file, their anchors to a heading of it;
 - back-ticked paths (`rayloader/epoch.py`, `epoch.py`) are files, globs match some;
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/decisions.md"]
+REQUIRED = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/decisions.md"]
 DOCUMENTS = sorted({*REQUIRED, *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))})
 SOURCE_FOLDERS = ("rayloader", "tests", "examples", "benchmarks")
 FOLDERS = (*SOURCE_FOLDERS, "docs", ".ci")
