@@ -182,11 +182,16 @@ class _Served:
 
 
 class LineCalls(Channel):
-    """A line, served by one long Ray call; batches travel in the actor's arena."""
+    """A line, served by one long Ray call; batches travel in the actor's arena.
+
+    Raises:
+        LineError: no line can be made here.
+    """
 
     def __init__(self, actor: Actor, answers: Answers) -> None:
         super().__init__(actor, answers)
-        self._served: deque[_Served] = deque()  # what is sent goes to the last; older ones may still bring something
+        # What is sent goes to the last; older ones may still bring something.
+        self._served: deque[_Served] = deque([_Served()])
 
     @override
     def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
@@ -211,7 +216,7 @@ class LineCalls(Channel):
     @override
     def pause(self) -> None:
         self.flush()
-        if self._served and not self._served[-1].paused:
+        if self._served and self._served[-1].ref is not None and not self._served[-1].paused:
             self._served[-1].paused = True
             self._served[-1].line.finish()
 
@@ -222,7 +227,7 @@ class LineCalls(Channel):
 
     @override
     def flush(self) -> None:
-        if self._served and self._served[-1].ref is None:
+        if self._served and self._served[-1].early:
             self._serve(self._served[-1])
             self._answers.ring_others()  # they do not wait for this line yet
 

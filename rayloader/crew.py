@@ -32,6 +32,7 @@ from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.snapshot import WorkerState
 from rayloader.transport import memory_file
 from rayloader.transport.lanes import ArenaLane, Lent
+from rayloader.transport.line import LineError
 from rayloader.transport.replica import Image
 
 if TYPE_CHECKING:
@@ -234,8 +235,7 @@ class Crew:
         Returns:
             Its workers, which are to be started anew; they are away now.
         """
-        actor.no_line = reason
-        logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a local socket: %s", reason)
+        self._do_without_line(actor, reason)
         self._hang_up(actor)
         worker_ids = self.hosted_by(actor)
         for worker_id in worker_ids:
@@ -247,9 +247,20 @@ class Crew:
 
     def _open_channel(self, actor: Actor) -> Channel:
         if actor not in self._channels:
-            over_line = self._lines and not actor.no_line and self._is_near(actor)
-            self._channels[actor] = (LineCalls if over_line else RayCalls)(actor, self._answers)
+            self._channels[actor] = self._line_to(actor) or RayCalls(actor, self._answers)
         return self._channels[actor]
+
+    def _line_to(self, actor: Actor) -> Channel | None:
+        if self._lines and not actor.no_line and self._is_near(actor):
+            try:
+                return LineCalls(actor, self._answers)
+            except LineError as error:
+                self._do_without_line(actor, str(error))
+        return None
+
+    def _do_without_line(self, actor: Actor, reason: str) -> None:
+        actor.no_line = reason
+        logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a local socket: %s", reason)
 
     def _hang_up(self, actor: Actor) -> None:
         channel = self._channels.pop(actor, None)

@@ -11,6 +11,7 @@ from latches import HANG_LIMIT, Gate
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
 from rayloader.crew import Crew
+from rayloader.transport.memory_file import MemoryFileError
 
 # Bytes of a batch that does not fit into a socket's buffer.
 LARGE = 2 << 20
@@ -267,3 +268,21 @@ def test_a_later_epoch_begins_as_deep_as_the_one_before_it_ended(monkeypatch):
     iterator = iter(loader)
     assert len(submitted) > 2  # torch's depth
     assert list(iterator) == list(range(4000))
+
+
+def unknown_namespaces():
+    raise MemoryFileError("as planned")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("namespaces", [unknown_namespaces, lambda: "another machine"], ids=["driver", "worker"])
+def test_where_no_line_is_possible_batches_come_by_ray_calls_and_that_is_said(
+    namespaces, persistent, monkeypatch, caplog
+):
+    """The driver cannot make one, or the worker cannot connect."""
+    monkeypatch.setattr("rayloader.transport.line._namespaces", namespaces)
+    # Fresh processes: what is noted of an actor outlives this test.
+    loader = DataLoader(range(60), None, num_workers=2, persistent_workers=persistent, fresh_processes=True)
+    assert [list(loader) for _ in range(2)] == [list(range(60))] * 2
+    told = [record.getMessage() for record in caplog.records if "by Ray calls" in record.getMessage()]
+    assert len(told) == (2 if persistent else 4)  # once a process
