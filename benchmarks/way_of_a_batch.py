@@ -56,7 +56,7 @@ class Way:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._driver = DriverLine()
+        self._driver = DriverLine(lambda _: True)
         self._worker = connect(self._driver.address)
         self._driver.receive()
         self._lane, self._worker_lane = ArenaLane(), WorkerLane()

@@ -164,8 +164,8 @@ class RayCalls(Channel):
 class _Served:
     """A line and the Ray call that serves it."""
 
-    def __init__(self) -> None:
-        self.line = DriverLine()
+    def __init__(self, may_enter: Callable[[int], bool]) -> None:
+        self.line = DriverLine(may_enter)
         self.ref: Any = None  # of the call, once that was made
         self.early: list[bytes] = []  # messages that the call will bring: the driver need not let the worker in first
         self.arena: Any = None  # address that it was told
@@ -191,7 +191,7 @@ class LineCalls(Channel):
     def __init__(self, actor: Actor, answers: Answers) -> None:
         super().__init__(actor, answers)
         # What is sent goes to the last; older ones may still bring something.
-        self._served: deque[_Served] = deque([_Served()])
+        self._served: deque[_Served] = deque([_Served(self._is_actor)])
 
     @override
     def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
@@ -222,8 +222,14 @@ class LineCalls(Channel):
 
     def _newest(self) -> _Served:
         if not self._served or self._served[-1].paused:
-            self._served.append(_Served())
+            self._served.append(_Served(self._is_actor))
         return self._served[-1]
+
+    def _is_actor(self, pid: int) -> bool:
+        try:
+            return not self._actor.has_started() or self._actor.address.pid == pid  # type: ignore[union-attr]
+        except RayError:  # it died meanwhile
+            return False
 
     @override
     def flush(self) -> None:

@@ -14,7 +14,7 @@ has died lives, the line does not end: Ray says that the worker is dead.
 
 NOTE [Torn]
 A signal handler that raises in the midst of `receive` or `flush` may have lost what had just been read, or
-make what was sent go twice. Then the line is `torn`, for good.
+make what was sent go twice. Then nothing more goes over the line or comes: the epoch is told that it was interrupted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
@@ -75,11 +76,6 @@ class Line:
     def _connected(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-
-    @property
-    def torn(self) -> bool:
-        """See NOTE [Torn]."""
-        return self._at_work
 
     @property
     def descriptor(self) -> int:
@@ -214,19 +210,21 @@ class Line:
 class DriverLine(Line):
     """The driver's end. What is sent before the worker has connected is queued.
 
+    Args:
+        may_enter: whether the process of this id, which is one of the same user, may be at the other end.
+
     Attributes:
         address: what the worker connects to.
-        peer: process id of the worker, once it has connected.
 
     Raises:
         LineError: this system has no such sockets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, may_enter: Callable[[int], bool]) -> None:
         super().__init__()
+        self._may_enter = may_enter
         self._listener: socket.socket | None = None
         self._finishing = False
-        self.peer: int | None = None
         try:
             name = f"rayloader-line-{secrets.token_hex(16)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -260,10 +258,9 @@ class DriverLine(Line):
         except OSError:  # nobody yet, or who came has gone again
             return
         pid, uid = _peer(connection)
-        if uid != os.getuid():
+        if uid != os.getuid() or not self._may_enter(pid):
             connection.close()  # a stranger who has read the name in /proc/net/unix
             return
-        self.peer = pid
         self._connected(connection)
         self._listener = None
         listener.close()

@@ -17,10 +17,14 @@ from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, DriverLine, Line
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
 
 
+def anybody(_: int) -> bool:
+    return True
+
+
 @pytest.fixture
 def ends():
     """Both ends of a line; the driver's has let the worker's in."""
-    driver = DriverLine()
+    driver = DriverLine(anybody)
     worker = connect(driver.address)
     assert driver.receive() == []
     yield driver, worker
@@ -56,7 +60,7 @@ SIZES = st.one_of(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.booleans(), SIZES), max_size=30))
 def test_messages_of_any_size_arrive_whole_and_in_order(plan):
-    driver = DriverLine()
+    driver = DriverLine(anybody)
     worker = connect(driver.address)
     driver.receive()
     for down in (True, False):
@@ -68,7 +72,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(plan):
 
 
 def test_what_is_sent_before_the_worker_has_connected_is_kept():
-    driver = DriverLine()
+    driver = DriverLine(anybody)
     driver.send(b"first")
     driver.finish()
     worker = connect(driver.address)
@@ -118,7 +122,8 @@ def test_a_wait_ends_when_there_is_room_to_send(ends):
 
 
 def test_what_a_process_sent_before_it_died_arrives_and_then_the_line_ends():
-    driver = DriverLine()
+    met: list[int] = []
+    driver = DriverLine(lambda pid: not met.append(pid))  # type: ignore[func-returns-value]
     child = os.fork()
     if not child:
         line = connect(driver.address._replace(pid=os.getppid()))
@@ -127,7 +132,7 @@ def test_what_a_process_sent_before_it_died_arrives_and_then_the_line_ends():
     os.waitpid(child, 0)
     assert messages(driver, 2) == [b"last words"]
     assert driver.ended
-    assert driver.peer == child
+    assert met == [child]
     assert driver.descriptor == -1
     driver.send(b"nobody reads this")
     assert not driver.receive()
@@ -165,7 +170,7 @@ def test_a_forked_child_that_drops_its_copy_does_not_end_the_line(ends):
 
 
 def test_an_address_that_is_not_what_it_says_is_refused():
-    driver = DriverLine()
+    driver = DriverLine(anybody)
     for change in ({"pid": 1}, {"uid": os.getuid() + 1}, {"machine": "elsewhere"}, {"name": "rayloader-line-0"}):
         with pytest.raises(LineError):
             connect(driver.address._replace(**change))
@@ -174,9 +179,19 @@ def test_an_address_that_is_not_what_it_says_is_refused():
         connect(driver.address)
 
 
+def test_another_process_than_the_workers_is_not_let_in():
+    driver = DriverLine(lambda pid: pid != os.getpid())
+    stranger = connect(driver.address)
+    assert driver.receive() == []
+    assert messages(stranger, 1) == []
+    assert stranger.hung_up
+    stranger.close()
+    driver.close()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_not_let_in():
-    driver = DriverLine()
+    driver = DriverLine(anybody)
     child = os.fork()
     if not child:
         os.setuid(65534)
@@ -186,8 +201,7 @@ def test_another_user_is_not_let_in():
     poll = select.poll()
     poll.register(driver.descriptor, driver.events)
     assert poll.poll()
-    driver.receive()
-    assert driver.peer is None
+    assert driver.receive() == []
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     worker = connect(driver.address)
     worker.send(b"a friend")
@@ -216,15 +230,16 @@ def test_an_interrupt_while_it_is_read_is_noticed(ends):
     own, driver._socket = driver._socket, Interrupting()
     with pytest.raises(KeyboardInterrupt):
         driver.receive()
-    assert driver.torn
+    driver._socket = own
     assert driver.receive() == []
-    own.close()
+    driver.send(b"neither")
+    assert worker.receive() == []
 
 
 def test_no_descriptor_is_left():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        driver = DriverLine()
+        driver = DriverLine(anybody)
         worker = connect(driver.address)
         driver.receive()
         worker.send(bytes(100))
