@@ -518,9 +518,17 @@ class _Hosted:
         self._replayed += not task.wanted
         if task.digest in (None, result.digest) or self._failure is not None or result.kind is ResultKind.EXITED:
             return result
-        if has_state(self._dataset) or has_state(self._iterator):
-            return result  # they are believed
+        believed = has_state(self._dataset) or has_state(self._iterator)
+        if believed and result.kind in (ResultKind.BATCH, ResultKind.EMPTY):
+            return result
         with self._keeping_failure():
+            if believed:  # no batch at all: what would have followed it is lost too
+                what = result.text or "its stream has ended"
+                raise ReplayError(
+                    f"batch {task.task_id} of worker {self._setup.worker_id} was built again, for the worker lost its "
+                    "process or was resumed, and did not come: load_state_dict() of the dataset has not brought it to "
+                    f"where it was. Mend that, or begin the epoch anew. What came instead: {what}"
+                )
             raise ReplayError(
                 f"batch {task.task_id} of worker {self._setup.worker_id} was built again, for the worker lost its "
                 "process or was resumed, and is not what it was: it depends on something that cannot be restored, such "

@@ -171,6 +171,46 @@ def test_a_restore_that_fails_is_that_error_for_every_batch(num_workers):
             next(iterator)
 
 
+class LostItsWay(IterableDataset):
+    """Its `load_state_dict` is quiet, and the stream that was resumed raises, or ends at once."""
+
+    def __init__(self, how):
+        self.how, self.at, self.resumed = how, 0, False
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at, self.resumed = state["at"], True
+
+    def __iter__(self):
+        if self.resumed and self.how == "raises":
+            raise FileNotFoundError("as planned")
+        while self.at < 80 and not self.resumed:
+            self.at += 1
+            time.sleep(0.001)  # the next snapshot is some batches away: those are built again
+            yield self.at
+
+
+@pytest.mark.parametrize("how", ["raises", "ends"])
+def test_a_stream_with_state_that_gives_nothing_when_it_is_resumed_is_an_error(how):
+    iterator = iter(make({"dataset": LostItsWay(how)}))
+    for _ in range(7):
+        next(iterator)
+    kill_worker(iterator)
+    with pytest.raises(ReplayError, match="did not come"):
+        list(iterator)
+
+    loader = make({"dataset": LostItsWay(how)})
+    iterator = iter(loader)
+    for _ in range(7):
+        next(iterator)
+    state = loader.state_dict()
+    loader = make({"dataset": LostItsWay(how)})
+    with pytest.raises(ReplayError, match="as planned" if how == "raises" else "has ended"):
+        resumed(loader, state)
+
+
 class Differs(IterableDataset):
     """Another stream in each process."""
 
