@@ -115,7 +115,7 @@ class Way:
         return lent
 
     def _answer(self, task_id: int, result: Result) -> None:
-        reply = Reply([result.fields], 1, result.nbytes, False, None, (0, 0), 0.0, False, "")
+        reply = Reply([result.fields], 1, result.nbytes, False, None, (0, 0), None, 0.0, False, "")
         self._worker.send(pickle.dumps((Up.REPLY, 0, task_id, tuple(reply)), pickle.HIGHEST_PROTOCOL))
 
     def _timed(self, step: str, function: Callable[[], Any]) -> Any:

@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import pickle
+import reprlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ from rayloader.snapshot import WorkerState, has_state
 from rayloader.transport import codec
 
 FORMAT, VERSION = "rayloader", 3
+KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal"}
 # What a state and a loader must have in common: with another value of these, the stream is another one.
 _FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
 
@@ -261,7 +263,7 @@ class Position:
                 {
                     "state": _pack_worker(journal.base),
                     "replay": [[told.task_id, told.digest] for told in journal.replay],
-                    # Streams are read again from the epoch's begin, and compared as a whole.
+                    # Streams are read again from the epoch's start, and compared as a whole.
                     "before": None if self.iterable or journal.before is None else _pack_before(journal.before),
                     "remembers": _remembers(journal),
                 }
@@ -587,11 +589,14 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
         Of each of the loader's samplers the attributes that the state puts to what they were.
     """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise StateError(f"this is not a state of a rayloader.DataLoader: {str(state)[:100]!r}")
+        raise StateError(f"this is not a state of a rayloader.DataLoader: {reprlib.repr(state)}")
     if state.get("version") != VERSION:
         raise StateError(
             f"the state has version {state.get('version')!r}, this rayloader reads {VERSION}; use the one that wrote it"
         )
+    missing = sorted(KEYS - state.keys())
+    if missing:
+        raise StateError(f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}")
     samplers = Samplers(loader)
     saved, own = state["fits"], _fits(loader, samplers)
     for name, value in own.items():

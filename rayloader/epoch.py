@@ -205,6 +205,7 @@ class Epoch:
         self._last_arrival = 0.0  # time.monotonic()
         self._failure: WorkerDiedError | None = None
         self._warned = False  # of workers that share a process
+        self._doubted = False  # a batch of a dataset that is believed
 
     def open(self, *, fresh: bool = True) -> None:
         """Fills the window. What the sampler raises is raised here. `fresh`: the workers have only just started."""
@@ -691,6 +692,14 @@ class Epoch:
             self._crew.journals[worker_id].reached(WorkerState(*reply.state))
         self._calls[worker_id].popleft()
         self._left_over[worker_id] += call.num_tasks - reply.num_done
+        if reply.doubt is not None and not self._doubted:
+            self._doubted = True
+            logger.warning(
+                "rayloader: batch %d of worker %d was built again and is not what it was. Its dataset has state_dict() "
+                "and is believed; if that leaves something out, such as a shuffle buffer, samples are lost or repeated "
+                "from here on. If the batch shows the time or the process, all is well",
+                *(reply.doubt, worker_id),
+            )
         if reply.full:
             lane.was_full()
         if reply.no_arena:

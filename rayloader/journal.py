@@ -6,7 +6,7 @@ be; one that starts from `base` and builds the tasks in `replay` again is where 
 NOTE [Proof]. Whether a worker can be brought to where another process was shows when it builds something again that was
 delivered: the digests of the two batches must be equal. So `state` and `base` are snapshots from before the last task
 that was answered, or taken, and at least that one is built again. In an epoch of which nothing was answered, or taken,
-that is one of the epoch before: the snapshot of the epoch's begin proves nothing. A dataset that tells its own state is
+that is one of the epoch before: the snapshot of the epoch's start proves nothing. A dataset that tells its own state is
 believed; and of a stream that has ended nothing can be built.
 """
 
@@ -40,7 +40,7 @@ class Resumed(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Where a worker was in an epoch before the current one, and how it came from there to the begin of this one."""
+    """Where a worker was in an epoch before the current one, and how it came from there to the start of this one."""
 
     state: WorkerState | None = None
     entries: tuple[Told | Resumed, ...] = ()
@@ -65,7 +65,7 @@ class Journal:
         self._before = Before()  # dropped once this epoch has something to prove
         self._shared_seed: int | None = None  # of this epoch, if that is not the first
         self.begun = True  # `base` is of this epoch
-        self.resumed: Any = None  # until it is: where the snapshot of the epoch's begin will come from
+        self.resumed: Any = None  # until it is: where the snapshot of the epoch's start will come from
 
     @property
     def state(self) -> WorkerState | None:
@@ -138,7 +138,7 @@ class Journal:
         self._last_answered = self.last_taken = -1
 
     def reached_begin(self, state: WorkerState) -> None:
-        """The snapshot of the epoch's begin has come, a whole one."""
+        """The snapshot of the epoch's start has come, a whole one."""
         self.begun, self.resumed = True, None
         self.base = state
         if not state.is_to_be_proven or not self._before.proves:
@@ -171,7 +171,7 @@ class Journal:
         self._advance()
 
     def starts_before(self, before: Before) -> None:
-        """The worker goes on from the begin of an epoch of another run's, of which the user had taken nothing."""
+        """The worker goes on from the start of an epoch of another run's, of which the user had taken nothing."""
         self._before, self.begun = before, False
 
     def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:

@@ -5,6 +5,7 @@ Iterators come from `iterator.py`, which is imported when the first is made: a l
 
 from __future__ import annotations
 
+import operator
 import sys
 import warnings
 import weakref
@@ -213,7 +214,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         _check_remote_args(self.ray_remote_args)
         _check_scheduling(self.seeding, self.scheduling, self.dataset)
         self.check_worker_number_rationality()
-        iterator = EpochIterator(self, self._stream_workers, self._state)
+        iterator = EpochIterator(self, int(self._stream_workers), self._state)
         self._state, self._of_other_workers = None, iterator.num_workers != self._stream_workers
         self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
         return iterator
@@ -249,7 +250,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         iterator = self._last_iterator() if self._last_iterator is not None else None
         if iterator is not None:
             iterator.tell_positions()
-        return make_state(self, self._position, self._stream_workers)
+        return make_state(self, self._position, int(self._stream_workers))
 
     def load_state_dict(self, state_dict: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Has the next `iter()` go on where the state was saved: with the rest of that epoch, or a new one.
@@ -294,7 +295,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         """
         if self.num_workers == 0:
             raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
-        _check_num_workers(num_workers)
+        num_workers = _checked_num_workers(num_workers)
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
         iterator = self._last_iterator() if self._last_iterator is not None else None
@@ -303,7 +304,7 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def _check_changed_attributes(self) -> None:
         """What the program may have set since the loader was made counts from this `iter()` on, as torch has it."""
-        _check_num_workers(self.num_workers)
+        self.num_workers = _checked_num_workers(self.num_workers)
         if self.prefetch_factor is None:
             raise TypeError(
                 f"prefetch_factor must be a whole number where num_workers={self.num_workers}, got None: the loader "
@@ -355,9 +356,14 @@ def _check_remote_args(remote_args: Any) -> None:
             )
 
 
-def _check_num_workers(num_workers: Any) -> None:
-    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+def _checked_num_workers(num_workers: Any) -> int:
+    try:
+        number = operator.index(num_workers)  # NumPy's integers too, and True, as in torch
+    except TypeError:
+        number = 0
+    if number < 1:
         raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
+    return number
 
 
 def _check_choice(name: str, value: Any, values: tuple[str, str]) -> None:

@@ -143,6 +143,7 @@ class Reply(NamedTuple):
     exhausted: bool  # the last of them says that the iterable dataset has ended
     state: tuple[Any, ...] | None  # fields of `WorkerState`: the worker after these tasks, if a snapshot was taken
     replay: tuple[int, int]  # batches built again since the worker was restored, and how many that must be
+    doubt: int | None  # a task whose batch was built again, is not what it was, and was believed nevertheless
     seconds: float  # spent on the tasks
     full: bool  # the arena had no room for something
     no_arena: str  # why the arena could not be opened, if it could not

@@ -176,9 +176,9 @@ class Worker:
             if not sink(result, more):
                 break
         seconds = time.perf_counter() - began
-        replay, state = hosted.replay, hosted.snapshot_if_due(seconds)
+        replay, doubt, state = hosted.replay, hosted.take_doubt(), hosted.snapshot_if_due(seconds)
         lane = self._lane
-        return Reply([], done, nbytes, exhausted, state, replay, seconds, lane.take_full(), lane.error)
+        return Reply([], done, nbytes, exhausted, state, replay, doubt, seconds, lane.take_full(), lane.error)
 
     def serve(self, address: LineAddress, early: list[bytes]) -> Served:
         """Does over a line what `run` and `resume` do, until the line ends.
@@ -318,6 +318,7 @@ class _Hosted:
         self._tasks = 0  # built in this epoch
         self._last_task = -1
         self._digest = 0
+        self._doubt: int | None = None
         self._goal: WorkerState | None = None  # to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
         self._parked: RandomState | None = None
@@ -409,6 +410,11 @@ class _Hosted:
     def replay(self) -> tuple[int, int]:
         """How many batches were built again, and how many that must be."""
         return self._replayed, self._to_replay
+
+    def take_doubt(self) -> int | None:
+        """A task since this was asked last whose batch was believed, see `Reply`."""
+        doubt, self._doubt = self._doubt, None
+        return doubt
 
     def snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
         """The worker as it is now, if a snapshot is due after these seconds of work."""
@@ -520,6 +526,7 @@ class _Hosted:
             return result
         believed = has_state(self._dataset) or has_state(self._iterator)
         if believed and result.kind in (ResultKind.BATCH, ResultKind.EMPTY):
+            self._doubt = task.task_id
             return result
         with self._keeping_failure():
             if believed:  # no batch at all: what would have followed it is lost too

@@ -7,6 +7,7 @@ import pickle
 import types
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, SequentialSampler
@@ -160,11 +161,18 @@ def test_num_workers_that_cannot_be_are_refused_by_iter():
     loader.num_workers = 2
     with pytest.raises(TypeError, match=r"prefetch_factor .* got None: the loader was made with num_workers=0"):
         iter(loader)
-    for value in (-1, 1.5):
+    for value in (-1, 1.5, "2"):
         loader = DataLoader(NUMBERS, num_workers=1)
         loader.num_workers = value
         with pytest.raises(ValueError, match="num_workers must be a whole number >= 1"):
             iter(loader)
+
+
+@pytest.mark.parametrize("number", [numpy.int64(1), True])
+def test_num_workers_may_be_any_whole_number_as_in_torch(ray_session, number):
+    loader = DataLoader(NUMBERS, num_workers=number)
+    assert [batch.item() for batch in loader] == list(NUMBERS)
+    assert type(loader.state_dict()["num_workers"]) is int
 
 
 def test_generic():

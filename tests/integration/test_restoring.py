@@ -401,3 +401,36 @@ def test_a_state_waits_for_workers_that_have_not_begun_the_epoch(dies, tmp_path,
     assert not death.exists()
     assert [lists(batch) for batch in iterator] == expected[1]
     assert resumed(fresh(), state) == expected[1]
+
+
+class ForgetsItsBuffer(IterableDataset):
+    """Its state says how far it was read, and nothing of the buffer that it shuffles in."""
+
+    def __init__(self):
+        self.at, self.buffer = 0, []
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        while self.at < 200:
+            self.at += 1
+            self.buffer.append(self.at)
+            if len(self.buffer) > 20:
+                yield self.buffer.pop(0)
+        yield from self.buffer
+
+
+def test_a_believed_dataset_whose_batches_differ_is_warned_of_once(caplog):
+    loader = make({"dataset": ForgetsItsBuffer()}, persistent_workers=True)
+    iterator = iter(loader)
+    for _ in range(8):
+        next(iterator)
+    kill_worker(iterator)
+    list(iterator)
+    told = [record.getMessage() for record in caplog.records if "is not what it was" in record.getMessage()]
+    assert len(told) == 1
+    assert "a shuffle buffer" in told[0]
