@@ -8,6 +8,7 @@ belongs to one crew, and is used under the lock of its epoch.
 from __future__ import annotations
 
 import pickle
+import select
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -167,10 +168,15 @@ class _Served:
     def __init__(self, may_enter: Callable[[int], bool]) -> None:
         self.line = DriverLine(may_enter)
         self.ref: Any = None  # of the call, once that was made
-        self.early: list[bytes] = []  # messages that the call will bring: the driver need not let the worker in first
+        # Messages that the call will bring, pickled or as they are: the driver need not let the worker in first.
+        self.early: list[Any] = []
         self.arena: Any = None  # address that it was told
         self.paused = False
         self.ended_at = 0.0  # time.monotonic()
+
+    def bring(self, message: Any) -> None:
+        """Keeps a message for the call, with references to Ray's objects: only Ray keeps their owners in touch."""
+        self.early.append(message)
 
     def send(self, message: Any) -> None:
         """Sends a message, or keeps it for the call."""
@@ -195,12 +201,15 @@ class LineCalls(Channel):
 
     @override
     def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
+        carries = any(task.indices.carried for task in tasks)
+        if carries and self._served and self._served[-1].ref is not None:
+            self.pause()  # the next call to serve brings them
         served, lane = self._newest(), self._actor.lane
         lent = lane.lend(served.arena) if wanted else None
         if lent is not None:
             served.arena = lent.arena.address
         message, _ = self._message(worker_id, tasks, wanted=wanted, room=tuple(lent.room) if lent is not None else None)
-        served.send((Down.RUN, *message))
+        (served.bring if carries else served.send)((Down.RUN, *message))
         return lent
 
     @override
@@ -244,7 +253,12 @@ class LineCalls(Channel):
 
     @override
     def descriptors(self) -> Iterator[tuple[int, int]]:
-        return ((served.line.descriptor, served.line.events) for served in self._served if served.line.descriptor >= 0)
+        for served in list(self._served):
+            line = served.line
+            if (descriptor := line.descriptor) >= 0:
+                yield descriptor, line.events
+            if (process := line.process) >= 0:
+                yield process, select.POLLIN
 
     @property
     @override
@@ -266,11 +280,16 @@ class LineCalls(Channel):
             if answer is not NONE_YET:
                 self._answers.forget(served.ref)
                 messages += self._ended(served, answer)
+            elif line.refused:
+                self.close()
+                messages.append(LineRefused(line.refused))
             elif line.ended and not served.ended_at:
                 served.ended_at = time.monotonic()
             elif line.ended and time.monotonic() > served.ended_at + CAUSE_PATIENCE_S:
                 self.close()
                 messages.append(ActorLost(self._actor, "its process has ended"))
+            if not self._served:
+                break  # closed: it has no answers any more, and no other line either
         return messages
 
     def _ended(self, served: _Served, answer: Any) -> list[Message]:

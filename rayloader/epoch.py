@@ -76,7 +76,7 @@ from rayloader.messages import (
 )
 from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
-from rayloader.protocol import CARRY, Reply, Result, ResultKind, Up, result_of
+from rayloader.protocol import CARRY, ENDS, Reply, Result, ResultKind, Up, result_of
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
 from rayloader.transport.lanes import Lent, from_wire, unplaced
@@ -291,7 +291,9 @@ class Epoch:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
             self._crew.check_session()
-            raise RaySessionError("this epoch was ended: iter() was called on the loader again meanwhile")
+            raise RaySessionError(
+                "this epoch was ended: iter() was called on the loader again meanwhile, or shutdown()"
+            )
         if not self._schedule.finished:
             self._crew.check_connected()
 
@@ -346,6 +348,8 @@ class Epoch:
         their first tasks, and `dropped` says which are to be undone.
         """
         with self._lock:
+            if resuming:
+                self._tell_what_waits()
             self._handle(Closed(resuming))
             for calls in self._calls:
                 calls.clear()
@@ -354,6 +358,15 @@ class Epoch:
         if self._pin_thread is not None:
             self._pin_thread.close(wait=wait)
         self._crew.ring()
+
+    @_changes
+    def _tell_what_waits(self) -> None:
+        """Workers that still build again what they had built are told at once what torch's have been given by now."""
+        for worker_id in list(self._replays):
+            del self._replays[worker_id]
+            waiting = [task for task in self._crew.journals[worker_id].tasks if task.task_id in self._unanswered]
+            if waiting:
+                self._call(worker_id, waiting)
 
     # ---- events in, commands out
 
@@ -723,10 +736,7 @@ class Epoch:
         """Reports results to the schedule, but for those that were forgotten or published before."""
         done = []
         for result in results:
-            if result.task_id not in self._unanswered and result.kind not in (
-                ResultKind.EXITED,
-                ResultKind.NOT_STARTED,
-            ):
+            if result.task_id not in self._unanswered and result.kind not in ENDS:
                 continue
             match result.kind:
                 case ResultKind.BATCH | ResultKind.ERROR | ResultKind.EMPTY:
@@ -739,7 +749,7 @@ class Epoch:
                     self._tasks_done(done)
                     self._count_skipped(result.skipped)
                     self._handle(WorkerExhausted(result.task_id))
-                case ResultKind.EXITED | ResultKind.NOT_STARTED:
+                case ResultKind.EXITED | ResultKind.NOT_STARTED | ResultKind.TERMINATED:
                     self._tasks_done(done)
                     suspect = result.task_id if result.kind is ResultKind.EXITED else None
                     self._lose(self._crew.actor(worker_id), result.text, suspect)

@@ -153,7 +153,7 @@ class DrawAhead(Iterator[Any]):
         if not self._fixed_size and self._sampler.batch_size != self._batch_size:
             return True
         try:
-            return self._subset is not None and self._looked_up(given) != drawn
+            return self._subset is not None and not _same(self._looked_up(given), drawn)
         except Exception:  # the subset has become too small: this is raised when the draw comes again
             return True
 
@@ -183,6 +183,15 @@ def _batches(samples: Iterator[Any], sampler: BatchSampler, batch_size: int) -> 
 def _batches_of_any_size(samples: Iterator[Any], sampler: BatchSampler) -> Iterator[list[Any]]:
     while batch := list(itertools.islice(samples, sampler.batch_size)):
         yield batch
+
+
+def _same(now: Any, drawn: Any) -> bool:
+    """Whether two draws are equal, and of the same types: a dataset may tell a tensor from a number."""
+    if type(now) is not type(drawn):
+        return False
+    if isinstance(now, list):
+        return len(now) == len(drawn) and all(map(_same, now, drawn))
+    return bool(now == drawn)
 
 
 def _certain(sampler: Any) -> int:

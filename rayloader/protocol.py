@@ -112,6 +112,11 @@ class ResultKind(Enum):
     EMPTY = 3  # every sample of it was skipped
     EXITED = 4  # user code asked this process to end: SystemExit, KeyboardInterrupt
     NOT_STARTED = 5  # the same, before its first task
+    TERMINATED = 6  # SIGTERM asked for it
+
+
+# After these the process does nothing more.
+ENDS = ResultKind.EXITED, ResultKind.NOT_STARTED, ResultKind.TERMINATED
 
 
 class Result(NamedTuple):

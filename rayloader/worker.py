@@ -43,6 +43,7 @@ from rayloader.generators import Generators, alive, note_modules, noting
 from rayloader.process_state import Baseline
 from rayloader.protocol import (
     CARRY,
+    ENDS,
     Down,
     Replica,
     Reply,
@@ -180,7 +181,7 @@ class Worker:
         lane = self._lane
         return Reply([], done, nbytes, exhausted, state, replay, doubt, seconds, lane.take_full(), lane.error)
 
-    def serve(self, address: LineAddress, early: list[bytes]) -> Served:
+    def serve(self, address: LineAddress, early: list[Any]) -> Served:
         """Does over a line what `run` and `resume` do, until the line ends.
 
         It also ends, with the line left open for the next `serve`, where a reply has to go through Ray. `early` are
@@ -203,13 +204,9 @@ class Worker:
             if kind == Down.RESUME:
                 self._send(line, (Up.BEGUN, worker_id, call, tuple(self.resume(worker_id, *arguments))))
             elif (reply := self._answer(line, worker_id, call, *arguments)) is not None:
-                while line.unsent and not line.hung_up:  # what is older comes first
-                    line.wait()
-                    line.flush()
+                line.drain()  # what is older comes first
                 return Served(reply=reply)
-        while line.unsent and not line.hung_up:
-            line.wait()
-            line.flush()
+        line.drain()
         self._hang_up()
         return Served()
 
@@ -247,8 +244,8 @@ class Worker:
         if line.ended and line.hung_up:
             self._calls.clear()
 
-    def _take_in(self, messages: list[bytes]) -> None:
-        for message in map(pickle.loads, messages):
+    def _take_in(self, messages: list[Any]) -> None:
+        for message in map(unpack, messages):
             if message[0] == Down.DROP:
                 self._dropped = message[1:]
             else:
@@ -382,7 +379,7 @@ class _Hosted:
         again = _Task(0, -1, nothing, wanted=False, digest=None)
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
-            if result.kind is ResultKind.EXITED:
+            if result.kind in (ResultKind.EXITED, ResultKind.TERMINATED):
                 self._failure = result._replace(kind=ResultKind.NOT_STARTED)
             self._replayed += 1
             if time.monotonic() >= until:
@@ -511,7 +508,7 @@ class _Hosted:
             if not task.wanted:
                 result = result._replace(wire=None, nbytes=0, skipped=())
             yield result, bool(self._left) and not self._exhausted
-            if result.kind in (ResultKind.EXITED, ResultKind.NOT_STARTED):
+            if result.kind in ENDS:
                 break
             if not task.wanted and time.monotonic() >= until:
                 break
@@ -522,7 +519,7 @@ class _Hosted:
             self._rewind.task_begins(task.task_id)
         result = self._build(task, arena)
         self._replayed += not task.wanted
-        if task.digest in (None, result.digest) or self._failure is not None or result.kind is ResultKind.EXITED:
+        if task.digest in (None, result.digest) or self._failure is not None or result.kind in ENDS:
             return result
         believed = has_state(self._dataset) or has_state(self._iterator)
         if believed and result.kind in (ResultKind.BATCH, ResultKind.EMPTY):
@@ -672,4 +669,8 @@ def _error(task_id: int, where: str) -> Result:
 
 
 def _exited(task_id: int, error: BaseException) -> Result:
-    return Result(task_id, ResultKind.EXITED, text="".join(traceback.format_exception(error)))
+    # Ray's handler of SIGTERM raises SystemExit wherever the program is: that is no fault of the task's.
+    frames = traceback.extract_tb(error.__traceback__)
+    by_signal = any(frame.name == "sigterm_handler" and "/ray/" in frame.filename for frame in frames)
+    kind = ResultKind.TERMINATED if by_signal else ResultKind.EXITED
+    return Result(task_id, kind, text="".join(traceback.format_exception(error)))

@@ -39,6 +39,7 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 from torch.multiprocessing import reductions
+from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 
 from rayloader import generators
 from rayloader.transport import bulk, classes, plain
@@ -290,6 +291,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
+        if self.mapped is not None and issubclass(kind, _DataPipeSerializationWrapper):
+            return kind, (obj._datapipe,)  # its own way is plain pickle's, which leaves what __main__ has to __main__
         if self.mapped is not None and issubclass(kind, generators.KINDS):
             return generators.reduce_generator(obj, self._reduced)
         if issubclass(kind, type):

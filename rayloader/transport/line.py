@@ -9,8 +9,8 @@ One thread at a time uses an end; `close` may be called by any. Ray is unknown h
 
 NOTE [Forks]
 A forked child has the socket too. So `close` shuts the connection down, which every process sees, rather than only
-closing a descriptor of it. A child never uses a line, and closes nothing but its copy. While a child of a worker that
-has died lives, the line does not end: Ray says that the worker is dead.
+closing a descriptor of it. A child never uses a line, and closes nothing but its copy. A child of the worker that
+outlives it keeps the connection open, and Ray's too: so the driver watches the worker's process itself.
 
 NOTE [Torn]
 A signal handler that raises in the midst of `receive` or `flush` may have lost what had just been read, or
@@ -20,11 +20,13 @@ make what was sent go twice. Then nothing more goes over the line or comes: the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import select
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -40,6 +42,10 @@ CHUNK_BYTES = 1 << 18
 # Messages up to this size are joined with their header: a copy costs less than a second part.
 JOINED_BYTES = 1 << 16
 _SENT_AT_ONCE = 64  # parts
+# A program may have given SIGPIPE back its default action: the death of the other end must not be its own.
+_NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
+# Why the system takes no further descriptor; `accept` says so whether somebody has come or not.
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LineError(RayloaderError):
@@ -111,7 +117,10 @@ class Line:
         out = self._out
         try:
             while out:
-                sent = connection.send(out[0]) if len(out) == 1 else connection.sendmsg(islice(out, _SENT_AT_ONCE))
+                if len(out) == 1:
+                    sent = connection.send(out[0], _NO_SIGNAL)
+                else:
+                    sent = connection.sendmsg(islice(out, _SENT_AT_ONCE), (), _NO_SIGNAL)
                 while out and sent >= len(out[0]):
                     sent -= len(out.popleft())
                 if sent:
@@ -178,6 +187,14 @@ class Line:
         poll.register(descriptor, events)
         poll.poll()
 
+    def drain(self) -> None:
+        """Waits until all that is queued was sent, or the other end has gone."""
+        while self._out and self._socket is not None:
+            poll = select.poll()
+            poll.register(self._socket.fileno(), select.POLLOUT)
+            poll.poll()
+            self.flush()
+
     @property
     def hung_up(self) -> bool:
         """Whether the other end has closed, or died, and not only finished."""
@@ -203,8 +220,9 @@ class Line:
                     connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.close()
 
 
 class DriverLine(Line):
@@ -215,6 +233,7 @@ class DriverLine(Line):
 
     Attributes:
         address: what the worker connects to.
+        refused: why the worker can't be let in; "" unless that is so.
 
     Raises:
         LineError: this system has no such sockets.
@@ -225,6 +244,8 @@ class DriverLine(Line):
         self._may_enter = may_enter
         self._listener: socket.socket | None = None
         self._finishing = False
+        self.refused = ""
+        self._process = -1  # becomes readable with the death of the worker, whoever has copies of its end
         try:
             name = f"rayloader-line-{secrets.token_hex(16)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -250,17 +271,33 @@ class DriverLine(Line):
         """The messages that have arrived, each whole; none if there is none yet."""
         if self._listener is not None:
             self._accept(self._listener)
-        return super().receive()
+        messages = super().receive()
+        if not messages and self._has_died():
+            messages = super().receive()  # what it sent in between
+            self.ended |= not messages
+        return messages
+
+    def _has_died(self) -> bool:
+        return self._process >= 0 and _is_readable(self._process)
+
+    @property
+    def process(self) -> int:
+        """To be waited for too: readable once the worker is dead; -1 where that can't be told, or is known."""
+        return -1 if self.ended else self._process
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # nobody yet, or who came has gone again
+        except OSError as error:  # else: nobody yet, or who came has gone again, or the line was closed
+            if error.errno in _NO_ROOM and _is_readable(listener.fileno()):
+                self.refused = f"can't let a worker in: {error}"
             return
         pid, uid = _peer(connection)
         if uid != os.getuid() or not self._may_enter(pid):
             connection.close()  # a stranger who has read the name in /proc/net/unix
             return
+        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or it is dead already: Ray says it too
+            self._process = os.pidfd_open(pid)
         self._connected(connection)
         self._listener = None
         listener.close()
@@ -282,7 +319,16 @@ class DriverLine(Line):
         """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
         listener, self._listener = getattr(self, "_listener", None), None
         if listener is not None:
+            if os.getpid() == self._pid:  # a forked child may have a copy: nobody is to wait for an answer there
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)  # from here on nobody can connect
+                with contextlib.suppress(OSError):
+                    while True:  # those who have: they see the end
+                        listener.accept()[0].close()
             listener.close()
+        process, self._process = getattr(self, "_process", -1), -1
+        if process >= 0:
+            os.close(process)
         super().close()
 
 
@@ -306,6 +352,12 @@ def connect(address: LineAddress) -> Line:
     except (OSError, MemoryFileError) as error:
         raise LineError(f"can't open {address.name}: {error}") from error
     return Line(connection)
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:

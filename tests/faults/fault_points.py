@@ -67,6 +67,7 @@ HOW = {
     "KeyboardInterrupt": interrupt,
     "os._exit": lambda: os._exit(0),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "segfault": lambda: ctypes.string_at(0),
     "killed": be_killed,
     "hang": lambda: threading.Event().wait(),

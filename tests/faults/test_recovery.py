@@ -1,5 +1,6 @@
 """Workers that die in ways that the table does not have: several, again and again, in loaders of every kind."""
 
+import itertools
 import os
 import random
 import time
@@ -428,3 +429,75 @@ def test_batches_of_live_workers_are_delivered_meanwhile(in_order, faults, tmp_p
     found += iterator
     os.close(pipe)
     assert (found if in_order else sorted(found)) == list(range(24))
+
+
+@oversubscribed
+def test_killed_while_it_ends_one_line_and_has_another(faults, caplog):
+    """After a `resize` a worker process that moves on has calls of both under way."""
+    loader = DataLoader(Sleeping(), 4, num_workers=3, worker_init_fn=faults.started, timeout=HANG_LIMIT)
+    iterator = iter(loader)
+    found = [next(iterator).tolist()]
+    processes = [faults.process_of(worker_id) for worker_id in range(2)]
+    loader.resize(2)
+    kill(*processes)
+    found += [batch.tolist() for batch in iterator]
+    assert list(itertools.chain(*found)) == list(range(48))
+
+
+class Sleeping(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        time.sleep(0.1)
+        return index
+
+
+class TerminatesItself(Dataset):
+    """The worker gets SIGTERM, as from outside, over sample 5 each time that it is built, up to `times`."""
+
+    def __init__(self, faults, times):
+        self.faults, self.times = faults, times
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == 5 and len(self.faults.struck()) < self.times:
+            self.faults.plan("__getitem__", "SIGTERM")
+            self.faults.strike("__getitem__")
+        return index
+
+
+def test_sigterm_is_not_blamed_on_the_batch_as_an_exit_of_its_own_is(faults):
+    loader = DataLoader(TerminatesItself(faults, 3), None, num_workers=1, max_worker_restarts=9)
+    assert list(loader) == list(range(10))
+    assert len(set(faults.struck())) == 3
+
+
+class Forks(Dataset):
+    """The worker forks a child that outlives it, and dies over sample 5."""
+
+    def __init__(self, faults, pipe):
+        self.faults, self.pipe = faults, str(pipe)
+        os.mkfifo(pipe)
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == 5 and not self.faults.struck():
+            if not os.fork():
+                with open(self.pipe) as pipe:
+                    pipe.read()
+                os._exit(0)
+            self.faults.strike("__getitem__")
+        return index
+
+
+def test_a_worker_is_dead_though_a_child_of_it_lives(faults, tmp_path):
+    dataset = Forks(faults, tmp_path / "pipe")
+    faults.plan("__getitem__", "SIGKILL")
+    pipe = os.open(dataset.pipe, os.O_RDWR)  # the child reads until this is closed
+    assert list(DataLoader(dataset, None, num_workers=1, timeout=HANG_LIMIT)) == list(range(10))
+    os.close(pipe)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
+import signal
 import socket
 import sys
 import threading
@@ -245,3 +247,57 @@ def test_no_descriptor_is_left():
         worker.send(bytes(100))
         del driver, worker
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_death_of_the_other_end_kills_nobody_who_has_given_sigpipe_back():
+    driver = DriverLine(anybody)
+    worker = connect(driver.address)
+    driver.receive()
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        worker.close()
+        driver.send(b"one part")
+        driver.send(bytes(JOINED_BYTES + 1))  # two
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert not driver.unsent
+    driver.close()
+
+
+def test_without_a_descriptor_to_let_it_in_a_worker_is_refused_and_not_waited_for():
+    driver = DriverLine(anybody)
+    assert not driver.receive()
+    worker = connect(driver.address)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (driver.descriptor, hard))
+    try:
+        assert not driver.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "open files" in driver.refused
+    driver.close()
+    worker.receive()
+    assert worker.ended
+
+
+@pytest.mark.parametrize("first", ["connect", "close"])
+def test_nobody_waits_for_a_closed_line_that_a_forked_child_has_a_copy_of(first):
+    driver = DriverLine(anybody)
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        if first == "connect":
+            worker = connect(driver.address)
+            driver.close()
+            assert not worker.receive()
+            assert worker.ended
+            assert worker.hung_up
+        else:
+            driver.close()
+            with pytest.raises(LineError, match="refused"):
+                connect(driver.address)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
