@@ -66,8 +66,8 @@ class Channel(ABC):
         """`Worker.resume`, likewise."""
 
     @abstractmethod
-    def drop(self, from_task: int) -> None:
-        """Nobody wants tasks from this one on, of the calls made so far, if that can be told."""
+    def drop(self, after_call: int, from_task: int) -> None:
+        """Nobody wants tasks from this one on, of the calls made after that one so far, if that can be told."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -128,7 +128,7 @@ class RayCalls(Channel):
         self._answers.watch(ref)
 
     @override
-    def drop(self, from_task: int) -> None:
+    def drop(self, after_call: int, from_task: int) -> None:
         pass  # what Ray was told it carries out
 
     @override
@@ -218,9 +218,9 @@ class LineCalls(Channel):
         self._newest().send((Down.RESUME, worker_id, self._actor.calls, *resumed))
 
     @override
-    def drop(self, from_task: int) -> None:
+    def drop(self, after_call: int, from_task: int) -> None:
         if self._served and not self._served[-1].paused:
-            self._served[-1].send((Down.DROP, self._actor.calls, from_task))
+            self._served[-1].send((Down.DROP, after_call, self._actor.calls, from_task))
 
     @override
     def pause(self) -> None:

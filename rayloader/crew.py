@@ -143,6 +143,7 @@ class Crew:
         self._hosts: list[Actor] = []  # by worker
         self._away: set[int] = set()  # workers whose host is not told yet that it is them
         self._started: dict[int, Ref] = {}  # answers to `start`, by worker
+        self._began_at: dict[int, int] = {}  # after which call of its actor the worker's epoch began, by worker
         self._dead: list[Actor] = []
         self.actors: list[Actor] = []
         self.journals: list[Journal] = []
@@ -189,15 +190,17 @@ class Crew:
         """Has a worker begin another epoch; its journal is told when it has."""
         self._channel(worker_id).resume(worker_id, resumed)
         self.journals[worker_id].resumed = self._hosts[worker_id], self._hosts[worker_id].calls
+        self._began_at[worker_id] = self._hosts[worker_id].calls
 
     def drop(self, worker_id: int, from_task: int) -> None:
-        """Nobody wants a worker's tasks from this one on, of the calls made so far.
+        """Nobody wants a worker's tasks of this epoch from this one on, of the calls made so far.
 
-        Workers that share a process are not told: their calls have one sequence of numbers.
+        What it builds again of the epoch before has numbers of its own, and is wanted. Workers that share a process are
+        not told: their calls have one sequence of numbers.
         """
         host = self._hosts[worker_id]
         if host in self._channels and len(self.hosted_by(host)) == 1:
-            self._channels[host].drop(from_task)
+            self._channels[host].drop(self._began_at[worker_id], from_task)
 
     def flush(self) -> None:
         """To be called when the last of several calls has been made."""
@@ -325,6 +328,7 @@ class Crew:
             setup = replace(setup, shared_seed=journal.shared_seed)
         source = self._source(actor, contents)
         self._open_channel(actor).pause()
+        self._began_at[worker_id] = actor.calls
         self._started[worker_id] = actor.start(setup, source, journal.state)
         self._away.discard(worker_id)
 

@@ -227,6 +227,8 @@ class EpochIterator(_BaseDataLoaderIter):
                 )
                 for worker_id in range(self._num_workers)
             ]
+            for journal in self.position.journals:
+                journal.rewinds = setups[0].max_undone > 0
             crew.start(image, carried, setups, self.position.journals)
         except BaseException:  # the actors were borrowed: they go back whatever happened
             crew.release(busy=True)

@@ -65,6 +65,7 @@ class Journal:
         self._before = Before()  # dropped once this epoch has something to prove
         self._shared_seed: int | None = None  # of this epoch, if that is not the first
         self.begun = True  # `base` is of this epoch
+        self.rewinds = False  # tasks that the user has not taken may yet have to be undone: `state` is before them
         self.resumed: Any = None  # until it is: where the snapshot of the epoch's start will come from
 
     @property
@@ -72,6 +73,8 @@ class Journal:
         """The snapshot that another process starts from; None: as `start` makes it."""
         if self._starts_before:
             return self._before.state
+        if self.rewinds:
+            return self.base
         return next((s for s in reversed(self._snapshots) if _is_before(s, self._last_answered)), self.base)
 
     @property

@@ -29,7 +29,7 @@ class Down:
 
     RUN = 0  # a call: worker_id, call, task_ids, indices, room, digests; see `Worker.run`
     RESUME = 1  # a call: worker_id, call, epoch, shared_seed, undo_from; see `Worker.resume`
-    DROP = 2  # up_to_call, from_task: of those calls nobody wants the tasks from this one on
+    DROP = 2  # after_call, up_to_call, from_task: of the calls in between nobody wants the tasks from this one on
 
 
 class Up:

@@ -86,7 +86,7 @@ class Worker:
         self._line: Line | None = None
         self._line_address: LineAddress | None = None
         self._calls: deque[tuple[Any, ...]] = deque()  # that came over the line, not begun, oldest first
-        self._dropped = -1, 0  # up to this call nobody wants the tasks from this one on
+        self._dropped = 0, 0, 0  # after this call and up to that nobody wants the tasks from this one on
         self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
         note_modules()
 
@@ -253,8 +253,8 @@ class Worker:
 
     def _is_dropped(self, call: int, task_id: int) -> bool:
         """Whether nobody wants this task any more, which came with this call."""
-        up_to_call, from_task = self._dropped
-        return (call <= up_to_call and task_id >= from_task) or (
+        after_call, up_to_call, from_task = self._dropped
+        return (after_call < call <= up_to_call and task_id >= from_task) or (
             self._line is not None and self._line.ended and self._line.hung_up
         )
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -15,11 +16,23 @@ pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 
 
 class Drawing(Dataset):
+    def __init__(self, length=60):
+        self.length = length
+
     def __len__(self):
-        return 60
+        return self.length
 
     def __getitem__(self, index):
         return torch.tensor([index, random.random()])
+
+
+class WithGenerator(Drawing):
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), self.generator.random()])
 
 
 class Fetching(Dataset):
@@ -63,6 +76,25 @@ def test_resized_and_broken_off_at_once():
         return [batch.tolist() for batch in loader]
 
     assert second_epoch(True) == second_epoch(False)
+
+
+def test_resized_at_the_start_of_an_epoch_that_is_broken_off_at_once():
+    """What the workers that moved build again of the epoch before is not dropped with what nobody wants of this one."""
+
+    def later_epochs(resized):
+        torch.manual_seed(0)
+        loader = DataLoader(WithGenerator(), batch_size=2, num_workers=3, persistent_workers=True)
+        epochs = []
+        for taken in (30, 1, 3):
+            if resized:
+                loader.resize(3)
+            iterator = iter(loader)
+            epochs.append([next(iterator).tolist() for _ in range(taken)])
+            if resized:
+                loader.resize(2)
+        return [*epochs, [batch.tolist() for batch in loader]]
+
+    assert later_epochs(True) == later_epochs(False)
 
 
 @pytest.mark.parametrize("arenas", [True, False])
