@@ -295,6 +295,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         """
         if self.num_workers == 0:
             raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
+        if isinstance(num_workers, bool):  # torch takes one for a number; nobody means it here
+            raise TypeError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
         num_workers = _checked_num_workers(num_workers)
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
