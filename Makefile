@@ -10,7 +10,7 @@ BENCH_READY := $(VENV)/.ready-bench
 # Fast tests first, then every other folder under tests/. Multi-node tests start Ray nodes of their own and must
 # not share a process with the others.
 ORDERED := tests/unit tests/conformance tests/integration tests/faults
-MULTINODE := tests/multinode
+MULTINODE := $(wildcard tests/multinode)
 TESTS := $(wildcard $(ORDERED)) \
 	$(filter-out $(ORDERED) $(MULTINODE) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 PYTEST := $(PY) -m pytest
@@ -60,17 +60,14 @@ clean: ## remove build output and caches; keeps .venv
 	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-# The multi-node tests wait most of their time, for nodes that start or are given up: they run beside the others, in a
-# process of their own. What they print follows. One run shows every failure, of whichever process.
+# Both pytest processes run whatever the first one says, so that one run shows every failure.
 # Exit status 5 is "no tests selected": fine for the multi-node folder, a mistake for the rest.
 define run_tests
-@failed=0; output=$$(mktemp); \
-$(PYTEST) $(1) $(MULTINODE) >"$$output" 2>&1 & multinode=$$!; \
-trap 'kill $$multinode 2>/dev/null; rm -f "$$output"' EXIT; \
-trap 'exit 130' INT TERM; \
+@failed=0; \
 $(PYTEST) $(1) $(TESTS) || failed=1; \
-wait $$multinode || [ $$? -eq 5 ] || failed=1; \
-cat "$$output"; \
+if [ -n "$(MULTINODE)" ]; then \
+	$(PYTEST) $(1) $(MULTINODE) || [ $$? -eq 5 ] || failed=1; \
+fi; \
 exit $$failed
 endef
 
