@@ -428,17 +428,21 @@ def test_persistent_workers_are_replaced_after_a_death(tmp_path):
     mail = Mail(tmp_path / "mail")
     gate = tmp_path / "fault"
     gate.touch()
+    death = Gate(tmp_path / "death")
 
     def get(index):
         if index == 2 and gate.exists():
+            death.wait()
             gate.unlink()
             os._exit(1)
         return index
 
     loader = load(get, 4, num_workers=2, persistent_workers=True, worker_init_fn=mail.send, max_worker_restarts=0)
+    iterator = iter(loader)
+    assert sorted(mail.receive(2)) == ["0", "1"]  # a process that has not started by then would never say so
+    death.open()
     with pytest.raises(rayloader.WorkerDiedError):
-        list(loader)
-    assert sorted(mail.receive(2)) == ["0", "1"]
+        list(iterator)
     assert list(loader) == [0, 1, 2, 3]
     assert sorted(mail.receive(2)) == ["0", "1"]
     mail.close()
