@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from rayloader.answers import NONE_YET, Answers
 from rayloader.journal import Resumed, Told
-from rayloader.protocol import Down, Reply, Served, Up
+from rayloader.protocol import Down, Served, Up
 from rayloader.transport.lanes import Lent, Wire, pack, to_wire, unpack
 from rayloader.transport.line import DriverLine
 
@@ -174,10 +174,6 @@ class _Served:
         self.paused = False
         self.ended_at = 0.0  # time.monotonic()
 
-    def bring(self, message: Any) -> None:
-        """Keeps a message for the call, with references to Ray's objects: only Ray keeps their owners in touch."""
-        self.early.append(message)
-
     def send(self, message: Any) -> None:
         """Sends a message, or keeps it for the call."""
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -209,7 +205,10 @@ class LineCalls(Channel):
         if lent is not None:
             served.arena = lent.arena.address
         message, _ = self._message(worker_id, tasks, wanted=wanted, room=tuple(lent.room) if lent is not None else None)
-        (served.bring if carries else served.send)((Down.RUN, *message))
+        if carries:  # references to Ray's objects: only Ray keeps their owners in touch
+            served.early.append((Down.RUN, *message))
+        else:
+            served.send((Down.RUN, *message))
         return lent
 
     @override
@@ -315,8 +314,3 @@ class LineCalls(Channel):
             self._answers.forget(served.ref)
             served.line.close()
         self._served.clear()
-
-
-def reply_of(fields: Any) -> Reply:
-    """The reply, of what travelled of it."""
-    return Reply(*fields)

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from torch._utils import ExceptionWrapper
 
 from rayloader import skipping
-from rayloader.channel import ActorLost, LineRefused, Message, reply_of
+from rayloader.channel import ActorLost, LineRefused, Message
 from rayloader.checkpoint import Position
 from rayloader.crew import Actor, Crew
 from rayloader.delivery.pinning import PinThread
@@ -641,7 +641,7 @@ class Epoch:
         if kind == Up.RESULT:
             self._take_in(worker_id, [result_of(content)], call.lent)
         else:
-            self._take_reply(worker_id, call, reply_of(content))
+            self._take_reply(worker_id, call, Reply(*content))
 
     def _first(self) -> Delivery | None:
         """The next batch, opened, and pinned where that is asked for; None if it is not there yet.

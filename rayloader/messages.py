@@ -69,7 +69,7 @@ class TasksDone:
 
 @dataclass(frozen=True, slots=True)
 class CallAnswered:
-    """A worker returned a call; each task that it had done by then was told of before."""
+    """A worker returned a call; the tasks that it had done by then were reported before."""
 
     worker_id: int
 

@@ -76,8 +76,8 @@ class Source:
     Attributes:
         image: the driver's.
         carried: parts of the replica that travel as they are.
-        contents: for who can't open the driver's files: in a list, Ray's object with their bytes. None in it if the
-            node has an image of an earlier epoch.
+        contents: for workers that cannot open the driver's files: in a list, Ray's object with their bytes, or None if
+            the node has an image of an earlier epoch.
         hosted: likewise, the address of the image that one worker of the node has made of them.
     """
 

@@ -177,32 +177,19 @@ class Line:
             self._filled = len(rest)
 
     def wait(self) -> None:
-        """Waits until something can be received or sent, or the other end has gone."""
-        descriptor, events = self.descriptor, self.events
-        if descriptor < 0:  # nothing will come any more; what is queued may still go
-            if self._socket is None:
-                return
-            descriptor, events = self._socket.fileno(), select.POLLOUT
-        poll = select.poll()
-        poll.register(descriptor, events)
-        poll.poll()
+        """Waits until something can be received or sent, or the other end has gone. Not of one that has `ended`."""
+        _poll(self.descriptor, self.events)
 
     def drain(self) -> None:
         """Waits until all that is queued was sent, or the other end has gone."""
         while self._out and self._socket is not None:
-            poll = select.poll()
-            poll.register(self._socket.fileno(), select.POLLOUT)
-            poll.poll()
+            _poll(self._socket.fileno(), select.POLLOUT)
             self.flush()
 
     @property
     def hung_up(self) -> bool:
         """Whether the other end has closed, or died, and not only finished."""
-        if self._socket is None:
-            return True
-        poll = select.poll()
-        poll.register(self._socket.fileno(), 0)
-        return bool(poll.poll(0))
+        return self._socket is None or _poll(self._socket.fileno(), 0, 0)
 
     def finish(self) -> None:
         """Nothing more will be sent; the other end hears of it when it has read all. Only with nothing `unsent`."""
@@ -278,7 +265,7 @@ class DriverLine(Line):
         return messages
 
     def _has_died(self) -> bool:
-        return self._process >= 0 and _is_readable(self._process)
+        return self._process >= 0 and _poll(self._process, select.POLLIN, 0)
 
     @property
     def process(self) -> int:
@@ -289,7 +276,7 @@ class DriverLine(Line):
         try:
             connection, _ = listener.accept()
         except OSError as error:  # else: nobody yet, or who came has gone again, or the line was closed
-            if error.errno in _NO_ROOM and _is_readable(listener.fileno()):
+            if error.errno in _NO_ROOM and _poll(listener.fileno(), select.POLLIN, 0):
                 self.refused = f"can't let a worker in: {error}"
             return
         pid, uid = _peer(connection)
@@ -346,7 +333,7 @@ def connect(address: LineAddress) -> Line:
             connection.connect(f"\0{address.name}")
             if _peer(connection) != (address.pid, address.uid):
                 raise LineError(f"{address.name} must be process {address.pid}, and is another one")
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else has the socket yet
             connection.close()
             raise
     except (OSError, MemoryFileError) as error:
@@ -354,10 +341,11 @@ def connect(address: LineAddress) -> Line:
     return Line(connection)
 
 
-def _is_readable(descriptor: int) -> bool:
+def _poll(descriptor: int, events: int, timeout: int | None = None) -> bool:
+    """Waits for events of `select.poll`, milliseconds at most; whether there is one, or the other end has gone."""
     poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+    poll.register(descriptor, events)
+    return bool(poll.poll(timeout))
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
