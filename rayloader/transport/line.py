@@ -68,8 +68,10 @@ class Line:
         ended: the other end has closed, or died, and all that it sent was read.
     """
 
+    _socket: socket.socket | None = None  # for `close` too, where an interrupt came before the constructor's end
+    _pid = -1
+
     def __init__(self, connection: socket.socket | None = None) -> None:
-        self._socket: socket.socket | None = None
         self._pid = os.getpid()
         self._out: deque[memoryview] = deque()  # not sent yet
         self._in = bytearray(CHUNK_BYTES)
@@ -226,13 +228,14 @@ class DriverLine(Line):
         LineError: this system has no such sockets.
     """
 
+    _listener: socket.socket | None = None
+    _process = -1  # becomes readable with the death of the worker, whoever has copies of its end
+
     def __init__(self, may_enter: Callable[[int], bool]) -> None:
         super().__init__()
         self._may_enter = may_enter
-        self._listener: socket.socket | None = None
         self._finishing = False
         self.refused = ""
-        self._process = -1  # becomes readable with the death of the worker, whoever has copies of its end
         try:
             name = f"rayloader-line-{secrets.token_hex(16)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -304,7 +307,7 @@ class DriverLine(Line):
 
     def close(self) -> None:
         """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
-        listener, self._listener = getattr(self, "_listener", None), None
+        listener, self._listener = self._listener, None
         if listener is not None:
             if os.getpid() == self._pid:  # a forked child may have a copy: nobody is to wait for an answer there
                 with contextlib.suppress(OSError):
@@ -313,7 +316,7 @@ class DriverLine(Line):
                     while True:  # those who have: they see the end
                         listener.accept()[0].close()
             listener.close()
-        process, self._process = getattr(self, "_process", -1), -1
+        process, self._process = self._process, -1
         if process >= 0:
             os.close(process)
         super().close()
