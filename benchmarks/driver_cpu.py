@@ -37,13 +37,11 @@ def schedule_cpu(name: str, workers: int, prefetch_factor: int) -> float:
 
     schedule = Schedule(workers, prefetch_factor)
     pending: deque[Any] = deque([rules.Opened()])
-    calls: deque[Any] = deque()  # in the order in which they were submitted
+    submitted: deque[Any] = deque()
     spent, taken = 0.0, 0
-    while pending or calls:
+    while pending or submitted:
         if not pending:
-            worker_id, tasks = calls.popleft()
-            pending.append(rules.TasksDone(tuple(task.task_id for task in tasks)))
-            pending.append(rules.CallAnswered(worker_id))
+            pending.append(rules.TaskDone(submitted.popleft().task_id))
         event = pending.popleft()
         begin = time.perf_counter()
         commands = schedule.handle(event)
@@ -52,8 +50,8 @@ def schedule_cpu(name: str, workers: int, prefetch_factor: int) -> float:
             match command:
                 case rules.DrawIndices(count):
                     pending.extend([rules.IndicesDrawn(None)] * count)
-                case rules.Submit(worker_id, tasks):
-                    calls.append((worker_id, tasks))
+                case rules.Submit(task):
+                    submitted.append(task)
                 case rules.Deliver(task):
                     taken += 1
                     pending.append(rules.BatchTaken(task.task_id))

@@ -27,15 +27,14 @@ from rayloader.draws import drawn
 from rayloader.journal import Journal, Told
 from rayloader.messages import (
     BatchTaken,
-    CallAnswered,
     Deliver,
     IndicesDrawn,
     Opened,
     SamplerExhausted,
     Submit,
-    TasksDone,
+    TaskDone,
 )
-from rayloader.protocol import CARRY, Down, Reply, Result, ResultKind, Up, result_of
+from rayloader.protocol import CARRY, Answer, Down, Result, ResultKind, Up, result_of
 from rayloader.schedule import Schedule
 from rayloader.transport import codec
 from rayloader.transport.lanes import ArenaLane, WorkerLane, from_wire, sealed, to_wire, unplaced
@@ -77,7 +76,7 @@ class Way:
         commands = timed("schedule", lambda: schedule.handle(IndicesDrawn(draw)))
         assert isinstance(commands[0], Submit)
         told = Told(task_id, draw.encoded)
-        timed("journal", lambda: journal.told([told]))
+        timed("journal", lambda: journal.told(told))
         lent: Any = timed("send", lambda: self._submit(told))
         message = timed("receive task", lambda: pickle.loads(self._worker.receive()[0]))
         arena = timed("receive task", lambda: self._worker_lane.open(message[5]))
@@ -91,16 +90,15 @@ class Way:
         wire = timed("place", lambda: sealed(wire, arena))
         result: Any = Result(task_id, ResultKind.BATCH, wire, nbytes=nbytes, digest=checked)
         timed("send result", lambda: self._answer(task_id, result))
-        reply: Any = timed("receive", lambda: Reply(*pickle.loads(self._driver.receive()[0])[3]))
-        result = timed("receive", lambda: result_of(reply.results[0]))
+        answer: Any = timed("receive", lambda: Answer(*pickle.loads(self._driver.receive()[0])[3]))
+        result = timed("receive", lambda: result_of(answer.result))
         result = timed("lend", lambda: result._replace(wire=unplaced(result.wire, lent)))
         timed("journal", lambda: journal.answered(task_id, result.digest))
-        commands = timed("schedule", lambda: schedule.handle(TasksDone((task_id,))))
+        commands = timed("schedule", lambda: schedule.handle(TaskDone(task_id)))
         assert isinstance(commands[0], Deliver)
-        timed("schedule", lambda: schedule.handle(CallAnswered(0)))
         opened = [timed("open", lambda: from_wire(result.wire))]
         assert opened[0][1][5] == 5
-        lent = reply = None
+        lent = answer = None
         timed("release", lambda: (opened.clear(), setattr(self, "_told", None)))
         result = None
         timed("schedule", lambda: schedule.handle(BatchTaken(task_id)))
@@ -110,13 +108,13 @@ class Way:
     def _submit(self, told: Told) -> Any:
         lent = self._lane.lend(self._told)
         self._told = lent.arena.address
-        message = (Down.RUN, 0, told.task_id, (told.task_id,), [to_wire(told.indices)], tuple(lent.room), None)
+        message = (Down.RUN, 0, told.task_id, told.task_id, to_wire(told.indices), tuple(lent.room))
         self._driver.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         return lent
 
     def _answer(self, task_id: int, result: Result) -> None:
-        reply = Reply([result.fields], 1, result.nbytes, False, None, (0, 0), None, 0.0, False, "")
-        self._worker.send(pickle.dumps((Up.REPLY, 0, task_id, tuple(reply)), pickle.HIGHEST_PROTOCOL))
+        answer = Answer(result.fields, 0.0)
+        self._worker.send(pickle.dumps((Up.ANSWER, 0, task_id, tuple(answer)), pickle.HIGHEST_PROTOCOL))
 
     def _timed(self, step: str, function: Callable[[], Any]) -> Any:
         began = time.perf_counter()

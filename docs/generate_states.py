@@ -25,7 +25,7 @@ def diagram() -> str:
     for before, transitions in TRANSITIONS.items():
         labels: dict[TaskState, list[str]] = {}
         for event, after in transitions.items():
-            labels.setdefault(after, []).append(event)
+            labels.setdefault(after, []).append(event.__name__)
         lines += [f"    {before.name} --> {after.name}: {', '.join(events)}" for after, events in labels.items()]
         if not transitions:
             lines.append(f"    {before.name} --> [*]")

@@ -58,8 +58,12 @@ class Channel(ABC):
         self._answers = answers
 
     @abstractmethod
-    def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
+    def run(self, worker_id: int, task: Told) -> Lent | None:
         """`Worker.run`; the call's number is the actor's newest. What it returns is to be given to `unplaced`."""
+
+    @abstractmethod
+    def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
+        """`Worker.replay`, likewise."""
 
     @abstractmethod
     def resume(self, worker_id: int, resumed: Resumed) -> None:
@@ -75,7 +79,7 @@ class Channel(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """To be called when the last of several calls has been made: they need nobody who waits to get there."""
+        """To be called when the last of several calls has been made: before that they may not be on their way."""
 
     @abstractmethod
     def descriptors(self) -> Iterator[tuple[int, int]]:
@@ -94,11 +98,16 @@ class Channel(ABC):
     def close(self) -> None:
         """Nobody listens any more. Callable more than once, and by any thread."""
 
-    def _message(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool, room: Any) -> tuple[Any, list[Wire]]:
-        digests = None if wanted else [task.digest for task in tasks]
+    def _run(self, worker_id: int, task: Told, room: Any) -> tuple[Any, list[Wire]]:
+        self._actor.calls += 1
+        wire = to_wire(task.indices)
+        return (worker_id, self._actor.calls, task.task_id, wire, room), [wire]
+
+    def _replay(self, worker_id: int, tasks: Sequence[Told]) -> tuple[Any, list[Wire]]:
         self._actor.calls += 1
         wires = [to_wire(task.indices) for task in tasks]
-        return (worker_id, self._actor.calls, tuple(task.task_id for task in tasks), wires, room, digests), wires
+        again = [(task.task_id, wire, task.digest) for task, wire in zip(tasks, wires, strict=True)]
+        return (worker_id, self._actor.calls, again), wires
 
 
 class RayCalls(Channel):
@@ -109,12 +118,17 @@ class RayCalls(Channel):
         self._unanswered: deque[tuple[Any, Callable[[Any], Message]]] = deque()  # oldest first
 
     @override
-    def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
-        message, wires = self._message(worker_id, tasks, wanted=wanted, room=None)
-        call = self._actor.calls
-        ref = self._actor.handle.run.remote(pack(message, wires))
-        self._await(ref, lambda answer: (Up.REPLY, worker_id, call, unpack(answer)))
+    def run(self, worker_id: int, task: Told) -> Lent | None:
+        self._call(self._actor.handle.run, *self._run(worker_id, task, None))
         return None
+
+    @override
+    def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
+        self._call(self._actor.handle.replay, *self._replay(worker_id, tasks))
+
+    def _call(self, method: Any, message: Any, wires: list[Wire]) -> None:
+        worker_id, call, *_ = message
+        self._await(method.remote(pack(message, wires)), lambda answer: (Up.ANSWER, worker_id, call, unpack(answer)))
 
     @override
     def resume(self, worker_id: int, resumed: Resumed) -> None:
@@ -175,12 +189,12 @@ class _Served:
         self.ended_at = 0.0  # time.monotonic()
 
     def send(self, message: Any) -> None:
-        """Sends a message, or keeps it for the call."""
+        """Keeps a message until `flush`: for the line, or for the call."""
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         if self.ref is None:
             self.early.append(pickled)
         else:
-            self.line.send(pickled)
+            self.line.queue(pickled)
 
 
 class LineCalls(Channel):
@@ -196,20 +210,32 @@ class LineCalls(Channel):
         self._served: deque[_Served] = deque([_Served(self._is_actor)])
 
     @override
-    def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
-        carries = any(task.indices.carried for task in tasks)
-        if carries and self._served and self._served[-1].ref is not None:
-            self.pause()  # the next call to serve brings them
-        served, lane = self._newest(), self._actor.lane
-        lent = lane.lend(served.arena) if wanted else None
+    def run(self, worker_id: int, task: Told) -> Lent | None:
+        served = self._for_ray() if task.indices.carried else self._newest()
+        lent = self._actor.lane.lend(served.arena)
         if lent is not None:
             served.arena = lent.arena.address
-        message, _ = self._message(worker_id, tasks, wanted=wanted, room=tuple(lent.room) if lent is not None else None)
-        if carries:  # references to Ray's objects: only Ray keeps their owners in touch
-            served.early.append((Down.RUN, *message))
-        else:
-            served.send((Down.RUN, *message))
+        message, _ = self._run(worker_id, task, tuple(lent.room) if lent is not None else None)
+        self._tell(served, (Down.RUN, *message), carries=bool(task.indices.carried))
         return lent
+
+    @override
+    def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
+        carries = any(task.indices.carried for task in tasks)
+        message, _ = self._replay(worker_id, tasks)
+        self._tell(self._for_ray() if carries else self._newest(), (Down.REPLAY, *message), carries=carries)
+
+    def _tell(self, served: _Served, message: Any, *, carries: bool) -> None:
+        if carries:
+            served.early.append(message)
+        else:
+            served.send(message)
+
+    def _for_ray(self) -> _Served:
+        """One whose call brings references to Ray's objects: only Ray keeps their owners in touch."""
+        if self._served and self._served[-1].ref is not None:
+            self.pause()
+        return self._newest()
 
     @override
     def resume(self, worker_id: int, resumed: Resumed) -> None:
@@ -241,9 +267,12 @@ class LineCalls(Channel):
 
     @override
     def flush(self) -> None:
-        if self._served and self._served[-1].early:
+        if not self._served:
+            return
+        if self._served[-1].early:
             self._serve(self._served[-1])
             self._answers.ring_others()  # they do not wait for this line yet
+        self._served[-1].line.flush()
 
     def _serve(self, served: _Served) -> None:
         early, served.early = served.early, []
@@ -297,10 +326,10 @@ class LineCalls(Channel):
             self.close()
             return [ActorLost(self._actor, answer)]
         end: Served = answer
-        if end.reply is not None:
-            worker_id, call, reply = unpack(end.reply)
+        if end.answer is not None:
+            worker_id, call, answer = unpack(end.answer)
             self._serve(served)
-            return [(Up.REPLY, worker_id, call, reply)]
+            return [(Up.ANSWER, worker_id, call, answer)]
         if served.paused and not end.refused:
             served.line.close()
             self._served.remove(served)

@@ -133,6 +133,7 @@ class Crew:
         self._lease: Lease | None = lease  # None when the actors were given back
         self._lines = lines  # where they can be had
         self._channels: dict[Actor, Channel] = {}
+        self._unflushed: set[Channel] = set()  # that were told something
         self._fresh = fresh  # no actor may have been another's before
         self._remote_args = remote_args
         self._pid = os.getpid()
@@ -182,9 +183,13 @@ class Crew:
 
     # ---- channels
 
-    def run(self, worker_id: int, tasks: Sequence[Told], *, wanted: bool) -> Lent | None:
-        """Has a worker build tasks' batches; see `Channel.run`."""
-        return self._channel(worker_id).run(worker_id, tasks, wanted=wanted)
+    def run(self, worker_id: int, task: Told) -> Lent | None:
+        """Has a worker build a task's batch; see `Channel.run`."""
+        return self._channel(worker_id).run(worker_id, task)
+
+    def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
+        """Has a worker build again what it had built; without tasks it goes on with that."""
+        self._channel(worker_id).replay(worker_id, tasks)
 
     def resume(self, worker_id: int, resumed: Resumed) -> None:
         """Has a worker begin another epoch; its journal is told when it has."""
@@ -200,12 +205,12 @@ class Crew:
         """
         host = self._hosts[worker_id]
         if host in self._channels and len(self.hosted_by(host)) == 1:
-            self._channels[host].drop(self._began_at[worker_id], from_task)
+            self._channel(worker_id).drop(self._began_at[worker_id], from_task)
 
     def flush(self) -> None:
-        """To be called when the last of several calls has been made."""
-        for channel in list(self._channels.values()):
-            channel.flush()
+        """To be called when the last of several calls has been made: before that they may not be on their way."""
+        while self._unflushed:
+            self._unflushed.pop().flush()
 
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come; False if nothing has."""
@@ -246,7 +251,10 @@ class Crew:
         return worker_ids
 
     def _channel(self, worker_id: int) -> Channel:
-        return self._channels[self._hosts[worker_id]]
+        """To tell that worker something."""
+        channel = self._channels[self._hosts[worker_id]]
+        self._unflushed.add(channel)
+        return channel
 
     def _open_channel(self, actor: Actor) -> Channel:
         if actor not in self._channels:
@@ -384,10 +392,6 @@ class Crew:
     def is_dead(self, actor: Actor) -> bool:
         """Whether the actor was lost."""
         return actor in self._dead
-
-    def publishes(self, worker_id: int) -> bool:
-        """Whether the worker's results come as soon as they are there, whatever else its call asks for."""
-        return isinstance(self._channel(worker_id), LineCalls)
 
     def is_away(self, worker_id: int) -> bool:
         """Whether the worker has no process at the moment."""

@@ -50,7 +50,6 @@ from rayloader.journal import Resumed, Told
 from rayloader.messages import (
     ANY_WORKER,
     BatchTaken,
-    CallAnswered,
     Closed,
     Deliver,
     DrawIndices,
@@ -69,14 +68,14 @@ from rayloader.messages import (
     SamplerFailed,
     Submit,
     Task,
-    TasksDone,
+    TaskDone,
     WorkerExhausted,
     WorkerLost,
     WorkerReady,
 )
 from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
-from rayloader.protocol import CARRY, ENDS, Reply, Result, ResultKind, Up, result_of
+from rayloader.protocol import CARRY, ENDS, Answer, Result, ResultKind, Up, result_of
 from rayloader.schedule import Schedule
 from rayloader.snapshot import WorkerState
 from rayloader.transport.lanes import Lent, from_wire, unplaced
@@ -110,9 +109,8 @@ class _Call:
 
     actor: Actor
     number: int  # counts the actor's calls
-    num_tasks: int  # that it brought
-    lent: Lent | None  # room for its batches
-    wanted: bool  # what it builds
+    task_id: int | None  # that it is to build; None: what was built before, again
+    lent: Lent | None  # room for its batch
 
 
 @dataclass(slots=True)
@@ -153,7 +151,7 @@ class Epoch:
         crew: one actor a worker, told what to do.
         schedule: not yet opened.
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
-        paces: say how many tasks each worker's calls carry.
+        paces: of each worker, say how deep to go; none where that is the user's to say.
         timeout: seconds that the user waits for a batch at most, 0 for ever.
         position: where the user is in the stream; kept up to date.
         on_timeout: "raise", or "restart" the worker that the user has waited for too long.
@@ -192,7 +190,6 @@ class Epoch:
         self._out: Delivery | None = None  # what `next` gives until it was handed over
         self._schedule = schedule
         self._calls: list[deque[_Call]] = [deque() for _ in crew.journals]  # unanswered, by worker, oldest first
-        self._left_over = [0] * len(crew.journals)  # tasks that a worker's answered calls have not done
         self._replays: dict[int, _Replay] = {}  # under way, by worker
         self._unanswered: set[int] = set()  # tasks
         self._results: dict[int, Result] = {}  # not delivered, by task
@@ -218,9 +215,8 @@ class Epoch:
         self._handle(Opened())
         for worker_id, pace in enumerate(self._paces):  # as the loader's last epoch left them
             if pace.places:
-                self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
+                self._handle(Paced(worker_id, pace.places, pace.ahead))
         self._draw_owed()
-        self._flush()
         if self._pin is not None:
             self._pin_thread = PinThread(self._pin_next, self._device_index)
 
@@ -335,6 +331,7 @@ class Epoch:
         """Another number of actors for the same workers."""
         self._move_workers(count)
         self._revive()
+        self._flush()
 
     @_changes
     def _move_workers(self, count: int) -> None:
@@ -364,9 +361,8 @@ class Epoch:
         """Workers that still build again what they had built are told at once what torch's have been given by now."""
         for worker_id in list(self._replays):
             del self._replays[worker_id]
-            waiting = [task for task in self._crew.journals[worker_id].tasks if task.task_id in self._unanswered]
-            if waiting:
-                self._call(worker_id, waiting)
+            self._tell_unanswered(worker_id)
+        self._crew.flush()
 
     # ---- events in, commands out
 
@@ -376,8 +372,8 @@ class Epoch:
             match command:
                 case DrawIndices():
                     pass  # owed: the sampler belongs to the user's thread, see _draw_owed
-                case Submit(worker_id, tasks):
-                    self._submit(worker_id, tasks)
+                case Submit(task):
+                    self._submit(task)
                 case Deliver(task):
                     self._deliverable.append((task, self._results.pop(task.task_id)))
                 case Forget(task_ids):
@@ -420,6 +416,7 @@ class Epoch:
                 if skip:  # torch's loader would have drawn another one
                     self._reach(ahead)
             self._drawing = False
+        self._flush()
 
     def _reach(self, ahead: DrawAhead | None) -> None:
         """What was drawn early is looked at when torch's loader would have drawn it."""
@@ -471,18 +468,28 @@ class Epoch:
     def _is_under_way(self) -> bool:
         return any(self._calls) or bool(self._crew.awaited)
 
-    def _submit(self, worker_id: int, tasks: tuple[Task, ...]) -> None:
+    def _submit(self, task: Task) -> None:
         self._crew.check_session()
-        told = [Told(task.task_id, task.indices.encoded) for task in tasks]
-        self._crew.journals[worker_id].told(told)
-        self._unanswered.update(task.task_id for task in tasks)
-        if not self._crew.is_away(worker_id) and worker_id not in self._replays:
-            self._call(worker_id, told)
+        told = Told(task.task_id, task.indices.encoded)
+        self._crew.journals[task.worker_id].told(told)
+        self._unanswered.add(task.task_id)
+        if not self._crew.is_away(task.worker_id) and task.worker_id not in self._replays:
+            self._run(task.worker_id, told)
 
-    def _call(self, worker_id: int, told: list[Told], *, wanted: bool = True) -> None:
-        lent = self._crew.run(worker_id, told, wanted=wanted)
+    def _run(self, worker_id: int, told: Told) -> None:
+        lent = self._crew.run(worker_id, told)
         actor = self._crew.actor(worker_id)
-        self._calls[worker_id].append(_Call(actor, actor.calls, len(told), lent, wanted))
+        self._calls[worker_id].append(_Call(actor, actor.calls, told.task_id, lent))
+
+    def _replay(self, worker_id: int, tasks: list[Told]) -> None:
+        self._crew.replay(worker_id, tasks)
+        actor = self._crew.actor(worker_id)
+        self._calls[worker_id].append(_Call(actor, actor.calls, None, None))
+
+    def _tell_unanswered(self, worker_id: int) -> None:
+        for told in self._crew.journals[worker_id].tasks:
+            if told.task_id in self._unanswered:
+                self._run(worker_id, told)
 
     # ---- workers that lose their process, or move to another
 
@@ -500,8 +507,8 @@ class Epoch:
         numbers = {w: self._calls[w][0].number for w in worker_ids if self._calls[w]}
         at_work = min(numbers, key=numbers.__getitem__, default=None)  # it makes one call after the other
         admitted = suspect is not None
-        if suspect is None and at_work is not None:
-            suspect = self._alone(at_work)
+        if suspect is None and at_work is not None and self._crew.has_begun(at_work):
+            suspect = self._calls[at_work][0].task_id
         self._crew.lose(actor)
         for worker_id in worker_ids:
             self._drop_calls(worker_id)
@@ -516,17 +523,9 @@ class Epoch:
             self._drop_calls(worker_id)
             self._handle(WorkerLost(worker_id, "it moves to another process", blameless=True))
 
-    def _alone(self, worker_id: int) -> int | None:
-        """The task that a worker must be at: the only one of its oldest call."""
-        call, tasks = self._calls[worker_id][0], self._crew.journals[worker_id].tasks
-        waiting = [task.task_id for task in tasks if task.task_id in self._unanswered]
-        alone = call.wanted and call.num_tasks + self._left_over[worker_id] == 1
-        return waiting[0] if waiting and alone and self._crew.has_begun(worker_id) else None
-
     def _drop_calls(self, worker_id: int) -> None:
         self._calls[worker_id].clear()
         self._replays.pop(worker_id, None)
-        self._left_over[worker_id] = 0
 
     @_changes
     def _revive(self) -> None:
@@ -549,11 +548,11 @@ class Epoch:
             if isinstance(entry, Resumed):
                 self._crew.resume(worker_id, entry)
             else:
-                self._crew.run(worker_id, [entry], wanted=False)
+                self._crew.replay(worker_id, [entry])
         known = [task for task in tasks if task.task_id not in self._unanswered]
         began = time.monotonic()
         self._replays[worker_id] = _Replay(began, began + REPLAY_PATIENCE_S)
-        self._call(worker_id, known, wanted=False)
+        self._replay(worker_id, known)
 
     def _go_on_replaying(self, worker_id: int, done: int, total: int) -> None:
         """The worker has built a part of what it must build again."""
@@ -567,13 +566,11 @@ class Epoch:
                     "second; a dataset with state_dict() and load_state_dict() need not be read again",
                     *(worker_id, done, total, seconds, done / max(seconds, 1e-9)),
                 )
-            self._call(worker_id, [], wanted=False)
+            self._replay(worker_id, [])
             return
         del self._replays[worker_id]
-        for task in self._crew.journals[worker_id].tasks:
-            if task.task_id in self._unanswered:
-                self._call(worker_id, [task])
-        self._handle(WorkerReady(worker_id, len(self._calls[worker_id])))
+        self._tell_unanswered(worker_id)
+        self._handle(WorkerReady(worker_id))
 
     def _restart_hung(self) -> bool:
         """Replaces the worker whose batch is overdue; False if there is none."""
@@ -638,10 +635,7 @@ class Epoch:
         call = self._calls[worker_id][0] if self._calls[worker_id] else None
         if call is None or call.actor is not actor or call.number != number:
             return  # closed meanwhile, or the worker was given up: a late answer is nobody's
-        if kind == Up.RESULT:
-            self._take_in(worker_id, [result_of(content)], call.lent)
-        else:
-            self._take_reply(worker_id, call, Reply(*content))
+        self._take_answer(worker_id, call, Answer(*content))
 
     def _first(self) -> Delivery | None:
         """The next batch, opened, and pinned where that is asked for; None if it is not there yet.
@@ -693,73 +687,60 @@ class Epoch:
         self._have_moved(moved)
         return bool(moved)
 
-    def _take_reply(self, worker_id: int, call: _Call, reply: Reply) -> None:
-        lane, pace = call.actor.lane, self._paces[worker_id]
-        results = [
-            result for result in map(result_of, reply.results) if result.task_id in self._unanswered or not call.wanted
-        ]
-        self._take_in(worker_id, results, call.lent)
-        if not self._calls[worker_id] or self._calls[worker_id][0] is not call:
-            return  # it exited
-        if reply.state is not None:
-            self._crew.journals[worker_id].reached(WorkerState(*reply.state))
+    def _take_answer(self, worker_id: int, call: _Call, answer: Answer) -> None:
+        lane, journal = call.actor.lane, self._crew.journals[worker_id]
+        result = None if answer.result is None else result_of(answer.result)
+        if result is not None and not self._take_result(worker_id, result, call.lent):
+            return
+        if answer.state is not None:
+            journal.reached(WorkerState(*answer.state))
         self._calls[worker_id].popleft()
-        self._left_over[worker_id] += call.num_tasks - reply.num_done
-        if reply.doubt is not None and not self._doubted:
+        if answer.doubt is not None and not self._doubted:
             self._doubted = True
             logger.warning(
                 "rayloader: batch %d of worker %d was built again and is not what it was. Its dataset has state_dict() "
                 "and is believed; if that leaves something out, such as a shuffle buffer, samples are lost or repeated "
                 "from here on. If the batch shows the time or the process, all is well",
-                *(reply.doubt, worker_id),
+                *(answer.doubt, worker_id),
             )
-        if reply.full:
+        if answer.full:
             lane.was_full()
-        if reply.no_arena:
-            lane.refused(reply.no_arena)
-        if reply.exhausted and call.wanted:  # it writes nothing any more, and will say nothing new
+        if answer.no_arena:
+            lane.refused(answer.no_arena)
+        if result is None:
+            self._go_on_replaying(worker_id, *answer.replay)
+        elif result.kind is ResultKind.EXHAUSTED:  # it writes nothing any more, and will say nothing new
             self._calls[worker_id].clear()
-            self._crew.journals[worker_id].exhausted()
-        elif not call.wanted:
-            self._go_on_replaying(worker_id, *reply.replay)
-        else:
-            self._handle(CallAnswered(worker_id))
-            if pace.saw(reply.num_done, reply.seconds, reply.nbytes, publishes=self._crew.publishes(worker_id)):
-                self._handle(Paced(worker_id, pace.tasks_per_call, pace.places))
+            journal.exhausted()
+        elif self._paces:
+            pace = self._paces[worker_id]
+            if pace.saw(answer.seconds, result.nbytes):
+                self._handle(Paced(worker_id, pace.places, pace.ahead))
+
+    def _take_result(self, worker_id: int, result: Result, lent: Lent | None) -> bool:
+        """Reports a result to the schedule, unless that has forgotten its task; False if the process has ended."""
+        if result.kind in ENDS:
+            suspect = result.task_id if result.kind is ResultKind.EXITED else None
+            self._lose(self._crew.actor(worker_id), result.text, suspect)
+            return False
+        if result.task_id not in self._unanswered:
+            return True
+        if result.kind is ResultKind.EXHAUSTED:
+            self._count_skipped(result.skipped)
+            self._handle(WorkerExhausted(result.task_id))
+            return True
+        if result.wire is not None and lent is not None:
+            result = result._replace(wire=unplaced(result.wire, lent))
+        self._results[result.task_id] = result
+        self._crew.journals[worker_id].answered(result.task_id, result.digest)
+        self._handle(TaskDone(result.task_id))
+        self._unanswered.discard(result.task_id)
+        return True
 
     def note_begins(self) -> None:
         """Waits until every worker has begun the epoch."""
         while self._failure is None and not all(journal.begun for journal in self._crew.journals):
             self._receive(TICK_S)
-
-    def _take_in(self, worker_id: int, results: list[Result], lent: Lent | None) -> None:
-        """Reports results to the schedule, but for those that were forgotten or published before."""
-        done = []
-        for result in results:
-            if result.task_id not in self._unanswered and result.kind not in ENDS:
-                continue
-            match result.kind:
-                case ResultKind.BATCH | ResultKind.ERROR | ResultKind.EMPTY:
-                    if result.wire is not None and lent is not None:
-                        result = result._replace(wire=unplaced(result.wire, lent))
-                    self._results[result.task_id] = result
-                    self._crew.journals[worker_id].answered(result.task_id, result.digest)
-                    done.append(result.task_id)
-                case ResultKind.EXHAUSTED:
-                    self._tasks_done(done)
-                    self._count_skipped(result.skipped)
-                    self._handle(WorkerExhausted(result.task_id))
-                case ResultKind.EXITED | ResultKind.NOT_STARTED | ResultKind.TERMINATED:
-                    self._tasks_done(done)
-                    suspect = result.task_id if result.kind is ResultKind.EXITED else None
-                    self._lose(self._crew.actor(worker_id), result.text, suspect)
-                    return
-        self._tasks_done(done)
-
-    def _tasks_done(self, task_ids: list[int]) -> None:
-        self._handle(TasksDone(tuple(task_ids)))
-        self._unanswered.difference_update(task_ids)
-        task_ids.clear()
 
     def _worker_died(self, fail: Fail) -> WorkerDiedError:
         address = self._crew.address(fail.worker_id)

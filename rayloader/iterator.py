@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import functools
 import logging
-import math
 import os
 import sys
 import weakref
@@ -192,11 +191,11 @@ class EpochIterator(_BaseDataLoaderIter):
                 self._crew.resume(worker_id, resumed)
 
     def _paces_of(self, loader: TorchDataLoader[Any], *, elastic: bool) -> list[Pace]:
-        """One a worker; where the depth is automatic they go on from the loader's last epoch."""
-        if not elastic:
-            max_tasks = max(1, self._prefetch_factor // 2) if self._in_order or self._dynamic else 1
-            return [Pace(math.inf, max_tasks) for _ in range(self._num_workers)]
-        new = [Pace(self._prefetch_bytes / self._num_workers, dynamic=self._dynamic) for _ in range(self._num_workers)]
+        """One a worker, unless the depth is the user's; they go on from the loader's last epoch."""
+        if not elastic and not self._dynamic:
+            return []
+        worker_bytes = self._prefetch_bytes / self._num_workers
+        new = [Pace(worker_bytes, dynamic=self._dynamic) for _ in range(self._num_workers)]
         paces: list[Pace] = get_pool().remembered(loader).setdefault("paces", new)
         same = [(p.worker_bytes, p.dynamic) for p in paces] == [(p.worker_bytes, p.dynamic) for p in new]
         return paces if same else new

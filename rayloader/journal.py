@@ -113,9 +113,9 @@ class Journal:
         """The tasks after `base` that the user has taken."""
         return [told for told in self._told.values() if told.taken]
 
-    def told(self, tasks: Iterable[Told]) -> None:
+    def told(self, task: Told) -> None:
         """The worker was given something more to do."""
-        self._told.update((told.task_id, told) for told in tasks)
+        self._told[task.task_id] = task
 
     def untell(self, from_task: int) -> bool:
         """Back to before it was told this task of the current epoch, or a later one; whether it was."""

@@ -13,7 +13,7 @@ from typing import Any
 class TaskState(Enum):
     """Where a task is on its way; `GONE` is the one state that the task table does not hold."""
 
-    QUEUED = "queued"  # assigned to its worker, to go with its next call
+    QUEUED = "queued"  # drawn, and no worker's yet
     OUTSTANDING = "outstanding"  # submitted to its worker, unanswered
     READY = "ready"  # built, waiting for its turn
     DELIVERED = "delivered"  # its turn has come: on its way to the user, its place in the window still taken
@@ -61,26 +61,25 @@ class DrawsUndone:
 
 
 @dataclass(frozen=True, slots=True)
-class TasksDone:
-    """A worker answered these tasks, each with a batch or with the user's exception."""
+class TaskDone:
+    """A worker answered this task, with a batch or with the user's exception."""
 
-    task_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CallAnswered:
-    """A worker returned a call; the tasks that it had done by then were reported before."""
-
-    worker_id: int
+    task_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """So many tasks make a call of the right length for this worker; so many of each worker should be under way."""
+    """How deep to go for one worker, see pace.py.
+
+    Attributes:
+        worker_id: that worker.
+        places: tasks of each worker that should be under way, if the window is elastic; 0 for no opinion.
+        ahead: tasks that it may be given before it has answered, where any worker takes any task.
+    """
 
     worker_id: int
-    tasks_per_call: int
     places: int
+    ahead: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +110,9 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A lost worker has a process again, and so many calls that are unanswered hold the tasks that it had."""
+    """A lost worker has a process again, which was given the tasks that it had."""
 
     worker_id: int
-    calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +140,7 @@ Event = (
     | SamplerFailed
     | DrawsPutOff
     | DrawsUndone
-    | TasksDone
-    | CallAnswered
+    | TaskDone
     | Paced
     | WorkerExhausted
     | WorkerLost
@@ -175,10 +172,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Send these tasks to their worker in one call. Without any it asks for those that an earlier call left over."""
+    """Send this task to its worker."""
 
-    worker_id: int
-    tasks: tuple[Task, ...]
+    task: Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,22 +220,17 @@ Command = DrawIndices | Submit | Deliver | Forget | Drop | ReplaceWorker | Fail
 
 # state before -> event -> state after; `Submit` and `Deliver` are the schedule's own steps. The picture in
 # docs/architecture.md is generated from this table.
-TRANSITIONS: dict[TaskState, dict[str, TaskState]] = {
-    TaskState.QUEUED: {
-        "Submit": TaskState.OUTSTANDING,
-        "DrawsUndone": TaskState.GONE,
-        "WorkerExhausted": TaskState.GONE,
-        "Closed": TaskState.GONE,
-    },
+TRANSITIONS: dict[TaskState, dict[type, TaskState]] = {
+    TaskState.QUEUED: {Submit: TaskState.OUTSTANDING, DrawsUndone: TaskState.GONE, Closed: TaskState.GONE},
     TaskState.OUTSTANDING: {
-        "TasksDone": TaskState.READY,
-        "DrawsUndone": TaskState.GONE,
-        "WorkerExhausted": TaskState.GONE,
-        "WorkerLost": TaskState.LOST,
-        "Closed": TaskState.GONE,
+        TaskDone: TaskState.READY,
+        DrawsUndone: TaskState.GONE,
+        WorkerExhausted: TaskState.GONE,
+        WorkerLost: TaskState.LOST,
+        Closed: TaskState.GONE,
     },
-    TaskState.READY: {"Deliver": TaskState.DELIVERED, "DrawsUndone": TaskState.GONE, "Closed": TaskState.GONE},
-    TaskState.DELIVERED: {"BatchTaken": TaskState.GONE, "DrawsUndone": TaskState.GONE, "Closed": TaskState.GONE},
-    TaskState.LOST: {"WorkerReady": TaskState.OUTSTANDING, "DrawsUndone": TaskState.GONE, "Closed": TaskState.GONE},
+    TaskState.READY: {Deliver: TaskState.DELIVERED, DrawsUndone: TaskState.GONE, Closed: TaskState.GONE},
+    TaskState.DELIVERED: {BatchTaken: TaskState.GONE, DrawsUndone: TaskState.GONE, Closed: TaskState.GONE},
+    TaskState.LOST: {WorkerReady: TaskState.OUTSTANDING, DrawsUndone: TaskState.GONE, Closed: TaskState.GONE},
     TaskState.GONE: {},
 }

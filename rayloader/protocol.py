@@ -27,17 +27,17 @@ CARRY = (ray.ObjectRef,)
 class Down:
     """The first item of a message to a worker process, and what follows it."""
 
-    RUN = 0  # a call: worker_id, call, task_ids, indices, room, digests; see `Worker.run`
-    RESUME = 1  # a call: worker_id, call, epoch, shared_seed, undo_from; see `Worker.resume`
-    DROP = 2  # after_call, up_to_call, from_task: of the calls in between nobody wants the tasks from this one on
+    RUN = 0  # a call: worker_id, call, task_id, indices, room; see `Worker.run`
+    REPLAY = 1  # a call: worker_id, call, tasks; see `Worker.replay`
+    RESUME = 2  # a call: worker_id, call, epoch, shared_seed, undo_from; see `Worker.resume`
+    DROP = 3  # after_call, up_to_call, from_task: of the calls in between nobody wants the tasks from this one on
 
 
 class Up:
     """The first item of a message from a worker process, and what follows it."""
 
-    RESULT = 0  # worker_id, call, fields of the `Result` of one of its tasks
-    REPLY = 1  # worker_id, call, fields of the `Reply`, with the results that were not sent before
-    BEGUN = 2  # worker_id, call, fields of the `WorkerState` as which `resume` has left the worker
+    ANSWER = 0  # to `run` and `replay`: worker_id, call, fields of the `Answer`
+    BEGUN = 1  # to `resume`: worker_id, call, fields of the `WorkerState` as which it has left the worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ ENDS = ResultKind.EXITED, ResultKind.NOT_STARTED, ResultKind.TERMINATED
 
 
 class Result(NamedTuple):
-    """One task's answer: `wire` holds the batch or the ExceptionWrapper, `text` has an error in words."""
+    """What became of a task: `wire` holds the batch or the ExceptionWrapper, `text` has an error in words."""
 
     task_id: int
     kind: ResultKind
@@ -136,22 +136,16 @@ class Result(NamedTuple):
         return self.task_id, self.kind.value, *self[2:]
 
 
-class Reply(NamedTuple):
-    """What a call of `run` returns: the results of the tasks that were done, in order, and what that took.
+class Answer(NamedTuple):
+    """What a call of `run` or `replay` returns, and what is new of the worker."""
 
-    Tasks may be left over for the next call.
-    """
-
-    results: list[Any]  # as they travel, see NOTE [final]
-    num_done: int  # tasks, with those whose results were sent before
-    nbytes: int  # of their batches' buffers
-    exhausted: bool  # the last of them says that the iterable dataset has ended
-    state: tuple[Any, ...] | None  # fields of `WorkerState`: the worker after these tasks, if a snapshot was taken
-    replay: tuple[int, int]  # batches built again since the worker was restored, and how many that must be
-    doubt: int | None  # a task whose batch was built again, is not what it was, and was believed nevertheless
-    seconds: float  # spent on the tasks
-    full: bool  # the arena had no room for something
-    no_arena: str  # why the arena could not be opened, if it could not
+    result: Any  # as it travels, see NOTE [final]; None: of a replay that has not ended the process
+    seconds: float  # spent on it
+    replay: tuple[int, int] = 0, 0  # batches built again since the worker was restored, and how many that must be
+    doubt: int | None = None  # a task whose batch was built again, is not what it was, and was believed nevertheless
+    state: tuple[Any, ...] | None = None  # fields of `WorkerState`: the worker as it is now, if a snapshot was taken
+    full: bool = False  # the arena had no room for something
+    no_arena: str = ""  # why the arena could not be opened, if it could not
 
 
 class Served(NamedTuple):
@@ -159,11 +153,11 @@ class Served(NamedTuple):
 
     Attributes:
         refused: why the line could not be opened.
-        reply: packed worker_id, call and `Reply`, which could not go over the line; it is still open.
+        answer: packed worker_id, call and `Answer`, which could not go over the line; it is still open.
     """
 
     refused: str = ""
-    reply: Any = None
+    answer: Any = None
 
 
 # NOTE [final]. A dataset may write to what it returned as soon as it is asked for the next: a reader that reuses its

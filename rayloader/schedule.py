@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rayloader.messages import (
     ANY_WORKER,
     TRANSITIONS,
     BatchTaken,
-    CallAnswered,
     Closed,
     Command,
     Deliver,
@@ -41,16 +41,12 @@ from rayloader.messages import (
     SamplerFailed,
     Submit,
     Task,
-    TasksDone,
+    TaskDone,
     TaskState,
     WorkerExhausted,
     WorkerLost,
     WorkerReady,
 )
-
-_SUBMITTED = TRANSITIONS[TaskState.QUEUED]["Submit"]
-_DONE = TRANSITIONS[TaskState.OUTSTANDING]["TasksDone"]
-_DELIVERED = TRANSITIONS[TaskState.READY]["Deliver"]
 
 # NOTE [round-robin]
 # Map-style: task i goes to worker i mod W. Iterable: to the next worker in the cycle that is not exhausted. Without
@@ -61,24 +57,40 @@ _DELIVERED = TRANSITIONS[TaskState.READY]["Deliver"]
 # the places are drawn anew: else the one worker left could be without a task, and with nothing to take nothing would
 # ever be drawn.
 #
-# NOTE [calls]
-# A call costs much the same whatever it carries, so it carries `tasks_per_call` tasks of its worker. They queue here
-# until they fill a call, or until the worker has no call left: it is never idle for want of a full one. An *elastic*
-# window grows with the calls: `Paced` says how far.
+# NOTE [elastic]
+# Where the depth is automatic the window is as deep as the quickest worker's tasks need it (`Paced`), and torch's at
+# least. Where it shrinks, batches that are taken are not replaced until it fits again.
 #
 # NOTE [dynamic]
-# Where nothing depends on who builds a batch, tasks queue for any worker: whoever has fewer than two calls gets the
-# next ones, the least busy first, so that a slow sample holds up what its worker has been given and nothing else.
-CALLS_AHEAD = 2
+# Where nothing depends on who builds a batch, tasks queue for any worker: whoever has the fewest gets the next ones,
+# so that a slow sample holds up what its worker has been given and nothing else. It gets so many before it has
+# answered, or as `Paced` says: what it is at, and what it does next.
+AHEAD = 2
 #
 # NOTE [blame]
-# What was lost is sent again one task a call, so that the next loss shows which task was at work. What killed the
-# process is not known: Ray says the same of a crash in the task and of a kill from outside. So a worker may die
-# `max_restarts` times in a row without finishing anything, whatever it was at; one more death ends the epoch. However
-# large that number is, a task ends it that was at work, alone in its call, at so many deaths:
+# What killed a process is not known: Ray says the same of a crash in the task and of a kill from outside. So a worker
+# may die `max_restarts` times in a row without finishing anything, whatever it was at; one more death ends the epoch.
+# However large that number is, a task ends it that was at work at so many deaths:
 DEATHS = 5
 # And one whose process said itself that the task ended it (SystemExit), so that chance has no part in it, at so many:
 KILLS = 2
+
+# How many events an error shows.
+RECENT_EVENTS = 20
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What the schedule knows of a worker."""
+
+    active: bool = True  # its stream has not ended, and it is not lost for good
+    away: bool = False  # its process is lost, and not yet replaced
+    held: int = 0  # tasks in the table
+    unanswered: int = 0  # those of them that are OUTSTANDING
+    restarts: int = 0  # since it last finished a task
+    exhausted_at: int | None = None  # task
+    places: int = 0  # in the window, as its pace wants it
+    ahead: int = AHEAD  # see NOTE [dynamic]
 
 
 class Schedule:
@@ -88,7 +100,7 @@ class Schedule:
         num_workers: number of workers, at least 1.
         prefetch_factor: tasks per worker submitted and not yet taken by the user, at least 1; if `elastic`, torch's.
         in_order: deliver in task order; otherwise as tasks finish.
-        elastic: whether the window grows with the calls.
+        elastic: whether the window follows the workers' pace.
         dynamic: any worker takes the next task (map-style datasets only).
         max_restarts: how often in a row a worker is replaced that has not finished a task.
         first_task_id: where the epoch goes on: the tasks before are done.
@@ -109,25 +121,15 @@ class Schedule:
     ) -> None:
         self.in_order = in_order
         self.elastic = elastic
-        self._grows = elastic  # still
         self.dynamic = dynamic
+        self._grows = elastic  # still
         self._prefetch_factor = prefetch_factor
         self._places = prefetch_factor  # in the window, per worker
         self._surplus = 0  # tasks in the table beyond the window, after it shrank
         self._max_restarts = max_restarts
-        self._restarts = [0] * num_workers  # since a worker's last finished task
+        self._workers = [_Worker() for _ in range(num_workers)]
         self._kills: dict[int, int] = {}  # by task
-        self._active = [True] * num_workers  # not exhausted and not lost for good, by worker
-        self._exhausted_at: dict[int, int] = {}  # at which task, by worker
-        self._away = [False] * num_workers  # lost and not yet replaced
-        self._held = [0] * num_workers  # tasks in the table, by worker
-        self._tasks_per_call = [1] * num_workers
-        self._wanted_places = [0] * num_workers
-        self._queued: list[deque[Task]] = [deque() for _ in range(num_workers)]
-        self._queued_for_any: deque[Task] = deque()
-        self._unanswered_tasks = [0] * num_workers
-        self._unanswered_calls = [0] * num_workers
-        self._hungry: set[int] = set()  # workers with queued tasks and no call
+        self._queued: deque[Task] = deque()  # see NOTE [dynamic]
         self._tasks: dict[int, Task] = {}  # in task order
         self._head_id = first_task_id  # no task below it is undelivered
         self._next_task_id = first_task_id
@@ -139,6 +141,7 @@ class Schedule:
         self._failed = False  # a worker is lost for good
         self.closed = False
         self._finished = False  # when it was closed
+        self._recent: deque[Event] = deque(maxlen=RECENT_EVENTS)
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             Opened: self._open,
             IndicesDrawn: self._assign,
@@ -147,8 +150,7 @@ class Schedule:
             SamplerFailed: self._sampler_failed,
             DrawsPutOff: self._put_off,
             DrawsUndone: self._draws_undone,
-            TasksDone: self._done,
-            CallAnswered: self._call_answered,
+            TaskDone: self._done,
             Paced: self._paced,
             WorkerExhausted: self._worker_exhausted,
             WorkerLost: self._worker_lost,
@@ -160,12 +162,12 @@ class Schedule:
     @property
     def window(self) -> int:
         """Tasks that may be in the table, of all workers together."""
-        return self._places * len(self._active)
+        return self._places * len(self._workers)
 
     @property
     def torch_draws(self) -> int:
         """How often torch's loader would have asked the sampler by now."""
-        return self._prefetch_factor * len(self._active) + self.taken
+        return self._prefetch_factor * len(self._workers) + self.taken
 
     @property
     def head(self) -> Task | None:
@@ -205,7 +207,43 @@ class Schedule:
         """
         if self.closed:
             return []  # late news of an epoch that nobody listens to
+        self._recent.append(event)
         return self._handlers[type(event)](event)
+
+    def validate(self) -> None:
+        """Checks what must hold between any two events.
+
+        Raises:
+            RuntimeError: something does not (a fault in this module); says after which events.
+        """
+        queued = [task for task in self._tasks.values() if task.state is TaskState.QUEUED]
+        checks = {
+            "task ids ascend": list(self._tasks) == sorted(self._tasks),
+            "the queue holds what is QUEUED": list(self._queued) == queued,
+            "only a dynamic schedule has a queue": self.dynamic or not queued,
+            "what queues is nobody's": all((t.worker_id == ANY_WORKER) == (t in queued) for t in self._tasks.values()),
+            "no undelivered task is below the head": self.head is None
+            or all(t.state is TaskState.DELIVERED for t in self._tasks.values() if t.task_id < self._head_id),
+            "in order, what is READY waits for the head": not self.in_order
+            or self.head is None
+            or self.head.state is not TaskState.READY,
+            "draws are owed, or none": self.owed_draws >= 0 and self._surplus >= 0,
+            "the table fits the window": len(self._tasks) + self.owed_draws <= self.window + self._surplus
+            or self._sampler_exhausted,
+            "lost tasks are of workers that are away": self._failed
+            or all(self._workers[t.worker_id].away for t in self._tasks.values() if t.state is TaskState.LOST),
+        }
+        for worker_id, worker in enumerate(self._workers):
+            mine = [task for task in self._tasks.values() if task.worker_id == worker_id]
+            checks[f"worker {worker_id} holds its tasks"] = worker.held == len(mine)
+            unanswered = sum(task.state is TaskState.OUTSTANDING for task in mine)
+            checks[f"worker {worker_id} owes what is OUTSTANDING"] = worker.unanswered == unanswered
+        for rule, holds in checks.items():
+            if not holds:
+                raise RuntimeError(f"the schedule has broken a rule of its own: {rule}; {self._history()}")
+
+    def _history(self) -> str:
+        return f"the last events: {', '.join(map(repr, self._recent))}"
 
     # ---- drawing and assigning
 
@@ -214,29 +252,23 @@ class Schedule:
         return self._draw(self.window)
 
     def _draw(self, count: int) -> list[Command]:
-        if count <= 0 or self._sampler_exhausted or not any(self._active):
+        if count <= 0 or self._sampler_exhausted or not any(worker.active for worker in self._workers):
             return []
         self.owed_draws += count
         return [DrawIndices(count)]
 
     def _assign(self, event: IndicesDrawn) -> list[Command]:
         self.owed_draws -= 1
-        if self.dynamic:
-            return self._assign_to_any(event.indices)
-        worker_id = self._next_with_room()
-        commands: list[Command] = []
-        if worker_id is not None:  # else all are exhausted: these indices stand for no sample (iterable datasets only)
-            task = Task(self._next_task_id, worker_id, event.indices)
-            self._next_task_id += 1
-            self._tasks[task.task_id] = task
-            self._held[worker_id] += 1
-            queued = self._queued[worker_id]
-            queued.append(task)
-            if len(queued) >= self._tasks_per_call[worker_id]:
-                commands = [self._submit(worker_id)]
-            elif not self._unanswered_calls[worker_id]:
-                self._hungry.add(worker_id)
-        return commands + self._feed_hungry() if self._hungry else commands
+        worker_id = ANY_WORKER if self.dynamic else self._next_with_room()
+        if worker_id is None:  # all are exhausted: these indices stand for no sample (iterable datasets only)
+            return []
+        task = Task(self._next_task_id, ANY_WORKER, event.indices)
+        self._next_task_id += 1
+        self._tasks[task.task_id] = task
+        if not self.dynamic:
+            return [self._submit(task, worker_id)]
+        self._queued.append(task)
+        return self._feed_any()
 
     def _skip(self, event: IndicesSkipped) -> list[Command]:
         self.owed_draws -= 1
@@ -244,52 +276,66 @@ class Schedule:
         self.taken += 1
         return self._draw(1)
 
-    def _assign_to_any(self, indices: Any) -> list[Command]:
-        task = Task(self._next_task_id, ANY_WORKER, indices)
-        self._next_task_id += 1
-        self._tasks[task.task_id] = task
-        self._queued_for_any.append(task)
-        return self._feed_any()
-
     def _next_with_room(self) -> int | None:
-        num_workers = len(self._active)
+        num_workers = len(self._workers)
         for step in range(num_workers):
             worker_id = (self._next_worker_id + step) % num_workers
-            if self._active[worker_id] and (self.in_order or self._has_share(worker_id)):
+            if self._workers[worker_id].active and (self.in_order or self._has_share(worker_id)):
                 self._next_worker_id = (worker_id + 1) % num_workers
                 return worker_id
         return None
 
     def _has_share(self, worker_id: int) -> bool:
-        return self._held[worker_id] < self.window // sum(self._active)
+        return self._workers[worker_id].held < self.window // sum(worker.active for worker in self._workers)
+
+    def _submit(self, task: Task, worker_id: int) -> Submit:
+        task.worker_id = worker_id
+        self._workers[worker_id].held += 1
+        self._move(task, Submit)
+        return Submit(task)
+
+    def _feed_any(self) -> list[Command]:
+        """See NOTE [dynamic]."""
+        commands: list[Command] = []
+        while self._queued:
+            free = [
+                (worker.unanswered, worker_id)
+                for worker_id, worker in enumerate(self._workers)
+                if worker.active and not worker.away and worker.unanswered < worker.ahead
+            ]
+            if not free:
+                break
+            commands.append(self._submit(self._queued[0], min(free)[1]))
+        return commands
 
     def _sampler_ended(self, event: SamplerExhausted) -> list[Command]:
         self._sampler_exhausted = True
         self.owed_draws = 0
-        return self._feed_hungry()
+        return []
 
     def _sampler_failed(self, event: SamplerFailed) -> list[Command]:
         self.owed_draws -= 1
-        return self._feed_hungry()
+        return []
 
     def _put_off(self, event: DrawsPutOff) -> list[Command]:
         self._shrink_to_torch()
-        return self._feed_hungry()
+        return []
 
     def _draws_undone(self, event: DrawsUndone) -> list[Command]:
         """Without the tasks from this one on; their workers are told anew what they have to do."""
         if self._failed:
             return []
         gone = [task for task in self._tasks.values() if task.task_id >= event.from_task]
-        again = [worker_id for worker_id, task_id in self._exhausted_at.items() if task_id >= event.from_task]
-        at_once = [worker_id for worker_id in again if self._exhausted_at[worker_id] == event.from_task]
+        next_worker_id = gone[0].worker_id if gone else self._next_worker_id
+        for worker_id, worker in enumerate(self._workers):
+            if worker.exhausted_at is not None and worker.exhausted_at >= event.from_task:
+                if worker.exhausted_at == event.from_task:
+                    next_worker_id = worker_id
+                worker.active, worker.exhausted_at = True, None
         if not self.dynamic:
-            self._next_worker_id = next(iter(at_once or [task.worker_id for task in gone]), self._next_worker_id)
-        for worker_id in again:
-            self._active[worker_id] = True
-            del self._exhausted_at[worker_id]
+            self._next_worker_id = next_worker_id
         for task in gone:
-            self._move(task, event)
+            self._move(task, DrawsUndone)
         self._next_task_id = event.from_task
         self._head_id = min(self._head_id, event.from_task)
         self._sampler_exhausted = False
@@ -300,62 +346,14 @@ class Schedule:
         self._grows, self._places, self.owed_draws = False, self._prefetch_factor, 0
         self._surplus = max(0, len(self._tasks) - self.window)
 
-    # ---- submitting, see NOTE [calls]
-
-    def _submit(self, worker_id: int) -> Submit:
-        queued = self._queued_for_any if self.dynamic else self._queued[worker_id]
-        tasks = tuple(queued.popleft() for _ in range(min(len(queued), self._tasks_per_call[worker_id])))
-        for task in tasks:
-            task.state = _SUBMITTED
-            task.worker_id = worker_id
-        self._unanswered_tasks[worker_id] += len(tasks)
-        self._unanswered_calls[worker_id] += 1
-        self._hungry.discard(worker_id)
-        return Submit(worker_id, tasks)
-
-    def _feed_any(self) -> list[Command]:
-        """See NOTE [dynamic]."""
-        commands: list[Command] = []
-        while self._queued_for_any:
-            here = [w for w, active in enumerate(self._active) if active and not self._away[w]]
-            free = [worker_id for worker_id in here if self._unanswered_calls[worker_id] < CALLS_AHEAD]
-            worker_id = min(free, key=self._unanswered_tasks.__getitem__, default=None)
-            if worker_id is None:
-                break
-            full = len(self._queued_for_any) >= self._tasks_per_call[worker_id]
-            if not full and (self._unanswered_calls[worker_id] or self.owed_draws):
-                break
-            commands.append(self._submit(worker_id))
-        return commands
-
-    def _feed_hungry(self) -> list[Command]:
-        """Once no more draws are to come now, what would fill a call has come."""
-        if self.dynamic:
-            return self._feed_any()
-        return [] if self.owed_draws else [self._submit(worker_id) for worker_id in sorted(self._hungry)]
-
-    def _call_answered(self, event: CallAnswered) -> list[Command]:
-        worker_id = event.worker_id
-        self._unanswered_calls[worker_id] -= 1
-        if self.dynamic and self._unanswered_tasks[worker_id] and not self._unanswered_calls[worker_id]:
-            self._unanswered_calls[worker_id] += 1
-            return [Submit(worker_id, ()), *self._feed_any()]
-        if self.dynamic:
-            return self._feed_any()
-        if self._unanswered_calls[worker_id] or not (self._queued[worker_id] or self._unanswered_tasks[worker_id]):
-            return []
-        return [self._submit(worker_id)]
-
     def _paced(self, event: Paced) -> list[Command]:
-        self._tasks_per_call[event.worker_id] = event.tasks_per_call
-        queued = self._queued[event.worker_id]
-        commands: list[Command] = self._feed_any()
-        while len(queued) >= event.tasks_per_call:
-            commands.append(self._submit(event.worker_id))
-        self._wanted_places[event.worker_id] = event.places
+        """See NOTE [elastic]."""
+        paced = self._workers[event.worker_id]
+        paced.places, paced.ahead = event.places, event.ahead
+        commands = self._feed_any()
         if self._grows:
-            places = max(self._prefetch_factor, *self._wanted_places)
-            self._surplus += (self._places - places) * sum(self._active)
+            places = max(self._prefetch_factor, *(worker.places for worker in self._workers))
+            self._surplus += (self._places - places) * sum(worker.active for worker in self._workers)
             self._places = places
             missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
             commands += self._draw(missing)
@@ -363,17 +361,14 @@ class Schedule:
 
     # ---- delivering
 
-    def _done(self, event: TasksDone) -> list[Command]:
-        """Tasks dropped meanwhile, or answered before, are passed over: telling it twice does no harm."""
-        done = []
-        for task_id in event.task_ids:
-            task = self._tasks.get(task_id)
-            if task is not None and task.state is TaskState.OUTSTANDING:
-                task.state = _DONE
-                self._unanswered_tasks[task.worker_id] -= 1
-                self._restarts[task.worker_id] = 0
-                done.append(task)
-        return self._deliver_ready() if self.in_order else [self._deliver(task) for task in done]
+    def _done(self, event: TaskDone) -> list[Command]:
+        """A task that was dropped meanwhile, or answered before, is passed over: telling it twice does no harm."""
+        task = self._tasks.get(event.task_id)
+        if task is None or task.state is not TaskState.OUTSTANDING:
+            return []
+        self._move(task, TaskDone)
+        self._workers[task.worker_id].restarts = 0
+        return [*(self._deliver_ready() if self.in_order else [self._deliver(task)]), *self._feed_any()]
 
     def _deliver_ready(self) -> list[Command]:
         """Delivers from the head on, up to the first task that is not ready."""
@@ -383,14 +378,16 @@ class Schedule:
         return commands
 
     def _deliver(self, task: Task) -> Deliver:
-        task.state = _DELIVERED
+        self._move(task, Deliver)
         return Deliver(task)
 
     def _taken(self, event: BatchTaken) -> list[Command]:
-        worker_id = self._tasks[event.task_id].worker_id
-        self._move(self._tasks[event.task_id], event)
+        task = self._tasks.get(event.task_id)
+        if task is None:
+            raise RuntimeError(f"{event} names a task that is not in the table; {self._history()}")
+        self._move(task, BatchTaken)
         self.taken += 1
-        if self.in_order and not self._active[worker_id]:
+        if self.in_order and not self._workers[task.worker_id].active:
             return []
         if self._surplus:
             self._surplus -= 1
@@ -404,13 +401,14 @@ class Schedule:
         if event.task_id not in self._tasks:
             return []
         worker_id = self._tasks[event.task_id].worker_id
-        if self._active[worker_id] and self._surplus:
-            self._surplus = max(0, self._surplus - max(0, self._held[worker_id] - self._places))
-        self._active[worker_id] = False
-        self._exhausted_at[worker_id] = event.task_id
+        worker = self._workers[worker_id]
+        if worker.active and self._surplus:
+            self._surplus = max(0, self._surplus - max(0, worker.held - self._places))
+        worker.active = False
+        worker.exhausted_at = event.task_id
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
         for task in dropped:
-            self._move(task, event)
+            self._move(task, WorkerExhausted)
         commands: list[Command] = [Forget(tuple(task.task_id for task in dropped))]
         if not self.in_order:
             commands += self._draw(len(dropped))
@@ -418,75 +416,69 @@ class Schedule:
 
     def _worker_lost(self, event: WorkerLost) -> list[Command]:
         """See NOTE [blame]."""
-        worker_id = event.worker_id
+        worker_id, worker = event.worker_id, self._workers[event.worker_id]
         lost = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is TaskState.OUTSTANDING]
         lost_before = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is TaskState.LOST]
-        if self._failed or not (lost or lost_before or self._active[worker_id]):
+        if self._failed or not (lost or lost_before or worker.active):
             return []  # told before, or its work was done
         for task in lost:
-            self._move(task, event)
+            self._move(task, WorkerLost)
         suspect = self._tasks.get(event.suspect) if event.suspect is not None else None
         if not event.blameless:
-            self._restarts[worker_id] += 1
+            worker.restarts += 1
         if suspect is not None:
             self._kills[suspect.task_id] = self._kills.get(suspect.task_id, 0) + 1
         hopeless = suspect is not None and self._kills[suspect.task_id] >= (KILLS if event.admitted else DEATHS)
-        if hopeless or self._restarts[worker_id] > self._max_restarts:
-            self._failed, self._active[worker_id] = True, False
+        if hopeless or worker.restarts > self._max_restarts:
+            self._failed, worker.active = True, False
             self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
             return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
-        self._away[worker_id] = True
+        worker.away = True
         return [ReplaceWorker(worker_id, event.cause)]
 
     def _worker_ready(self, event: WorkerReady) -> list[Command]:
-        worker_id = event.worker_id
-        self._away[worker_id] = False
+        self._workers[event.worker_id].away = False
         for task in self._tasks.values():
-            if task.worker_id == worker_id and task.state is TaskState.LOST:
-                self._move(task, event)
-                self._unanswered_tasks[worker_id] += 1
-        self._unanswered_calls[worker_id] = event.calls
-        if self.dynamic:
-            return self._feed_any()
-        return [self._submit(worker_id)] if self._queued[worker_id] and not event.calls else []
+            if task.worker_id == event.worker_id and task.state is TaskState.LOST:
+                self._move(task, WorkerReady)
+        return self._feed_any()
 
     def _close(self, event: Closed) -> list[Command]:
-        """Whatever the state is, also one that a Ctrl-C left half-changed."""
+        """Whatever the state is, also one that a Ctrl-C left half-changed: so no task is moved, the table goes."""
         self._finished = self.finished
-        commands: list[Command] = self._finish_as_torch() if event.resuming else []
+        commands: list[Command] = self._drop_surplus() if event.resuming else []
         if self._tasks:
             commands.append(Forget(tuple(self._tasks)))
         self._tasks.clear()
+        self._queued.clear()
         self.closed = True
         self.owed_draws = 0
         return commands
 
-    def _finish_as_torch(self) -> list[Command]:
+    def _drop_surplus(self) -> list[Command]:
         """Of each worker's tasks in the table torch's would have the first `prefetch_factor`."""
         commands: list[Command] = []
-        for worker_id, queued in enumerate(self._queued):
+        for worker_id in range(len(self._workers) if self.elastic else 0):
             held = [task.task_id for task in self._tasks.values() if task.worker_id == worker_id]
-            surplus = held[self._prefetch_factor :] if self.elastic else []
-            if surplus:
-                commands.append(Drop(worker_id, surplus[0]))
-            wanted = tuple(task for task in queued if not surplus or task.task_id < surplus[0])
-            if wanted:
-                commands.append(Submit(worker_id, wanted))
+            if len(held) > self._prefetch_factor:
+                commands.append(Drop(worker_id, held[self._prefetch_factor]))
         return commands
 
-    def _move(self, task: Task, event: Event) -> None:
+    def _move(self, task: Task, step: type) -> None:
+        """Changes a task's state, and what is counted by state."""
         before = task.state
         try:
-            state = TRANSITIONS[before][type(event).__name__]
+            state = TRANSITIONS[before][step]
         except KeyError:
-            raise RuntimeError(f"{event} cannot happen to {task}; see TRANSITIONS in messages.py") from None
-        if before is TaskState.OUTSTANDING:
-            self._unanswered_tasks[task.worker_id] -= 1
-        elif before is TaskState.QUEUED:
-            (self._queued_for_any if self.dynamic else self._queued[task.worker_id]).remove(task)
-            self._hungry.discard(task.worker_id)
+            raise RuntimeError(
+                f"{step.__name__} cannot happen to {task}; see TRANSITIONS in messages.py; {self._history()}"
+            ) from None
+        task.state = state
+        if before is TaskState.QUEUED and self.dynamic:
+            self._queued.remove(task)
+        if task.worker_id != ANY_WORKER:
+            worker = self._workers[task.worker_id]
+            worker.unanswered += (state is TaskState.OUTSTANDING) - (before is TaskState.OUTSTANDING)
+            worker.held -= state is TaskState.GONE
         if state is TaskState.GONE:
             del self._tasks[task.task_id]
-            if not self.dynamic:
-                self._held[task.worker_id] -= 1
-        task.state = state

@@ -5,14 +5,14 @@ user code raises leaves through Ray: it travels as a `Result`. The process is wa
 code may have changed of it (see `process_state.py`), so that another epoch, or another loader, finds it as new. The
 actor starts no thread and owns nothing but its process.
 
-It is told its tasks by calls of `run`, or over a line by a call of `serve` that lasts as long as the line does.
+It is told its tasks by calls of `run`, one a task, or over a line by a call of `serve` that lasts as long as the line
+does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import math
 import os
 import pickle
@@ -44,9 +44,9 @@ from rayloader.process_state import Baseline
 from rayloader.protocol import (
     CARRY,
     ENDS,
+    Answer,
     Down,
     Replica,
-    Reply,
     Result,
     ResultKind,
     Served,
@@ -69,7 +69,7 @@ from rayloader.transport.replica import Image, image_from_contents
 
 # What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
 IN_BAND_BYTES = 1 << 16
-# How long a call builds again what nobody waits for, in seconds: then it returns, so that the driver sees progress.
+# How long a call builds again what was built before, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
 
 
@@ -125,66 +125,64 @@ class Worker:
         return self._hosted[worker_id].resume(epoch, shared_seed, undo_from)
 
     def run(self, message: Any) -> Any:
-        """Builds tasks' batches, in order.
+        """Builds a task's batch.
 
         Args:
-            message: packed (worker_id, call, task_ids, indices, room, digests): `call` counts the calls of this actor;
-                of the tasks, which may be none, to go on with those that an earlier call left over, `indices` holds
-                what the sampler gave for each; `room`, which only a line brings, says where in this actor's arena the
-                batches may lie; if there are `digests` the batches are built for what that changes in the worker, and
-                not sent: they must be those of these digests, where one is known.
+            message: packed (worker_id, call, task_id, indices, room): `call` counts the calls of this actor, `indices`
+                is what the sampler gave; `room`, which only a line brings, says where in this actor's arena the batch
+                may lie.
 
         Returns:
-            A packed `Reply`. Ray sends nothing before the call ends: so the first batch that somebody wants ends it,
-            and the other tasks are left over. The dataset may be waiting for the trainer.
+            A packed `Answer`.
         """
-        worker_id, call, task_ids, indices, _, digests = unpack(message)
-        results: list[Any] = []
+        worker_id, call, task_id, indices, _ = unpack(message)
+        return self._packed(self._run(worker_id, _Task(call, task_id, indices), None))
 
-        def keep(result: Result, more: bool) -> bool:
-            results.append(final(result, IN_BAND_BYTES))
-            return digests is not None
-
-        reply = self.build(worker_id, call, task_ids, indices, None, digests, keep)._replace(results=results)
-        return pack(reply, [result[2] for result in results if not isinstance(result, bytes)])
-
-    def build(
-        self,
-        worker_id: int,
-        call: int,
-        task_ids: tuple[int, ...],
-        indices: list[Wire],
-        arena: ArenaWriter | None,
-        digests: list[int | None] | None,
-        sink: Callable[[Result, bool], bool],
-    ) -> Reply:
-        """Builds tasks' batches, in order; `sink` takes each.
+    def replay(self, message: Any) -> Any:
+        """Builds batches for what that changes in the worker, in order, for a while; they are not sent.
 
         Args:
-            worker_id: as `run` says, and so are
-            call: this,
-            task_ids: this,
-            indices: this,
-            arena: where the batches may lie,
-            digests: and this.
-            sink: called with a result, and whether others are to come; it says whether the call is to go on.
+            message: packed (worker_id, call, tasks), with task_id, indices and digest of each task: it must be the
+                batch of that digest, if one is known. Without tasks it goes on with those that are left over.
+
+        Returns:
+            A packed `Answer`, which says how far it is.
         """
+        worker_id, call, tasks = unpack(message)
+        return self._packed(self._replay(worker_id, call, tasks))
+
+    def _packed(self, answer: Answer) -> Any:
+        result = answer.result
+        if result is None:
+            return pack(answer, [])
+        travels = final(result, IN_BAND_BYTES)
+        wires = [] if result.wire is None or isinstance(travels, bytes) else [result.wire]
+        return pack(answer._replace(result=travels), wires)
+
+    def _run(self, worker_id: int, task: _Task, arena: ArenaWriter | None) -> Answer:
         self._switch_to(worker_id)
         hosted = self._hosted[worker_id]
-        done, nbytes, exhausted, began = 0, 0, False, time.perf_counter()
-        for result, more in hosted.run(call, task_ids, indices, arena, digests, self._is_dropped):
-            done, nbytes, exhausted = done + 1, nbytes + result.nbytes, result.kind is ResultKind.EXHAUSTED
-            if not sink(result, more):
-                break
-        seconds = time.perf_counter() - began
-        replay, doubt, state = hosted.replay, hosted.take_doubt(), hosted.snapshot_if_due(seconds)
-        lane = self._lane
-        return Reply([], done, nbytes, exhausted, state, replay, doubt, seconds, lane.take_full(), lane.error)
+        began = time.perf_counter()
+        result = hosted.run(task, arena)
+        return self._answer(hosted, result, began)
+
+    def _replay(self, worker_id: int, call: int, tasks: list[tuple[int, Wire, int | None]]) -> Answer:
+        self._switch_to(worker_id)
+        hosted = self._hosted[worker_id]
+        began = time.perf_counter()
+        again = [_Task(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
+        result = hosted.replay(again, self._is_dropped)
+        return self._answer(hosted, result, began)
+
+    def _answer(self, hosted: _Hosted, result: Result | None, began: float) -> Answer:
+        seconds, lane = time.perf_counter() - began, self._lane
+        progress, doubt, state = hosted.progress, hosted.take_doubt(), hosted.snapshot_if_due(seconds)
+        return Answer(result, seconds, progress, doubt, state, lane.take_full(), lane.error)
 
     def serve(self, address: LineAddress, early: list[Any]) -> Served:
-        """Does over a line what `run` and `resume` do, until the line ends.
+        """Does over a line what `run`, `replay` and `resume` do, until the line ends.
 
-        It also ends, with the line left open for the next `serve`, where a reply has to go through Ray. `early` are
+        It also ends, with the line left open for the next `serve`, where an answer has to go through Ray. `early` are
         messages that come before those of the line.
         """
         if self._line is None or self._line_address != address:
@@ -203,35 +201,30 @@ class Worker:
             kind, worker_id, call, *arguments = self._calls.popleft()
             if kind == Down.RESUME:
                 self._send(line, (Up.BEGUN, worker_id, call, tuple(self.resume(worker_id, *arguments))))
-            elif (reply := self._answer(line, worker_id, call, *arguments)) is not None:
+                continue
+            answer = self._do(kind, worker_id, call, *arguments)
+            if answer is None:
+                continue
+            wire = answer.result.wire if answer.result is not None else None
+            if answer.result is not None:
+                answer = answer._replace(result=answer.result.fields)
+            if wire is not None and wire[2]:  # references to Ray's objects
                 line.drain()  # what is older comes first
-                return Served(reply=reply)
+                return Served(answer=pack((worker_id, call, answer), [wire]))
+            self._send(line, (Up.ANSWER, worker_id, call, tuple(answer)))
         line.drain()
         self._hang_up()
         return Served()
 
-    def _answer(self, line: Line, worker_id: int, call: int, *arguments: Any) -> Any:
-        """Answers a call of `run` over the line; what it returns has to go through Ray instead."""
-        task_ids, indices, room, digests = arguments
-        results: list[Any] = []
-        carries = False
-
-        def send(result: Result, more: bool) -> bool:
-            nonlocal carries
-            carries = result.wire is not None and bool(result.wire[2])
-            if more and not carries and digests is None:
-                self._send(line, (Up.RESULT, worker_id, call, result.fields))
-            else:
-                results.append(result.fields)
-            self._attend(line)
-            return not carries
-
-        reply = self.build(worker_id, call, task_ids, indices, self._lane.open(room), digests, send)
-        reply = reply._replace(results=results)
-        if carries:
-            return pack((worker_id, call, reply), [result[2] for result in results if result[2] is not None])
-        self._send(line, (Up.REPLY, worker_id, call, tuple(reply)))
-        return None
+    def _do(self, kind: int, worker_id: int, call: int, *arguments: Any) -> Answer | None:
+        """Carries out a call that came over the line; None if nobody wants it any more."""
+        if kind == Down.REPLAY:
+            return self._replay(worker_id, call, *arguments)
+        task_id, indices, room = arguments
+        arena = self._lane.open(room)  # it brings news of the arena, whatever becomes of the task
+        if self._is_dropped(call, task_id):
+            return None
+        return self._run(worker_id, _Task(call, task_id, indices), arena)
 
     def _send(self, line: Line, message: tuple[Any, ...]) -> None:
         line.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
@@ -294,8 +287,8 @@ class _Task(NamedTuple):
     call: int
     task_id: int
     indices: Wire
-    wanted: bool
-    digest: int | None  # of what was delivered before, where it is built again
+    again: bool = False  # it is built for what that changes in the worker
+    digest: int | None = None  # of what was delivered before, where it is built again
 
 
 class _Hosted:
@@ -376,7 +369,7 @@ class _Hosted:
         if goal is None:
             return True
         nothing = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
-        again = _Task(0, -1, nothing, wanted=False, digest=None)
+        again = _Task(0, -1, nothing, again=True)
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
             if result.kind in (ResultKind.EXITED, ResultKind.TERMINATED):
@@ -404,12 +397,12 @@ class _Hosted:
         return True
 
     @property
-    def replay(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
         """How many batches were built again, and how many that must be."""
         return self._replayed, self._to_replay
 
     def take_doubt(self) -> int | None:
-        """A task since this was asked last whose batch was believed, see `Reply`."""
+        """A task since this was asked last whose batch was believed, see `Answer`."""
         doubt, self._doubt = self._doubt, None
         return doubt
 
@@ -478,47 +471,41 @@ class _Hosted:
         self._recorder.forget()  # answers of an epoch that was broken off
         return self.snapshot()
 
-    def run(
-        self,
-        call: int,
-        task_ids: tuple[int, ...],
-        indices: list[Wire],
-        arena: ArenaWriter | None,
-        digests: list[int | None] | None,
-        dropped: Callable[[int, int], bool],
-    ) -> Iterator[tuple[Result, bool]]:
-        """One result a task, and whether others are to come; those that are not taken are left over.
+    def run(self, task: _Task, arena: ArenaWriter | None) -> Result:
+        """A task's result."""
+        self._read_on(math.inf)
+        while self._left:
+            result = self._do(self._left.popleft(), None)
+            if result.kind in ENDS:
+                return result._replace(task_id=task.task_id)
+        return self._do(task, arena)
 
-        What is not wanted is built for a while; the rest of it is left over too.
-        """
-        wanted = digests is None
-        known: list[int | None] = [None] * len(task_ids) if digests is None else digests
-        self._left.extend(map(_Task, itertools.repeat(call), task_ids, indices, itertools.repeat(wanted), known))
-        self._unrestored |= not wanted and self._failure is not None
-        self._to_replay += 0 if wanted else len(task_ids)
+    def replay(self, tasks: list[_Task], dropped: Callable[[int, int], bool]) -> Result | None:
+        """Builds these tasks again, for a while; the rest of them is left over. The result that ends the process."""
+        self._left.extend(tasks)
+        self._unrestored |= self._failure is not None
+        self._to_replay += len(tasks)
         until = time.monotonic() + REPLAY_SECONDS
         if not self._read_on(until):
-            return
+            return None
         while self._left:
             task = self._left.popleft()
             if dropped(task.call, task.task_id):
-                self._replayed += not task.wanted
+                self._replayed += 1
                 continue
-            result = self._do(task, arena)
-            if not task.wanted:
-                result = result._replace(wire=None, nbytes=0, skipped=())
-            yield result, bool(self._left) and not self._exhausted
+            result = self._do(task, None)
             if result.kind in ENDS:
+                return result
+            if time.monotonic() >= until:
                 break
-            if not task.wanted and time.monotonic() >= until:
-                break
+        return None
 
     def _do(self, task: _Task, arena: ArenaWriter | None) -> Result:
-        """A task's result; that of one that is done again must be what it was."""
+        """The same when it is its turn; what is built again must be what it was."""
         if self._rewind is not None:
             self._rewind.task_begins(task.task_id)
         result = self._build(task, arena)
-        self._replayed += not task.wanted
+        self._replayed += task.again
         if task.digest in (None, result.digest) or self._failure is not None or result.kind in ENDS:
             return result
         believed = has_state(self._dataset) or has_state(self._iterator)
@@ -548,7 +535,7 @@ class _Hosted:
         task_id = task.task_id
         if self._failure is not None and (self._unrestored or not self._exhausted):
             # The indices of a stream are endless: that it can't start is told once, as an iterator that raised ends.
-            self._exhausted = self._is_iterable and task.wanted and not self._unrestored
+            self._exhausted = self._is_iterable and not task.again and not self._unrestored
             return self._failure._replace(task_id=task_id)
         if self._exhausted:
             return Result(task_id, ResultKind.EXHAUSTED)

@@ -100,14 +100,18 @@ class Line:
         """Whether something is queued."""
         return bool(self._out)
 
-    def send(self, message: bytes) -> None:
-        """Queues a message, and sends what the socket takes."""
+    def queue(self, message: bytes) -> None:
+        """Keeps a message for the next `flush`."""
         header = _HEADER.pack(len(message))
         if len(message) <= JOINED_BYTES:
             self._out.append(memoryview(header + message))
         else:
             self._out.append(memoryview(header))
             self._out.append(memoryview(message))
+
+    def send(self, message: bytes) -> None:
+        """Queues a message, and sends what the socket takes."""
+        self.queue(message)
         self.flush()
 
     def flush(self) -> None:

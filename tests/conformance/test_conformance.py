@@ -16,8 +16,8 @@ from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
 from rayloader.channel import LineCalls, RayCalls
-from rayloader.crew import Crew
 from rayloader.pace import Pace
+from rayloader.schedule import Schedule
 from rayloader.transport import lanes
 
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
@@ -35,20 +35,20 @@ def loader_class(request):
 
 # How the batches travel: whether there are arenas, where even the smallest buffer has a slot.
 LANES = {"store": "0", "arena": "1"}
-# How many tasks a call carries, where it may carry so many; None: as many as take it the right time.
-CALLS = {"one": 1, "three": 3, "automatic": None}
-WAYS = list(itertools.product(LANES, CALLS))
+# How many tasks of a worker are under way where the depth is automatic; None: as many as should be.
+DEPTHS = {"torchs": 0, "deep": 9, "automatic": None}
+WAYS = list(itertools.product(LANES, DEPTHS))
 
 
 def in_all_ways():
     """Each case in one way, in turn, and in all others in a full run; without workers there is no way."""
     for number, case in enumerate(CASES):
         if case.name.endswith("-w0"):
-            yield pytest.param(case, "store", "one", id=case.name, marks=pytest.mark.full if case.full else ())
+            yield pytest.param(case, "store", "torchs", id=case.name, marks=pytest.mark.full if case.full else ())
             continue
-        for place, (lane, calls) in enumerate(WAYS):
+        for place, (lane, depth) in enumerate(WAYS):
             marks = () if number % len(WAYS) == place and not case.full else pytest.mark.full
-            yield pytest.param(case, lane, calls, id=f"{case.name}-{lane}-{calls}", marks=marks)
+            yield pytest.param(case, lane, depth, id=f"{case.name}-{lane}-{depth}", marks=marks)
 
 
 @pytest.fixture
@@ -60,21 +60,21 @@ def lane(request, monkeypatch):
 
 
 @pytest.fixture
-def calls(request, monkeypatch):
-    """How many tasks the calls of this test carry."""
-    if CALLS[request.param] is not None:
-        monkeypatch.setattr(Pace, "saw", lambda self, *_, **__: fix_pace(self, CALLS[request.param]))
+def depth(request, monkeypatch):
+    """How deep the loaders of this test prefetch."""
+    places = DEPTHS[request.param]
+    if places is not None:
+        monkeypatch.setattr(Pace, "saw", lambda pace, *_: fix_depth(pace, places))
     return request.param
 
 
-def fix_pace(pace, tasks_per_call):
-    before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
-    pace.places = 3 * pace.tasks_per_call
-    return pace.tasks_per_call != before
+def fix_depth(pace, places):
+    before, pace.places, pace.ahead = pace.places, places, places + 1
+    return before != places
 
 
-@pytest.mark.parametrize(("case", "lane", "calls"), list(in_all_ways()), indirect=["lane", "calls"])
-def test_same_as_torch(case, lane, calls, reference, loader_class):
+@pytest.mark.parametrize(("case", "lane", "depth"), list(in_all_ways()), indirect=["lane", "depth"])
+def test_same_as_torch(case, lane, depth, reference, loader_class):
     difference = first_difference(reference[case.name], record(case, loader_class))
     if difference:
         pytest.fail(difference, pytrace=False)
@@ -98,20 +98,22 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
         assert used == {(LineCalls, True) if lane == "arena" else (RayCalls, False)}
 
 
-@pytest.mark.parametrize("calls", CALLS, indirect=True)
-def test_the_calls_carry_what_is_said(calls, loader_class, request, monkeypatch):
-    sizes = []
-    run = Crew.run
+@pytest.mark.parametrize("depth", DEPTHS, indirect=True)
+def test_the_depth_is_what_is_said(depth, loader_class, request, monkeypatch):
+    depths = []
+    handle = Schedule.handle
 
-    def counted(self, worker_id, tasks, *rest, **named):
-        sizes.append(len(tasks))
-        return run(self, worker_id, tasks, *rest, **named)
+    def noting(self, event):
+        commands = handle(self, event)
+        depths.append(len(self.tasks) / 2)
+        return commands
 
-    monkeypatch.setattr(Crew, "run", counted)
+    monkeypatch.setattr(Schedule, "handle", noting)
     batches = list(loader_class(torch.arange(400), 2, num_workers=2))
     assert len(batches) == 200
     if request.config.getoption("--against") == "rayloader":
-        assert max(sizes) == CALLS[calls] if CALLS[calls] is not None else max(sizes) > 1
+        expected = {"torchs": 2, "deep": 9}
+        assert max(depths) == expected[depth] if depth in expected else max(depths) > 2
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name == FRESH])

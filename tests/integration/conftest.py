@@ -4,28 +4,27 @@ import pytest
 
 
 @pytest.fixture
-def calls_of(monkeypatch):
-    """Fixes the size of calls, as far as they may carry so many, and gives a list of the sizes that were made."""
-    from rayloader.crew import Crew
+def depth_of(monkeypatch):
+    """Fixes an automatic depth, of each worker, and gives a list of the depths that were reached."""
+    from rayloader.epoch import Epoch
     from rayloader.pace import Pace
 
-    sizes = []
-    run = Crew.run
+    depths = []
+    run = Epoch._run
 
-    def counted(self, worker_id, tasks, *rest, **named):
-        sizes.append(len(tasks))
-        return run(self, worker_id, tasks, *rest, **named)
+    def counted(self, worker_id, told):
+        run(self, worker_id, told)
+        depths.append(len(self._calls[worker_id]))
 
-    def fix(tasks_per_call):
-        def saw(pace, *_, **__):
-            before, pace.tasks_per_call = pace.tasks_per_call, min(tasks_per_call, pace.max_tasks)
-            pace.places = 3 * pace.tasks_per_call
-            return pace.tasks_per_call != before
+    def fix(places):
+        def saw(pace, *_):
+            before, pace.places, pace.ahead = pace.places, places, places
+            return before != places
 
         monkeypatch.setattr(Pace, "saw", saw)
-        return sizes
+        return depths
 
-    monkeypatch.setattr(Crew, "run", counted)
+    monkeypatch.setattr(Epoch, "_run", counted)
     return fix
 
 

@@ -111,8 +111,8 @@ def test_batches_are_torchs_and_not_copied_epoch_after_epoch(persistent):
         assert all(placed)
 
 
-def test_batches_of_one_call_outlive_each_other(calls_of):
-    calls_of(6)
+def test_batches_of_one_worker_outlive_each_other(depth_of):
+    depth_of(18)
     held, addresses = {}, set()
     for number, batch in enumerate(batches_of(240, prefetch_factor=None)):
         assert same(batch, expected(number))

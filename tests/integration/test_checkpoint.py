@@ -150,10 +150,10 @@ LONG = {
 @some(4, 7)
 @pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", LONG)
-def test_from_the_middle_of_calls(calls_of, name, num_workers, which):
-    sizes = calls_of(5)
+def test_with_many_tasks_under_way(depth_of, name, num_workers, which):
+    depths = depth_of(15)
     epochs, points = run(make(LONG[name], 2))
-    assert max(sizes) == 5
+    assert max(depths) > 10
     for point in points[which]:
         check(epochs, point, hosted(LONG[name], num_workers, of=2))
 
@@ -342,7 +342,7 @@ def test_skipped_samples_are_counted_on():
 
 
 @pytest.mark.parametrize("arenas", [True, False])
-def test_batches_of_a_resumed_run_are_kept_while_it_goes_on(calls_of, arenas):
+def test_batches_of_a_resumed_run_are_kept_while_it_goes_on(depth_of, arenas):
     """Memory of batches that were built again and not delivered is given to others."""
 
     class Images(data.Sized):
@@ -352,7 +352,7 @@ def test_batches_of_a_resumed_run_are_kept_while_it_goes_on(calls_of, arenas):
     def arguments():
         return {"dataset": Images(80), "batch_size": 2, "arenas": arenas}
 
-    calls_of(5)
+    depth_of(15)
     loader = make(arguments, 2)
     iterator = iter(loader)
     kept = [next(iterator) for _ in range(13)]

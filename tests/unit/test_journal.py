@@ -13,7 +13,8 @@ def told(*task_ids):
 
 def journal_of(*task_ids, answered=(), snapshots=(), **state):
     journal = Journal()
-    journal.told(told(*task_ids))
+    for task in told(*task_ids):
+        journal.told(task)
     for task_id in answered:
         journal.answered(task_id, 100 + task_id)
     for task_id in snapshots:
@@ -81,7 +82,8 @@ def test_an_epoch_begins_where_the_one_before_it_was():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
     resumed = Resumed(1, 5, None)
     journal.begins(resumed)
-    journal.told(told(0, 1))
+    for task in told(0, 1):
+        journal.told(task)
     assert not journal.begun
     assert at(journal) == (1, [2, resumed, 0, 1], [])
     assert journal.shared_seed is None
@@ -95,7 +97,8 @@ def test_the_begin_of_an_epoch_is_proven_by_a_task_of_the_one_before():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
     resumed = Resumed(1, 5, None)
     journal.begins(resumed)
-    journal.told(told(0, 1))
+    for task in told(0, 1):
+        journal.told(task)
     journal.reached_begin(WorkerState(epoch=1))
     assert journal.begun
     assert journal.shared_seed is None
@@ -145,7 +148,8 @@ def test_untelling_goes_back_to_a_snapshot_before_the_task():
     assert at(journal) == (6, [8, 10], [0])
     assert journal.untell(5)
     assert at(journal) == (2, [4], [0])
-    journal.told(told(5, 7))
+    for task in told(5, 7):
+        journal.told(task)
     for task_id in (5, 7):
         journal.answered(task_id, 0)
     journal.reached(WorkerState(last_task=5))
@@ -165,7 +169,8 @@ def test_without_a_snapshot_before_the_task_it_starts_anew_and_what_is_taken_is_
 def test_a_resumed_worker_goes_back_to_where_it_was_resumed():
     journal = Journal()
     journal.starts_at(WorkerState(last_task=3), told(4, 5))
-    journal.told(told(6, 7, 8))
+    for task in told(6, 7, 8):
+        journal.told(task)
     for task_id in (6, 7, 8):
         journal.answered(task_id, 0)
     journal.reached(WorkerState(last_task=8))

@@ -13,7 +13,6 @@ from rayloader.messages import (
     ANY_WORKER,
     TRANSITIONS,
     BatchTaken,
-    CallAnswered,
     Closed,
     Command,
     Deliver,
@@ -32,14 +31,13 @@ from rayloader.messages import (
     SamplerExhausted,
     SamplerFailed,
     Submit,
-    TasksDone,
+    TaskDone,
     TaskState,
     WorkerExhausted,
     WorkerLost,
     WorkerReady,
 )
-from rayloader.pace import CALLS_UNDER_WAY
-from rayloader.schedule import DEATHS, KILLS, Schedule
+from rayloader.schedule import AHEAD, DEATHS, KILLS, Schedule
 
 
 def in_words(commands: list[Command]) -> list[tuple[object, ...]]:
@@ -49,8 +47,8 @@ def in_words(commands: list[Command]) -> list[tuple[object, ...]]:
         match command:
             case DrawIndices(count):
                 words.append(("draw", count))
-            case Submit(worker_id, tasks):
-                words.append(("submit", worker_id, *[(task.task_id, task.indices) for task in tasks]))
+            case Submit(task):
+                words.append(("submit", task.worker_id, (task.task_id, task.indices)))
             case Deliver(task):
                 words.append(("deliver", task.task_id))
             case Forget(task_ids):
@@ -74,6 +72,11 @@ def opened(num_workers: int, prefetch_factor: int, *, in_order: bool = True, dra
     return schedule
 
 
+def done(schedule: Schedule, *task_ids: int) -> list[Command]:
+    """The commands of answers that bring these tasks."""
+    return [command for task_id in task_ids for command in schedule.handle(TaskDone(task_id))]
+
+
 def test_fills_the_window_round_robin_when_opened():
     schedule = opened(num_workers=3, prefetch_factor=2)
     assert [(task.task_id, task.worker_id) for task in schedule.outstanding] == [
@@ -83,27 +86,27 @@ def test_fills_the_window_round_robin_when_opened():
 
 def test_delivers_in_task_order_whatever_comes_first():
     schedule = opened(num_workers=2, prefetch_factor=2)
-    assert schedule.handle(TasksDone((1,))) == []
-    assert schedule.handle(TasksDone((3,))) == []
-    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0), ("deliver", 1)]
-    assert in_words(schedule.handle(TasksDone((2,)))) == [("deliver", 2), ("deliver", 3)]
+    assert done(schedule, 1) == []
+    assert done(schedule, 3) == []
+    assert in_words(done(schedule, 0)) == [("deliver", 0), ("deliver", 1)]
+    assert in_words(done(schedule, 2)) == [("deliver", 2), ("deliver", 3)]
 
 
 def test_one_call_may_answer_several_tasks():
     schedule = opened(num_workers=2, prefetch_factor=2)
-    assert in_words(schedule.handle(TasksDone((0, 2)))) == [("deliver", 0)]
-    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1), ("deliver", 2)]
+    assert in_words(done(schedule, 0, 2)) == [("deliver", 0)]
+    assert in_words(done(schedule, 1)) == [("deliver", 1), ("deliver", 2)]
 
 
 def test_draws_one_for_each_batch_taken():
     schedule = opened(num_workers=2, prefetch_factor=1)
-    schedule.handle(TasksDone((0, 1)))
+    done(schedule, 0, 1)
     assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
     assert in_words(schedule.handle(IndicesDrawn("next"))) == [("submit", 0, (2, "next"))]
     assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
     assert schedule.handle(SamplerExhausted()) == []
     assert not schedule.finished
-    assert in_words(schedule.handle(TasksDone((2,)))) == [("deliver", 2)]
+    assert in_words(done(schedule, 2)) == [("deliver", 2)]
     assert schedule.handle(BatchTaken(2)) == []
     assert schedule.finished
 
@@ -118,7 +121,7 @@ def test_an_empty_sampler_finishes_at_once():
 
 def test_a_failing_sampler_leaves_a_smaller_window_and_ends_with_it():
     schedule = opened(num_workers=1, prefetch_factor=2)
-    schedule.handle(TasksDone((0, 1)))
+    done(schedule, 0, 1)
     assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
     assert schedule.handle(SamplerFailed()) == []
     assert not schedule.finished
@@ -131,7 +134,7 @@ def test_a_failing_sampler_leaves_a_smaller_window_and_ends_with_it():
 def test_fewer_batches_than_workers():
     schedule = opened(num_workers=4, prefetch_factor=2, draw=1)
     schedule.handle(SamplerExhausted())
-    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0)]
+    assert in_words(done(schedule, 0)) == [("deliver", 0)]
     assert schedule.handle(BatchTaken(0)) == []
     assert schedule.finished
 
@@ -139,10 +142,10 @@ def test_fewer_batches_than_workers():
 def test_an_exhausted_worker_leaves_the_rotation_with_its_tasks():
     schedule = opened(num_workers=3, prefetch_factor=2)
     assert in_words(schedule.handle(WorkerExhausted(0))) == [("forget", 0, 3)]
-    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1)]
+    assert in_words(done(schedule, 1)) == [("deliver", 1)]
     assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
     assert in_words(schedule.handle(IndicesDrawn(None))) == [("submit", 1, (6, None))]
-    assert in_words(schedule.handle(TasksDone((2,)))) == [("deliver", 2)]
+    assert in_words(done(schedule, 2)) == [("deliver", 2)]
     schedule.handle(BatchTaken(2))
     assert in_words(schedule.handle(IndicesDrawn(None))) == [("submit", 2, (7, None))]
 
@@ -151,14 +154,14 @@ def test_exhaustion_that_is_told_before_an_earlier_answer_loses_nothing():
     schedule = opened(num_workers=2, prefetch_factor=3)
     assert in_words(schedule.handle(WorkerExhausted(4))) == [("forget", 4)]
     assert in_words(schedule.handle(WorkerExhausted(2))) == [("forget", 2)]
-    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0)]
-    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1)]
-    assert in_words(schedule.handle(TasksDone((3,)))) == [("deliver", 3)]
+    assert in_words(done(schedule, 0)) == [("deliver", 0)]
+    assert in_words(done(schedule, 1)) == [("deliver", 1)]
+    assert in_words(done(schedule, 3)) == [("deliver", 3)]
 
 
 def test_exhaustion_of_the_head_delivers_what_was_ready_behind_it():
     schedule = opened(num_workers=2, prefetch_factor=1)
-    assert schedule.handle(TasksDone((1,))) == []
+    assert done(schedule, 1) == []
     assert in_words(schedule.handle(WorkerExhausted(0))) == [("forget", 0), ("deliver", 1)]
 
 
@@ -173,11 +176,11 @@ def test_finishes_when_every_worker_is_exhausted():
 
 def test_without_order_delivers_what_comes():
     schedule = opened(num_workers=2, prefetch_factor=1, in_order=False)
-    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1)]
+    assert in_words(done(schedule, 1)) == [("deliver", 1)]
     assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
     # worker 0 is next in the cycle, but it holds its share of the window
     assert in_words(schedule.handle(IndicesDrawn("i2"))) == [("submit", 1, (2, "i2"))]
-    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0)]
+    assert in_words(done(schedule, 0)) == [("deliver", 0)]
 
 
 def test_without_order_an_exhausted_workers_places_are_drawn_anew():
@@ -189,7 +192,7 @@ def test_without_order_an_exhausted_workers_places_are_drawn_anew():
 @pytest.mark.parametrize("in_order", [True, False])
 def test_indices_that_come_when_every_worker_is_exhausted_stand_for_nothing(in_order):
     schedule = opened(num_workers=2, prefetch_factor=1, in_order=in_order)
-    schedule.handle(TasksDone((0,)))
+    done(schedule, 0)
     assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
     schedule.handle(IndicesDrawn(None))
     schedule.handle(WorkerExhausted(2))
@@ -199,7 +202,7 @@ def test_indices_that_come_when_every_worker_is_exhausted_stand_for_nothing(in_o
 
 def test_a_lost_worker_fails_the_epoch_and_names_its_first_lost_task():
     schedule = opened(num_workers=2, prefetch_factor=2)
-    schedule.handle(TasksDone((1,)))
+    done(schedule, 1)
     assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("fail", 1, "killed", 3)]
     assert schedule.handle(WorkerLost(1, "killed")) == []
 
@@ -219,24 +222,24 @@ def test_an_exhausted_workers_loss_matters_while_an_earlier_task_is_unanswered()
 def test_news_of_dropped_or_answered_tasks_is_passed_over():
     schedule = opened(num_workers=2, prefetch_factor=1)
     schedule.handle(WorkerExhausted(0))
-    assert schedule.handle(TasksDone((0,))) == []
-    assert in_words(schedule.handle(TasksDone((1,)))) == [("deliver", 1)]
-    assert schedule.handle(TasksDone((1,))) == []
+    assert done(schedule, 0) == []
+    assert in_words(done(schedule, 1)) == [("deliver", 1)]
+    assert done(schedule, 1) == []
 
 
 def test_closing_forgets_everything_and_ends_all_news():
     schedule = opened(num_workers=2, prefetch_factor=1)
-    schedule.handle(TasksDone((0,)))
+    done(schedule, 0)
     assert in_words(schedule.handle(Closed())) == [("forget", 0, 1)]
     assert schedule.closed
-    assert schedule.handle(TasksDone((1,))) == []
+    assert done(schedule, 1) == []
     assert schedule.handle(Closed()) == []
 
 
 def test_closed_and_finished_are_different_answers():
     schedule = opened(num_workers=1, prefetch_factor=1, draw=1)
     schedule.handle(SamplerExhausted())
-    schedule.handle(TasksDone((0,)))
+    done(schedule, 0)
     schedule.handle(Closed())
     assert schedule.closed
     assert not schedule.finished  # the last batch was not taken
@@ -253,57 +256,27 @@ def draw(schedule: Schedule, count: int) -> list[tuple[object, ...]]:
     return [word for _ in range(count) for word in in_words(schedule.handle(IndicesDrawn(None)))]
 
 
-def test_tasks_queue_until_they_fill_a_call():
-    schedule = opened(num_workers=1, prefetch_factor=4)
-    schedule.handle(TasksDone((0,)))
-    assert schedule.handle(CallAnswered(0)) == []
-    assert schedule.handle(Paced(0, 2, CALLS_UNDER_WAY * 2)) == []
-    assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
-    assert draw(schedule, 1) == []
-    schedule.handle(TasksDone((1,)))
-    schedule.handle(CallAnswered(0))
-    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
-    assert draw(schedule, 1) == [("submit", 0, (4, None), (5, None))]
+def paced(worker_id: int, places: int, ahead: int = AHEAD) -> Paced:
+    return Paced(worker_id, places, ahead)
 
 
-def test_a_worker_without_a_call_gets_what_there_is():
-    schedule = opened(num_workers=1, prefetch_factor=2)
-    schedule.handle(Paced(0, 3, CALLS_UNDER_WAY * 3))
-    schedule.handle(TasksDone((0, 1)))
-    schedule.handle(CallAnswered(0))
-    assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
-    assert draw(schedule, 1) == []  # it has a call yet
-    assert in_words(schedule.handle(CallAnswered(0))) == [("submit", 0, (2, None))]
-    schedule.handle(TasksDone((2,)))
-    assert schedule.handle(CallAnswered(0)) == []
-    assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
-    assert draw(schedule, 1) == [("submit", 0, (3, None))]  # it has none
-
-
-def test_leftovers_are_asked_for_when_no_call_is_left():
-    schedule = opened(num_workers=1, prefetch_factor=2)
-    assert schedule.handle(CallAnswered(0)) == []
-    assert in_words(schedule.handle(CallAnswered(0))) == [("submit", 0)]
-
-
-def test_an_elastic_window_follows_the_calls():
+def test_an_elastic_window_follows_the_pace():
     schedule = Schedule(2, 2, elastic=True)
     assert in_words(schedule.handle(Opened())) == [("draw", 4)]
     draw(schedule, 4)
-    deeper = 2 * (CALLS_UNDER_WAY * 4 - 2)
-    assert in_words(schedule.handle(Paced(0, 4, CALLS_UNDER_WAY * 4))) == [("draw", deeper)]
-    assert schedule.window == 2 * CALLS_UNDER_WAY * 4
-    assert schedule.handle(Paced(1, 3, CALLS_UNDER_WAY * 3)) == []
-    draw(schedule, deeper)
-    assert schedule.handle(Paced(0, 3, CALLS_UNDER_WAY * 3)) == []  # 6 too many now: so many batches are not replaced
-    schedule.handle(TasksDone(tuple(range(8))))
+    assert in_words(schedule.handle(paced(0, 12))) == [("draw", 20)]
+    assert schedule.window == 24
+    assert schedule.handle(paced(1, 9)) == []
+    draw(schedule, 20)
+    assert schedule.handle(paced(0, 9)) == []  # 6 too many now: so many batches are not replaced
+    done(schedule, *range(8))
     drawn = [bool(schedule.handle(BatchTaken(task_id))) for task_id in range(8)]
-    assert drawn == [False] * (2 * CALLS_UNDER_WAY) + [True] * (8 - 2 * CALLS_UNDER_WAY)
+    assert drawn == [False] * 6 + [True] * 2
 
 
-def test_a_fixed_window_does_not_follow_the_calls():
+def test_a_fixed_window_does_not_follow_the_pace():
     schedule = opened(num_workers=2, prefetch_factor=2)
-    assert schedule.handle(Paced(0, 2, CALLS_UNDER_WAY * 2)) == []
+    assert schedule.handle(paced(0, 6)) == []
     assert schedule.window == 4
 
 
@@ -311,17 +284,13 @@ def test_workers_that_go_on_finish_what_torchs_would_have():
     schedule = Schedule(2, 2, elastic=True)
     schedule.handle(Opened())
     draw(schedule, 4)
-    schedule.handle(TasksDone((0, 1)))
-    schedule.handle(Paced(0, 3, CALLS_UNDER_WAY * 3))
+    done(schedule, 0, 1)
+    schedule.handle(paced(0, 9))
     schedule.handle(BatchTaken(0))
-    assert draw(schedule, 14)[0] == ("submit", 1, (5, None))
+    assert draw(schedule, 14)[0] == ("submit", 0, (4, None))
     assert schedule.torch_draws == 5
-    words = in_words(schedule.handle(Closed(resuming=True)))
     # Of worker 0 torch's loader would have submitted 0 (taken), 2 and 4; of worker 1: 1 and 3.
-    assert words[0] == ("drop", 0, 6)
-    assert ("drop", 1, 5) in words
-    submitted = [task for word in words if word[0] == "submit" and word[1] == 0 for task in word[2:]]
-    assert (6, None) not in submitted
+    assert in_words(schedule.handle(Closed(resuming=True)))[:2] == [("drop", 0, 6), ("drop", 1, 5)]
 
 
 def test_a_fixed_window_holds_just_what_torchs_would():
@@ -335,11 +304,17 @@ def test_any_worker_takes_the_next_task():
     assert draw(schedule, 6) == [("submit", w, (task, None)) for task, w in enumerate([0, 1, 0, 1])]
     assert schedule.head is not None
     # Worker 1 is quick: what queues goes to it, and comes in order all the same.
-    assert schedule.handle(TasksDone((1,))) == []
-    assert in_words(schedule.handle(CallAnswered(1))) == [("submit", 1, (4, None))]
-    assert schedule.handle(TasksDone((3,))) == []
-    assert in_words(schedule.handle(CallAnswered(1))) == [("submit", 1, (5, None))]
-    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0), ("deliver", 1)]
+    assert in_words(done(schedule, 1)) == [("submit", 1, (4, None))]
+    assert in_words(done(schedule, 3)) == [("submit", 1, (5, None))]
+    assert in_words(done(schedule, 0)) == [("deliver", 0), ("deliver", 1)]
+
+
+def test_a_quick_worker_is_given_more_of_the_tasks_for_any_before_it_has_answered():
+    schedule = Schedule(2, 4, dynamic=True)
+    schedule.handle(Opened())
+    draw(schedule, 8)
+    assert in_words(schedule.handle(paced(1, 0, ahead=5))) == [("submit", 1, (task, None)) for task in (4, 5, 6)]
+    assert in_words(done(schedule, 0)) == [("deliver", 0), ("submit", 0, (7, None))]
 
 
 def test_a_task_that_is_nobodys_yet_is_not_lost_with_a_worker():
@@ -355,10 +330,10 @@ def test_a_lost_worker_is_replaced_and_its_tasks_go_with_its_calls():
     schedule = Schedule(2, 2, max_restarts=1)
     schedule.handle(Opened())
     draw(schedule, 4)
-    schedule.handle(TasksDone((1,)))
+    done(schedule, 1)
     assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("replace", 1, "killed")]
-    assert schedule.handle(WorkerReady(1, calls=1)) == []
-    assert in_words(schedule.handle(TasksDone((0, 3)))) == [("deliver", 0), ("deliver", 1)]
+    assert schedule.handle(WorkerReady(1)) == []
+    assert in_words(done(schedule, 0, 3)) == [("deliver", 0), ("deliver", 1)]
     assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("replace", 1, "killed")]  # it had finished one
     assert in_words(schedule.handle(WorkerLost(1, "killed"))) == [("fail", 1, "killed", None)]
 
@@ -371,7 +346,7 @@ def test_a_task_that_kills_its_worker_again_and_again_alone_is_at_fault(admitted
     for _ in range(times - 1):
         lost = WorkerLost(0, "killed", suspect=2, admitted=admitted)
         assert in_words(schedule.handle(lost)) == [("replace", 0, "killed")]
-        schedule.handle(WorkerReady(0, calls=2))
+        schedule.handle(WorkerReady(0))
     assert in_words(schedule.handle(lost)) == [("fail", 0, "killed", 2)]
 
 
@@ -381,8 +356,8 @@ def test_two_kills_from_outside_do_not_blame_the_batch_that_they_strike():
     draw(schedule, 2)
     for _ in range(3):
         assert in_words(schedule.handle(WorkerLost(0, "killed", suspect=0))) == [("replace", 0, "killed")]
-        schedule.handle(WorkerReady(0, calls=2))
-    assert in_words(schedule.handle(TasksDone((0,)))) == [("deliver", 0)]
+        schedule.handle(WorkerReady(0))
+    assert in_words(done(schedule, 0)) == [("deliver", 0)]
 
 
 def test_whoever_is_blameless_may_be_lost_ever_so_often():
@@ -391,7 +366,7 @@ def test_whoever_is_blameless_may_be_lost_ever_so_often():
     draw(schedule, 2)
     for _ in range(5):
         assert in_words(schedule.handle(WorkerLost(0, "moved", blameless=True))) == [("replace", 0, "moved")]
-        assert schedule.handle(WorkerReady(0, calls=2)) == []
+        assert schedule.handle(WorkerReady(0)) == []
 
 
 def test_a_worker_without_a_process_gets_none_of_the_tasks_for_any():
@@ -399,12 +374,9 @@ def test_a_worker_without_a_process_gets_none_of_the_tasks_for_any():
     schedule.handle(Opened())
     draw(schedule, 4)
     schedule.handle(WorkerLost(0, "killed"))
-    schedule.handle(TasksDone((1,)))
-    schedule.handle(CallAnswered(1))
-    schedule.handle(TasksDone((3,)))
-    assert in_words(schedule.handle(CallAnswered(1))) == []
-    assert schedule.handle(WorkerReady(0, calls=2)) == []
-    schedule.handle(TasksDone((0,)))
+    done(schedule, 1, 3)
+    assert schedule.handle(WorkerReady(0)) == []
+    done(schedule, 0)
     schedule.handle(BatchTaken(0))
     assert draw(schedule, 1) == [("submit", 1, (4, None))]
 
@@ -415,14 +387,14 @@ def deep(num_workers: int = 2, **options: bool) -> Schedule:
     schedule.handle(Opened())
     draw(schedule, num_workers)
     for worker_id in range(num_workers):
-        schedule.handle(Paced(worker_id, 1, 4))
+        schedule.handle(paced(worker_id, 4))
     draw(schedule, 3 * num_workers)
     return schedule
 
 
 def test_draws_that_are_put_off_come_when_torch_would_draw():
     schedule = deep()
-    schedule.handle(TasksDone(tuple(range(8))))
+    done(schedule, *range(8))
     assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
     assert schedule.handle(DrawsPutOff()) == []
     assert (schedule.owed_draws, schedule.window) == (0, 2)
@@ -430,31 +402,19 @@ def test_draws_that_are_put_off_come_when_torch_would_draw():
         assert schedule.handle(BatchTaken(task_id)) == []
     assert schedule.torch_draws == 8
     assert in_words(schedule.handle(BatchTaken(6))) == [("draw", 1)]
-    assert schedule.handle(Paced(0, 4, 12)) == []  # it does not grow again
-
-
-def test_what_waits_for_its_call_to_fill_is_submitted_when_draws_are_put_off():
-    schedule = deep(1)
-    schedule.handle(Paced(0, 2, 4))
-    schedule.handle(TasksDone((0, 1, 2, 3)))
-    for _ in range(4):
-        schedule.handle(CallAnswered(0))
-    schedule.handle(BatchTaken(0))
-    schedule.handle(BatchTaken(1))
-    assert draw(schedule, 1) == []
-    assert in_words(schedule.handle(DrawsPutOff())) == [("submit", 0, (4, None))]
+    assert schedule.handle(paced(0, 12)) == []  # it does not grow again
 
 
 def test_draws_undone_are_gone_whatever_their_state_and_come_again_at_torchs_moments():
     schedule = deep()
-    schedule.handle(TasksDone((0, 1, 2, 4, 5)))  # 0 to 2 delivered, 4 and 5 ready, 3, 6 and 7 outstanding
+    done(schedule, 0, 1, 2, 4, 5)  # 0 to 2 delivered, 4 and 5 ready, 3, 6 and 7 outstanding
     schedule.handle(WorkerLost(1, "killed", blameless=True))
     schedule.handle(BatchTaken(0))
     assert in_words(schedule.handle(DrawsUndone(2))) == [("forget", 2, 3, 4, 5, 6, 7), ("draw", 1)]
     assert [task.task_id for task in schedule.tasks] == [1]
-    assert schedule.handle(WorkerReady(1, calls=0)) == []
+    assert schedule.handle(WorkerReady(1)) == []
     assert schedule.handle(WorkerLost(0, "moved", blameless=True)) != []
-    assert schedule.handle(WorkerReady(0, calls=0)) == []
+    assert schedule.handle(WorkerReady(0)) == []
     assert draw(schedule, 1) == [("submit", 0, (2, None))]
     assert in_words(schedule.handle(BatchTaken(1))) == [("draw", 1)]
     assert draw(schedule, 1) == [("submit", 1, (3, None))]
@@ -463,7 +423,7 @@ def test_draws_undone_are_gone_whatever_their_state_and_come_again_at_torchs_mom
 def test_draws_undone_are_drawn_again_though_the_sampler_had_ended():
     schedule = deep(1, dynamic=True)
     schedule.handle(SamplerExhausted())
-    schedule.handle(TasksDone((0,)))
+    done(schedule, 0)
     schedule.handle(BatchTaken(0))
     assert in_words(schedule.handle(DrawsUndone(1))) == [("forget", 1, 2, 3), ("draw", 1)]
     assert not schedule.finished
@@ -471,12 +431,12 @@ def test_draws_undone_are_drawn_again_though_the_sampler_had_ended():
 
 def test_a_stream_that_ended_in_a_draw_that_is_undone_has_not_ended():
     schedule = deep()
-    schedule.handle(TasksDone((0, 1)))
+    done(schedule, 0, 1)
     schedule.handle(WorkerExhausted(2))
     schedule.handle(BatchTaken(0))
     assert in_words(schedule.handle(DrawsUndone(2))) == [("forget", 3, 5, 7), ("draw", 1)]
     schedule.handle(WorkerLost(0, "moved", blameless=True))
-    schedule.handle(WorkerReady(0, calls=0))
+    schedule.handle(WorkerReady(0))
     assert draw(schedule, 1) == [("submit", 0, (2, None))]
 
 
@@ -495,9 +455,29 @@ def test_an_impossible_event_is_refused():
         schedule.handle(BatchTaken(0))
 
 
+def test_an_error_tells_what_happened_before():
+    schedule = opened(num_workers=1, prefetch_factor=1)
+    with pytest.raises(RuntimeError, match=r"the last events: Opened\(\), IndicesDrawn\(indices='i0'\), BatchTaken"):
+        schedule.handle(BatchTaken(0))
+    with pytest.raises(RuntimeError, match="not in the table"):
+        schedule.handle(BatchTaken(7))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "rule"),
+    [("owed_draws", -1, "draws are owed"), ("_head_id", 3, "below the head"), ("_tasks", {}, "holds its tasks")],
+)
+def test_a_schedule_that_has_broken_its_rules_says_which(attribute, value, rule):
+    schedule = opened(num_workers=2, prefetch_factor=2)
+    schedule.validate()
+    setattr(schedule, attribute, value)
+    with pytest.raises(RuntimeError, match=rule):
+        schedule.validate()
+
+
 def test_the_table_of_transitions_names_events_and_steps_that_exist():
-    names = {event.__name__ for event in Event.__args__} | {"Submit", "Deliver"}  # type: ignore[attr-defined]
-    assert {name for row in TRANSITIONS.values() for name in row} <= names
+    steps = {*Event.__args__, Submit, Deliver}  # type: ignore[attr-defined]
+    assert {step for row in TRANSITIONS.values() for step in row} <= steps
     assert set(TRANSITIONS) == set(TaskState)
 
 
@@ -507,7 +487,6 @@ class WorkerModel:
 
     length: int | None  # batches until it is exhausted; None: map-style
     queue: list[int] = dataclasses.field(default_factory=list)
-    calls: int = 0  # unanswered
     given: int = 0  # tasks, ever
     away: bool = False
     restarts: int = 0  # since it last finished a task
@@ -574,14 +553,12 @@ class AnyOrder(RuleBasedStateMachine):
                         self.left_in_sampler -= 1
                         self.drawn += 1
                         self.act(IndicesSkipped() if self.drawn - 1 in self.skips else IndicesDrawn(None))
-                case Submit(worker_id, tasks):
-                    worker = self.workers[worker_id]
-                    for task in tasks:
-                        self.origin[task.task_id] = worker_id, worker.given
-                        worker.given += 1
+                case Submit(task):
+                    worker = self.workers[task.worker_id]
+                    self.origin[task.task_id] = task.worker_id, worker.given
+                    worker.given += 1
                     if not worker.away:
-                        worker.queue.extend(task.task_id for task in tasks)
-                        worker.calls += 1
+                        worker.queue.append(task.task_id)
                 case Deliver(task):
                     self.deliverable.append(task.task_id)
                 case ReplaceWorker(worker_id):
@@ -608,23 +585,15 @@ class AnyOrder(RuleBasedStateMachine):
         k, task_id, exhausted = answer
         if any(task.task_id == task_id for task in self.schedule.outstanding) and not exhausted:
             self.workers[k].restarts = 0
-        self.act(WorkerExhausted(task_id) if exhausted else TasksDone((task_id,)))
-
-    @precondition(lambda self: self.schedule and any(worker.calls for worker in self.workers))
-    @rule(data=st.data())
-    def end_a_call(self, data):
-        """Before its tasks are done, after, or in between; but not the last while more than leftovers are unsaid."""
-        k = data.draw(st.sampled_from([k for k, worker in enumerate(self.workers) if worker.calls]))
-        self.workers[k].calls -= 1
-        self.act(CallAnswered(k))
+        self.act(WorkerExhausted(task_id) if exhausted else TaskDone(task_id))
 
     @precondition(lambda self: self.schedule)
-    @rule(k=st.integers(0, 3), tasks_per_call=st.integers(1, 5))
-    def pace(self, k, tasks_per_call):
+    @rule(k=st.integers(0, 3), places=st.integers(0, 15), ahead=st.integers(1, 10))
+    def pace(self, k, places, ahead):
         if k < len(self.workers):
             if self.schedule.elastic:
-                self.deepest = max(self.deepest, CALLS_UNDER_WAY * tasks_per_call)
-            self.act(Paced(k, tasks_per_call, CALLS_UNDER_WAY * tasks_per_call))
+                self.deepest = max(self.deepest, places)
+            self.act(Paced(k, places, ahead))
 
     @precondition(lambda self: self.schedule and self.deliverable)
     @rule()
@@ -637,7 +606,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(task_id=st.integers(0, 30))
     def hear_again_of_what_was_taken(self, task_id):
         if task_id in self.taken:
-            assert self.schedule.handle(TasksDone((task_id,))) == []
+            assert self.schedule.handle(TaskDone(task_id)) == []
             assert self.schedule.handle(WorkerExhausted(task_id)) == []
 
     @precondition(lambda self: self.schedule and not self.failed)
@@ -656,7 +625,6 @@ class AnyOrder(RuleBasedStateMachine):
         suspect = worker.queue[0] if alone and worker.queue and not blameless else None
         had_work = any(t.worker_id == k and t.state is not TaskState.QUEUED for t in self.schedule.outstanding)
         worker.queue.clear()
-        worker.calls = 0
         self.answers = [answer for answer in self.answers if answer[0] != k]
         worker.restarts += not blameless
         if suspect is not None:
@@ -675,13 +643,17 @@ class AnyOrder(RuleBasedStateMachine):
         self.revive(data.draw(st.sampled_from([k for k, worker in enumerate(self.workers) if worker.away])))
 
     def revive(self, k: int) -> None:
-        """What it had to do it is told again, one task a call."""
+        """What it had to do it is told again."""
         worker = self.workers[k]
         worker.away = False
         mine = [t for t in self.schedule.outstanding if t.worker_id == k and t.state is not TaskState.QUEUED]
         worker.queue = [task.task_id for task in mine]
-        worker.calls = len(mine)
-        self.act(WorkerReady(k, len(mine)))
+        self.act(WorkerReady(k))
+
+    @invariant()
+    def its_own_rules_hold(self):
+        if self.schedule is not None and not self.schedule.closed:
+            self.schedule.validate()
 
     @invariant()
     def the_window_holds(self):
@@ -703,7 +675,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def it_never_sticks(self):
         if self.schedule is not None and not self.schedule.finished and not self.schedule.closed:
-            busy = any(worker.queue or worker.calls or worker.away for worker in self.workers)
+            busy = any(worker.queue or worker.away for worker in self.workers)
             assert self.deliverable or self.answers or busy
 
     def teardown(self):
@@ -721,10 +693,6 @@ class AnyOrder(RuleBasedStateMachine):
                         self.build_next(k)
                 while self.answers:
                     self.tell(self.answers.pop())
-                for k, worker in enumerate(self.workers):
-                    if worker.calls:
-                        worker.calls -= 1
-                        self.act(CallAnswered(k))
         assert not self.deliverable
         if self.iterable:
             for k, worker in enumerate(self.workers):

@@ -1,4 +1,4 @@
-"""Calls of several tasks: nothing finished is withheld, the depth is bounded, and none of it shows."""
+"""Many tasks under way: nothing finished is withheld, the depth is bounded, and none of it shows."""
 
 import random
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 @pytest.mark.parametrize("arenas", [False, True])
-def test_a_dataset_may_wait_for_the_trainer(tmp_path, calls_of, arenas):
+def test_a_dataset_may_wait_for_the_trainer(tmp_path, depth_of, arenas):
     """Batch i is built only when batch i - 1 was taken: as a replay buffer does it, or a live stream."""
-    sizes = calls_of(8)
+    depths = depth_of(24)
     gates = [Gate(tmp_path / str(number)) for number in range(40)]
 
     def get(index):
@@ -34,12 +34,12 @@ def test_a_dataset_may_wait_for_the_trainer(tmp_path, calls_of, arenas):
         assert batch.unique().item() == number
         gates[number].open()
     assert number == 39
-    assert max(sizes) == 8
+    assert max(depths) > 16
 
 
-def test_a_slow_batch_withholds_none_before_it(tmp_path, calls_of):
-    sizes = calls_of(6)
-    slow = 21  # in the middle of a call
+def test_a_slow_batch_withholds_none_before_it(tmp_path, depth_of):
+    depths = depth_of(18)
+    slow = 21
     gate = Gate(tmp_path / "gate")
 
     def get(index):
@@ -51,11 +51,11 @@ def test_a_slow_batch_withholds_none_before_it(tmp_path, calls_of):
     assert [next(iterator) for _ in range(slow)] == list(range(slow))
     gate.open()
     assert list(iterator) == list(range(slow, 60))
-    assert max(sizes) == 6
+    assert max(depths) > 12
 
 
-def test_a_slow_worker_withholds_none_before_its_batch(tmp_path, calls_of):
-    calls_of(4)
+def test_a_slow_worker_withholds_none_before_its_batch(tmp_path, depth_of):
+    depth_of(12)
     gate = Gate(tmp_path / "gate")
 
     def get(index):
@@ -69,9 +69,8 @@ def test_a_slow_worker_withholds_none_before_its_batch(tmp_path, calls_of):
     assert list(iterator) == list(range(31, 80))
 
 
-def test_large_results_are_not_withheld_either(tmp_path, calls_of):
-    """The call ends early instead, and what is left over comes with the next."""
-    calls_of(5)
+def test_large_results_are_not_withheld_either(tmp_path, depth_of):
+    depth_of(15)
     gate = Gate(tmp_path / "gate")
 
     def get(index):
@@ -85,20 +84,20 @@ def test_large_results_are_not_withheld_either(tmp_path, calls_of):
     assert [batch[0] for batch in iterator] == list(range(13, 25))
 
 
-def test_batches_of_any_size_come_in_calls_of_several(calls_of):
-    sizes = calls_of(7)
+def test_batches_of_any_size_come_from_the_deep(depth_of):
+    depths = depth_of(21)
     shapes = [(int(n),) for n in np.random.default_rng(0).integers(0, 60_000, 90)]
     loader = load(lambda index: torch.full(shapes[index], index), 90, num_workers=2)
     for number, batch in enumerate(loader):
         assert batch.shape == shapes[number]
         assert (batch == number).all()
     assert number == 89
-    assert max(sizes) == 7
+    assert max(depths) > 14
 
 
 @pytest.mark.parametrize("where", [3, 9, 20])
-def test_an_error_in_the_middle_of_a_call_arrives_in_its_turn(calls_of, where):
-    calls_of(6)
+def test_an_error_in_the_midst_arrives_in_its_turn(depth_of, where):
+    depth_of(18)
 
     def get(index):
         if index == where:
@@ -117,20 +116,20 @@ def test_an_error_in_the_middle_of_a_call_arrives_in_its_turn(calls_of, where):
 
 
 @oversubscribed
-def test_streams_that_end_in_the_middle_of_a_call(calls_of):
-    sizes = calls_of(4)
+def test_streams_that_end_while_many_tasks_are_under_way(depth_of):
+    depths = depth_of(12)
     lengths = [9, 30, 0]
     loader = DataLoader(Stream(lambda worker: range(100 * worker, 100 * worker + lengths[worker])), None, num_workers=3)
     for _ in range(3):
         batches = list(loader)
         assert sorted(batches) == [*range(9), *range(100, 130)]
         assert batches[:18:2] == list(range(9))
-    assert max(sizes) == 4
+    assert max(depths) > 8
 
 
-def test_prefetch_factor_is_a_strict_bound(tmp_path, calls_of):
+def test_prefetch_factor_is_a_strict_bound(tmp_path, depth_of):
     """Not one task more than torch would have submitted is built, however long one waits."""
-    sizes = calls_of(64)
+    depths = depth_of(192)
     dataset, drawn = Calls(lambda index: index, 40), []
 
     class Counted(SequentialSampler):
@@ -142,11 +141,11 @@ def test_prefetch_factor_is_a_strict_bound(tmp_path, calls_of):
     loader = DataLoader(dataset, None, sampler=Counted(dataset), num_workers=1, prefetch_factor=6, collate_fn=as_is)
     for number, _ in enumerate(loader):
         assert len(drawn) == min(40, 6 + number + 1)
-    assert max(sizes) <= 3
+    assert max(depths) <= 6
 
 
-def test_a_sampler_of_the_users_is_drawn_from_at_torchs_moments(calls_of):
-    calls_of(64)
+def test_a_sampler_of_the_users_is_drawn_from_at_torchs_moments(depth_of):
+    depth_of(192)
     drawn = []
 
     def indices():
@@ -172,9 +171,9 @@ def noisy(_):
     return random.random(), torch.rand(1).item(), np.random.rand()
 
 
-@pytest.mark.parametrize("tasks_per_call", [1, 5])
+@pytest.mark.parametrize("depth", [3, 15])
 @pytest.mark.parametrize("taken", [1, 6, 17])
-def test_persistent_workers_go_on_from_where_torchs_would_be(calls_of, tasks_per_call, taken):
+def test_persistent_workers_go_on_from_where_torchs_would_be(depth_of, depth, taken):
     """The strict bound of `prefetch_factor=2` is torch's depth; the automatic one must not show."""
 
     def epochs(**options):
@@ -188,26 +187,9 @@ def test_persistent_workers_go_on_from_where_torchs_would_be(calls_of, tasks_per
         return found
 
     expected = epochs(prefetch_factor=2)
-    sizes = calls_of(tasks_per_call)
+    depths = depth_of(depth)
     assert epochs() == expected
-    assert max(sizes) <= tasks_per_call
-
-
-def test_what_an_early_end_left_over_is_not_withheld_either(tmp_path, calls_of):
-    """Task 8 ends its call early; what is left over comes with the next one, whose last task waits."""
-    calls_of(4)
-    gate = Gate(tmp_path / "gate")
-
-    def get(index):
-        if index == 12:
-            gate.wait()
-        return bytes(LARGE if index == 8 else 1)
-
-    iterator = iter(load(get, 13, num_workers=1, arenas=False, timeout=HANG_LIMIT))
-    for _ in range(12):
-        next(iterator)
-    gate.open()
-    assert len(list(iterator)) == 1
+    assert max(depths) <= depth
 
 
 class SameArray:
@@ -245,14 +227,14 @@ class SameBuffer(IterableDataset):
 @pytest.mark.parametrize("arenas", [True, False])
 @pytest.mark.parametrize("numbers", [2, 50_000])
 @pytest.mark.parametrize("dataset", [SameArray, SameTensor, SameBuffer])
-def test_a_result_is_final_when_its_task_ends(calls_of, dataset, numbers, arenas):
+def test_a_result_is_final_when_its_task_ends(depth_of, dataset, numbers, arenas):
     """A dataset may write to what it returned as soon as it is asked for the next."""
-    sizes = calls_of(16)
+    depths = depth_of(48)
     loader = DataLoader(dataset(numbers), None, num_workers=1, arenas=arenas)
     for number, batch in enumerate(loader):
         assert (batch == number).all()
     assert number == 99
-    assert max(sizes) == 16
+    assert max(depths) > 32
 
 
 def test_a_later_epoch_begins_as_deep_as_the_one_before_it_ended(monkeypatch):
@@ -260,9 +242,9 @@ def test_a_later_epoch_begins_as_deep_as_the_one_before_it_ended(monkeypatch):
     assert list(loader) == list(range(4000))
     run = Crew.run
 
-    def noted(self, worker_id, tasks, **named):
-        submitted.extend(tasks)
-        return run(self, worker_id, tasks, **named)
+    def noted(self, worker_id, task):
+        submitted.append(task)
+        return run(self, worker_id, task)
 
     monkeypatch.setattr(Crew, "run", noted)
     iterator = iter(loader)
