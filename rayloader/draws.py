@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import zlib
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -47,7 +46,7 @@ def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:
     encoded = codec.encode(indices, carry=carry)
     if not encoded.buffers:
         return Drawn(encoded, zlib.crc32(encoded.skeleton, before))
-    encoded = replace(encoded, buffers=[memoryview(bytes(buffer)) for buffer in encoded.buffers])
+    encoded = encoded._replace(buffers=[memoryview(bytes(buffer)) for buffer in encoded.buffers])
     # The skeleton says where in its memory a tensor lies, and the buffers hold what lies beside it.
     values = io.BytesIO()
     _Values(values, protocol=5).dump(indices)

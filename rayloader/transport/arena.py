@@ -132,14 +132,13 @@ class Arena:
     def freed(self) -> list[int]:
         """Tickets of slots that are free again, and were not returned before, for `ArenaWriter.free`."""
         tickets = []
-        with contextlib.suppress(IndexError):
-            while True:
-                ticket, reuse = self._dead.popleft()
-                if reuse:
-                    del self._leased[ticket]
-                    tickets.append(ticket)
-                else:
-                    self.spoiled += self._leased[ticket][2]
+        while self._dead:  # only this thread takes out of it
+            ticket, reuse = self._dead.popleft()
+            if reuse:
+                del self._leased[ticket]
+                tickets.append(ticket)
+            else:
+                self.spoiled += self._leased[ticket][2]
         return tickets
 
     def leased(self) -> frozenset[int]:

@@ -28,9 +28,9 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import cloudpickle
@@ -59,11 +59,11 @@ _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a
 
 _NO_BUFFERS = pickle.dumps(([], [], [], [], []), _PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
+_INT = {int}
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
-@dataclass(slots=True, frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """An object taken apart.
 
     Attributes:
@@ -77,8 +77,8 @@ class Encoded:
     skeleton: bytes
     buffers: list[memoryview]
     carried: list[Any]
-    gathered: list[bulk.Gathered] = field(default_factory=list)
-    shared: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    gathered: Sequence[bulk.Gathered] = ()
+    shared: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +106,7 @@ def encode(
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
             that requires grad and is no leaf is refused in torch's words.
     """
-    if type(obj) is int or (type(obj) is list and set(map(type, obj)) <= {int}):  # a sample's index, or a batch's
+    if type(obj) is int or (type(obj) is list and set(map(type, obj)) == _INT):  # a sample's index, or a batch's
         return Encoded(pickle.dumps(obj, _PROTOCOL) + _NO_BUFFERS, [], [])
     if mapped is None and (simple := plain.encode(obj)) is not None:
         return Encoded(*simple, [])

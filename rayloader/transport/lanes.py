@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
@@ -57,13 +56,15 @@ class Room(NamedTuple):
     small: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Lent:
-    """The driver's side of a `Room`: takes in the results of that message. Drop it when all of them were."""
+    """The driver's side of a `Room`: takes in the result of that message. Drop it when it was."""
 
-    arena: Arena
-    room: Room
-    leases: Leases = field(default_factory=dict)
+    __slots__ = ("arena", "leases", "room")
+
+    def __init__(self, arena: Arena, room: Room) -> None:
+        self.arena = arena
+        self.room = room
+        self.leases: Leases = {}
 
 
 def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
