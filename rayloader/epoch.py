@@ -73,6 +73,7 @@ from rayloader.messages import (
     WorkerLost,
     WorkerReady,
 )
+from rayloader.options import Options
 from rayloader.pace import Pace
 from rayloader.prefetch import DrawAhead
 from rayloader.protocol import CARRY, ENDS, Answer, Result, ResultKind, Up, result_of
@@ -151,11 +152,9 @@ class Epoch:
         crew: one actor a worker, told what to do.
         schedule: not yet opened.
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
+        options: of the loader.
         paces: of each worker, say how deep to go; none where that is the user's to say.
-        timeout: seconds that the user waits for a batch at most, 0 for ever.
         position: where the user is in the stream; kept up to date.
-        on_timeout: "raise", or "restart" the worker that the user has waited for too long.
-        max_skipped: samples.
         pin: pins a batch, in a thread of its own; None: no pinning.
         device_index: accelerator that the pin thread works for, if any.
     """
@@ -165,22 +164,18 @@ class Epoch:
         crew: Crew,
         schedule: Schedule,
         sampler_iter: Iterator[Any],
+        options: Options,
         *,
         paces: list[Pace],
-        timeout: float,
         position: Position,
-        on_timeout: str,
-        max_skipped: int,
         pin: Callable[[Any], Any] | None,
         device_index: int | None,
     ) -> None:
         self._crew = crew
         self._sampler_iter = sampler_iter
         self._paces = paces
-        self._timeout = timeout
+        self._options = options
         self._position = position
-        self._on_timeout = on_timeout
-        self._max_skipped = max_skipped
         self._pin = pin
         self._device_index = device_index
         self._pin_thread: PinThread | None = None
@@ -268,7 +263,7 @@ class Epoch:
             if not self._warned and time.monotonic() - began > SHARED_PATIENCE_S:
                 self._warn_of_sharing()
             if time.monotonic() >= self._deadline(began):
-                if self._on_timeout != "restart" or not self._restart_hung():
+                if self._options.on_timeout != "restart" or not self._restart_hung():
                     raise self._timed_out()
                 began = time.monotonic()
         if self._failure is not None:
@@ -325,7 +320,7 @@ class Epoch:
 
     def _count_skipped(self, skipped: tuple[skipping.Skipped, ...]) -> None:
         self._position.skipped += len(skipped)
-        skipping.tell(skipped, self._position.skipped, self._max_skipped)
+        skipping.tell(skipped, self._position.skipped, self._options.max_skipped)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""
@@ -583,7 +578,7 @@ class Epoch:
             else:
                 hung = {self._crew.actor(worker_id) for worker_id, calls in enumerate(self._calls) if calls}
             for actor in hung:
-                self._lose(actor, f"it gave no batch for {self._timeout} s (timeout), and was killed")
+                self._lose(actor, f"it gave no batch for {self._options.timeout} s (timeout), and was killed")
         return bool(hung)
 
     # ---- receiving
@@ -761,7 +756,7 @@ class Epoch:
         That is `timeout` seconds after the user asked, after the last answer of any worker (torch's rule), and after
         the start of the worker whose batch is next.
         """
-        if not self._timeout:
+        if not self._options.timeout:
             return math.inf
         started = began
         with self._lock:
@@ -771,7 +766,7 @@ class Epoch:
             if actor.address is None:
                 return math.inf
             started = actor.started_at or began
-        return max(began, self._last_arrival, started) + self._timeout
+        return max(began, self._last_arrival, started) + self._options.timeout
 
     def _warn_of_sharing(self) -> None:
         with self._lock:
@@ -793,7 +788,7 @@ class Epoch:
         with self._lock:
             head = self._schedule.head
         what = f" waiting for {describe(head, self._crew)}" if head is not None else " waiting for pinned memory"
-        return BatchTimeoutError(f"DataLoader timed out after {self._timeout} seconds{what}")
+        return BatchTimeoutError(f"DataLoader timed out after {self._options.timeout} seconds{what}")
 
 
 class _RemoteError(ExceptionWrapper):

@@ -29,11 +29,13 @@ from rayloader.checkpoint import Position, goes_on
 from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
 from rayloader.epoch import Delivery, Epoch, describe
+from rayloader.epoch_plan import Begin, EpochPlan, plan
 from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed
-from rayloader.pace import MAX_PLACES, Pace
+from rayloader.options import Options
+from rayloader.pace import Pace
 from rayloader.pool import Pool, get_pool
-from rayloader.prefetch import AutomaticPrefetch, DrawAhead, may_draw_ahead, start
+from rayloader.prefetch import DrawAhead, may_draw_ahead, start
 from rayloader.process_state import ProcessState
 from rayloader.protocol import CARRY, Replica, Setup
 from rayloader.redeal import Stage
@@ -60,6 +62,7 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
         self._pid = os.getpid()
+        self._options = Options.of(loader)  # before torch draws anything
         self._delivery: Delivery | None = None  # that `_next_data` has just returned
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's: what the batches depend on
         super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
@@ -73,26 +76,13 @@ class EpochIterator(_BaseDataLoaderIter):
                 self._num_workers,
             )
         self._num_workers = self.num_workers
-        self._prefetch_factor: int = loader.prefetch_factor
-        self._prefetch_bytes: int = loader.prefetch_bytes
-        if self._prefetch_factor <= 0:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for EpochIterator, got "
-                f"{self._prefetch_factor}; use num_workers=0 to load in-process"
-            )
-        self._in_order: bool = loader.in_order
-        self._seeding: str = loader.seeding
-        self._dynamic: bool = loader.scheduling == "dynamic"
-        self._fresh_processes: bool = loader.fresh_processes
-        self._arenas: bool = loader.arenas
-        self._remote_args: dict[str, Any] = dict(loader.ray_remote_args or {})
         self._worker_init_fn = loader.worker_init_fn
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._worker_init_fn = functools.partial(
                 _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
             )
-        iterable = self._dataset_kind == _DatasetKind.Iterable
-        self.position = Position(Samplers(loader), int(self._base_seed), self.num_workers, iterable=iterable)
+        self._iterable = self._dataset_kind == _DatasetKind.Iterable
+        self.position = Position(Samplers(loader), int(self._base_seed), self.num_workers, iterable=self._iterable)
         self._redeal = state["redeal"] if state is not None else None
         self._saved: Any = None  # the sampler's iterator of an epoch that is to be gone on with
         if saved is not None:
@@ -103,69 +93,18 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: TorchDataLoader[Any], first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
-        position = self.position
-        if self._epoch is not None and self._epoch.broken:
-            logger.warning("rayloader: an epoch was interrupted; iter() starts fresh workers")
-            self._release()
-        fresh = self._crew is None or not self._crew.usable
-        if fresh and not first_iter:
-            position.restarts()
-        saved, self._saved = self._saved, None
-        again = not fresh or position.finished  # the workers have had an epoch
-        by_worker = self._seeding == "worker"  # then what a worker has built shows in what it builds next
-        if self._epoch is not None:
-            self._epoch.close(resuming=not fresh and by_worker)
-        continued = self._redeal is not None or (saved is not None and not position.finished)
-        # Without order, what a worker gets depends on when it is given it; and how far a stream was read ahead shows
-        # where persistent workers go on. In both cases no deeper than torch.
-        elastic = (
-            isinstance(self._prefetch_factor, AutomaticPrefetch)
-            and (self._in_order or self._dynamic)
-            and not (self._persistent_workers and self._dataset_kind == _DatasetKind.Iterable)
-            and may_draw_ahead(self._index_sampler, resumed=continued)
-        )
+        plan = self._end_epoch(first_iter)
         try:
-            if fresh:
-                self._crew = self._start_crew(loader, max_undone=MAX_PLACES if elastic and by_worker else 0)
+            if plan.starts_workers:
+                self._crew = self._start_crew(loader, plan)
             assert self._crew is not None
-            if saved is None or position.finished:
-                position.begins(self._persistent_workers and again)
-                super()._reset(loader, first_iter)
-                if self._redeal is not None:
-                    stages = [Stage(taken) for taken in self._redeal["stages"]]
-                    self._sampler_iter = position.redeals(self._redeal["epoch"], stages)
-                    self._redeal = None
+            saved, self._saved = self._saved, None
+            if plan.begin is Begin.RESUMED:
+                self._sampler_iter, self._num_yielded = saved, self.position.delivered
             else:
-                self._sampler_iter, self._num_yielded = saved, position.delivered
-            if again:
-                self._resume_workers(by_worker=by_worker, fresh=fresh)
-            if elastic and continued:
-                self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
-                self._sampler_iter.skipped(position.next_task)
-            elif elastic:
-                self._sampler_iter = start(self._index_sampler)
-            self._epoch = Epoch(
-                self._crew,
-                Schedule(
-                    self._num_workers,
-                    self._prefetch_factor,
-                    in_order=self._in_order,
-                    elastic=elastic,
-                    dynamic=self._dynamic,
-                    max_restarts=loader.max_worker_restarts,  # type: ignore[attr-defined]
-                    first_task_id=position.next_task,
-                    first_worker_id=position.next_worker,
-                ),
-                self._sampler_iter,
-                paces=self._paces_of(loader, elastic=elastic),
-                timeout=self._timeout,
-                position=position,
-                on_timeout=loader.on_timeout,  # type: ignore[attr-defined]
-                max_skipped=loader.max_skipped,  # type: ignore[attr-defined]
-                pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
-                device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
-            )
-            self._epoch.open(fresh=fresh)
+                self._begin_epoch(loader, first_iter, plan)
+            self._epoch = self._new_epoch(loader, plan)
+            self._epoch.open(fresh=plan.starts_workers)
         except BaseException as error:  # the sampler's or pickling's error, Ctrl-C: passed on
             if first_iter or not self._persistent_workers or not isinstance(error, Exception):
                 self._close()  # no crew without an epoch that watches it; after an interrupt nobody knows where it is
@@ -173,8 +112,69 @@ class EpochIterator(_BaseDataLoaderIter):
                 self._epoch.close()  # the workers keep their datasets for the next iter()
             raise
 
-    def _resume_workers(self, *, by_worker: bool, fresh: bool) -> None:
-        """Tells workers that have had an epoch that another one begins; `fresh` ones read it in their journals."""
+    def _end_epoch(self, first_iter: bool) -> EpochPlan:
+        """Ends the epoch before, if there was one; what to do for the next."""
+        if self._epoch is not None and self._epoch.broken:
+            logger.warning("rayloader: an epoch was interrupted; iter() starts fresh workers")
+            self._release()
+        lives = self._crew is not None and self._crew.usable
+        if not lives and not first_iter:
+            self.position.restarts()
+        epoch_plan = plan(
+            self._options,
+            lives=lives,
+            saved=self._saved is not None,
+            finished=self.position.finished,
+            redealt=self._redeal is not None,
+            persistent=self._persistent_workers,
+            iterable=self._iterable,
+            may_draw_ahead=lambda goes_on: may_draw_ahead(self._index_sampler, resumed=goes_on),
+        )
+        if self._epoch is not None:
+            self._epoch.close(resuming=lives and epoch_plan.carries_over)
+        return epoch_plan
+
+    def _begin_epoch(self, loader: TorchDataLoader[Any], first_iter: bool, plan: EpochPlan) -> None:
+        """A new epoch, drawn by a new iterator of the sampler's."""
+        self.position.begins(self._persistent_workers and plan.begin is Begin.NEXT)
+        super()._reset(loader, first_iter)
+        redeal, self._redeal = self._redeal, None
+        if redeal is not None:
+            self._sampler_iter = self.position.redeals(redeal["epoch"], [Stage(taken) for taken in redeal["stages"]])
+        if plan.begin is Begin.NEXT:
+            self._resume_workers(plan)
+
+    def _new_epoch(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> Epoch:
+        assert self._crew is not None
+        position, options = self.position, self._options
+        if plan.elastic and plan.goes_on:
+            self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
+            self._sampler_iter.skipped(position.next_task)
+        elif plan.elastic:
+            self._sampler_iter = start(self._index_sampler)
+        schedule = Schedule(
+            self._num_workers,
+            options.prefetch_factor,
+            in_order=options.in_order,
+            elastic=plan.elastic,
+            dynamic=options.dynamic,
+            max_restarts=options.max_worker_restarts,
+            first_task_id=position.next_task,
+            first_worker_id=position.next_worker,
+        )
+        return Epoch(
+            self._crew,
+            schedule,
+            self._sampler_iter,
+            options,
+            paces=self._paces_of(loader, plan),
+            position=position,
+            pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
+            device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
+        )
+
+    def _resume_workers(self, plan: EpochPlan) -> None:
+        """Tells workers that have had an epoch that another begins; those just started read it in their journals."""
         assert self._crew is not None
         self.position.shared_seed = self._shared_seed
         # What the user has taken is built again even if another epoch begins meanwhile: generators of the dataset's go
@@ -182,28 +182,31 @@ class EpochIterator(_BaseDataLoaderIter):
         untaken = 1 + max(journal.last_taken for journal in self._crew.journals)
         for worker_id, journal in enumerate(self._crew.journals):
             dropped = self._epoch.dropped.get(worker_id) if self._epoch is not None else None
-            resumed = Resumed(self.position.epoch, self._shared_seed, dropped if by_worker else untaken)
-            journal.begins(resumed, undoes=by_worker)
-            if not fresh and not self._crew.is_away(worker_id):
-                if not by_worker:
+            resumed = Resumed(self.position.epoch, self._shared_seed, dropped if plan.carries_over else untaken)
+            journal.begins(resumed, undoes=plan.carries_over)
+            if not plan.starts_workers and not self._crew.is_away(worker_id):
+                if not plan.carries_over:
                     self._crew.drop(worker_id, from_task=untaken)
                 self._crew.actor(worker_id).lane.abandon(worker_id)
                 self._crew.resume(worker_id, resumed)
 
-    def _paces_of(self, loader: TorchDataLoader[Any], *, elastic: bool) -> list[Pace]:
+    def _paces_of(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> list[Pace]:
         """One a worker, unless the depth is the user's; they go on from the loader's last epoch."""
-        if not elastic and not self._dynamic:
+        dynamic = self._options.dynamic
+        if not plan.elastic and not dynamic:
             return []
-        worker_bytes = self._prefetch_bytes / self._num_workers
-        new = [Pace(worker_bytes, dynamic=self._dynamic) for _ in range(self._num_workers)]
+        worker_bytes = self._options.prefetch_bytes / self._num_workers
+        new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
         paces: list[Pace] = get_pool().remembered(loader).setdefault("paces", new)
         same = [(p.worker_bytes, p.dynamic) for p in paces] == [(p.worker_bytes, p.dynamic) for p in new]
         return paces if same else new
 
-    def _start_crew(self, loader: TorchDataLoader[Any], max_undone: int) -> Crew:
-        pool = get_pool()
-        lines = self._arenas and os.environ.get(ARENAS_VARIABLE) != "0"
-        crew = pool.acquire(loader, self._num_hosts, self._remote_args, fresh=self._fresh_processes, lines=lines)
+    def _start_crew(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> Crew:
+        pool, options = get_pool(), self._options
+        lines = options.arenas and os.environ.get(ARENAS_VARIABLE) != "0"
+        crew = pool.acquire(
+            loader, self._num_hosts, options.ray_remote_args, fresh=options.fresh_processes, lines=lines
+        )
         try:
             image, carried = self._make_image(loader, pool)
             self.position.shared_seed = self._shared_seed
@@ -213,15 +216,15 @@ class EpochIterator(_BaseDataLoaderIter):
                     worker_id=worker_id,
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
-                    seed_batches=self._seeding == "batch",
+                    seed_batches=options.seeds_batches,
                     shared_seed=self._shared_seed,
                     dataset_kind=self._dataset_kind,
                     auto_collation=self._auto_collation,
                     batch_size=getattr(loader.batch_sampler, "batch_size", None),  # as it is now
                     drop_last=self._drop_last,
-                    skip_errors=loader.on_error == "skip",  # type: ignore[attr-defined]
+                    skip_errors=options.skips_errors,
                     persistent=self._persistent_workers,
-                    max_undone=max_undone if self._persistent_workers else 0,
+                    max_undone=plan.max_undone if self._persistent_workers else 0,
                     process=process,
                 )
                 for worker_id in range(self._num_workers)
@@ -300,7 +303,7 @@ class EpochIterator(_BaseDataLoaderIter):
             if self._epoch is not None:
                 self._epoch.close()
         finally:
-            self._crew.release(busy=busy, reuse=not self._fresh_processes)
+            self._crew.release(busy=busy, reuse=not self._options.fresh_processes)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers; at once, if it works."""
@@ -319,7 +322,9 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
-            self._crew.later(functools.partial(_leave, self._crew, self._epoch, reuse=not self._fresh_processes))
+            self._crew.later(
+                functools.partial(_leave, self._crew, self._epoch, reuse=not self._options.fresh_processes)
+            )
 
 
 def _leave(crew: Crew, epoch: Epoch | None, *, reuse: bool) -> None:

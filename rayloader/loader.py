@@ -5,7 +5,6 @@ Iterators come from `iterator.py`, which is imported when the first is made: a l
 
 from __future__ import annotations
 
-import operator
 import sys
 import warnings
 import weakref
@@ -14,28 +13,14 @@ from typing import Any, TypeVar
 
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from rayloader.errors import StateError
+from rayloader.options import check, checked_num_workers
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
 
 _T_co = TypeVar("_T_co", covariant=True)
-
-# Actor options that the loader sets itself, with the reason that the error gives.
-RESERVED_REMOTE_ARGS = {
-    "concurrency_groups": "user code must run in the actor's main thread",
-    "enable_task_events": "the loader sets it",
-    "get_if_exists": "workers belong to one process",
-    "lifetime": "workers end with their loader",
-    "max_concurrency": "user code must run in the actor's main thread",
-    "max_pending_calls": "the loader bounds its calls by prefetch_factor",
-    "max_restarts": "a restarted actor would have lost its dataset and its random streams",
-    "max_task_retries": "a repeated call would repeat batches",
-    "name": "workers belong to one process",
-    "namespace": "workers belong to one process",
-    "num_returns": "the loader sets it",
-}
 
 _warned_about_multiprocessing_context = False
 
@@ -140,40 +125,21 @@ class DataLoader(TorchDataLoader[_T_co]):
         max_skipped: int = 100,
         arenas: bool = True,
     ) -> None:
-        _check_remote_args(ray_remote_args)
-        if not isinstance(prefetch_bytes, int) or isinstance(prefetch_bytes, bool) or prefetch_bytes < 1:
-            raise ValueError(
-                f"prefetch_bytes must be a whole number of bytes >= 1, got {prefetch_bytes!r}; "
-                "to fix the depth use prefetch_factor"
-            )
-        self.ray_remote_args = ray_remote_args
-        self.fresh_processes = fresh_processes
-        for name, value in (("fresh_processes", fresh_processes), ("arenas", arenas)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, got {value!r}")
-        for name, number in (("max_worker_restarts", max_worker_restarts), ("max_skipped", max_skipped)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ValueError(f"{name} must be a whole number >= 0, got {number!r}")
-        _check_choice("on_timeout", on_timeout, ("raise", "restart"))
-        _check_choice("on_error", on_error, ("raise", "skip"))
-        if on_timeout == "restart" and not timeout:
-            raise ValueError(
-                'on_timeout="restart" needs a timeout > 0: the seconds after which a worker counts as hung'
-            )
-        self.max_worker_restarts = max_worker_restarts
-        self.on_timeout = on_timeout
-        self.on_error = on_error
-        self.max_skipped = max_skipped
         self._stream_workers = num_workers  # that the batches depend on
         self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
         self._position: Any = None  # of the last iterator
         self._state: dict[str, Any] | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
-        _check_scheduling(seeding, scheduling, dataset)
+        self.ray_remote_args = ray_remote_args
+        self.fresh_processes = fresh_processes
         self.prefetch_bytes = prefetch_bytes
         self.seeding = seeding
         self.scheduling = scheduling
+        self.max_worker_restarts = max_worker_restarts
+        self.on_timeout = on_timeout
+        self.on_error = on_error
+        self.max_skipped = max_skipped
         self.arenas = arenas
         super().__init__(
             dataset,
@@ -194,6 +160,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        check(self)
         note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = AutomaticPrefetch(self.prefetch_factor)
@@ -210,9 +177,9 @@ class DataLoader(TorchDataLoader[_T_co]):
             return self._get_local_iterator()
         from rayloader.iterator import EpochIterator
 
-        self._check_changed_attributes()
-        _check_remote_args(self.ray_remote_args)
-        _check_scheduling(self.seeding, self.scheduling, self.dataset)
+        # What the program may have set since the loader was made counts from this `iter()` on, as torch has it.
+        self.num_workers = checked_num_workers(self.num_workers)
+        self._note_num_workers()
         self.check_worker_number_rationality()
         iterator = EpochIterator(self, int(self._stream_workers), self._state)
         self._state, self._of_other_workers = None, iterator.num_workers != self._stream_workers
@@ -222,6 +189,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _get_local_iterator(self) -> Any:
         from rayloader.local import LocalIterator
 
+        check(self)
         iterator = LocalIterator(self, self._state)
         self._state, self._of_other_workers = None, False
         self._position, self._last_iterator = iterator.position, None
@@ -297,22 +265,12 @@ class DataLoader(TorchDataLoader[_T_co]):
             raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
         if isinstance(num_workers, bool):  # torch takes one for a number; nobody means it here
             raise TypeError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
-        num_workers = _checked_num_workers(num_workers)
+        num_workers = checked_num_workers(num_workers)
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
         iterator = self._last_iterator() if self._last_iterator is not None else None
         if iterator is not None:
             iterator.resize(num_workers)
-
-    def _check_changed_attributes(self) -> None:
-        """What the program may have set since the loader was made counts from this `iter()` on, as torch has it."""
-        self.num_workers = _checked_num_workers(self.num_workers)
-        if self.prefetch_factor is None:
-            raise TypeError(
-                f"prefetch_factor must be a whole number where num_workers={self.num_workers}, got None: the loader "
-                "was made with num_workers=0; set its prefetch_factor too, or make it with num_workers"
-            )
-        self._note_num_workers()
 
     def _note_num_workers(self) -> None:
         """A number that the program has set, and not `resize`, is that of the stream too."""
@@ -334,58 +292,6 @@ def shutdown() -> None:
         iterator.close_all()
     if pool is not None:
         pool.shutdown()
-
-
-def _check_remote_args(remote_args: Any) -> None:
-    if remote_args is None:
-        return
-    if not isinstance(remote_args, dict) or not all(isinstance(name, str) for name in remote_args):
-        raise TypeError(
-            f"ray_remote_args must be a dict of actor option names to values, got {remote_args!r}; "
-            'for instance {"num_cpus": 1}'
-        )
-    for name in remote_args:
-        if name in RESERVED_REMOTE_ARGS:
-            raise ValueError(f"ray_remote_args must not hold {name!r}: {RESERVED_REMOTE_ARGS[name]}; leave it out")
-    amounts = {name: remote_args.get(name) or 0 for name in ("num_cpus", "num_gpus")}
-    resources = remote_args.get("resources") or {}
-    if not isinstance(resources, dict):
-        raise TypeError(f"ray_remote_args['resources'] must be a dict of names to amounts, got {resources!r}")
-    for name, amount in {**amounts, **resources}.items():
-        if not isinstance(amount, (int, float)) or not amount >= 0:
-            raise ValueError(
-                f"ray_remote_args: {name} must be a number >= 0, got {amount!r}; leave it out for the default"
-            )
-
-
-def _checked_num_workers(num_workers: Any) -> int:
-    try:
-        number = operator.index(num_workers)  # NumPy's integers too, and True, as in torch
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
-    return number
-
-
-def _check_choice(name: str, value: Any, values: tuple[str, str]) -> None:
-    if value not in values:
-        raise ValueError(f"{name} must be {values[0]!r} or {values[1]!r}, got {value!r}")
-
-
-def _check_scheduling(seeding: Any, scheduling: Any, dataset: Any) -> None:
-    _check_choice("seeding", seeding, ("worker", "batch"))
-    _check_choice("scheduling", scheduling, ("static", "dynamic"))
-    if scheduling == "dynamic" and seeding != "batch":
-        raise ValueError(
-            f'scheduling="dynamic" needs seeding="batch", got seeding={seeding!r}: the random stream of a worker would '
-            'depend on which batches it happens to get; pass seeding="batch" too'
-        )
-    if scheduling == "dynamic" and isinstance(dataset, IterableDataset):
-        raise ValueError(
-            'scheduling="dynamic" needs a map-style dataset, got an IterableDataset: each worker has its own stream; '
-            'use scheduling="static"'
-        )
 
 
 def _warn_about_multiprocessing_context() -> None:

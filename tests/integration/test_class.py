@@ -363,3 +363,31 @@ def test_a_plain_dataset_object_is_enough(ray_session):
 
     assert [batch.item() for batch in DataLoader(Plain(), num_workers=2)] == [0, 2]
     assert in_each_worker(lambda index: index) == [0, 1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("on_error", "ignore", ValueError),
+        ("max_skipped", -1, ValueError),
+        ("timeout", -1, ValueError),
+        ("prefetch_bytes", 0, ValueError),
+        ("arenas", 1, TypeError),
+    ],
+)
+def test_what_is_set_later_is_checked_as_at_first(num_workers, name, value, error):
+    loader = DataLoader(range(4), num_workers=num_workers)
+    setattr(loader, name, value)
+    state = torch.get_rng_state()
+    with pytest.raises(error, match=f"{name} must be"):
+        iter(loader)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("value", [1.5, "2"])
+def test_a_prefetch_factor_that_is_no_whole_number_is_refused(value):
+    loader = DataLoader(range(4), num_workers=1)
+    loader.prefetch_factor = value
+    with pytest.raises(TypeError, match=r"prefetch_factor must be a whole number >= 1, got"):
+        iter(loader)

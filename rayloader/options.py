@@ -1,0 +1,198 @@
+"""The arguments that are rayloader's own, beside those of torch's that it reads: checks, and the reasons.
+
+Promise: whatever the program has set since the loader was made is checked as the constructor checks it. Ray is unknown
+here.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from rayloader.prefetch import AutomaticPrefetch
+
+# Actor options that the loader sets itself, with the reason that the error gives.
+RESERVED_REMOTE_ARGS = {
+    "concurrency_groups": "user code must run in the actor's main thread",
+    "enable_task_events": "the loader sets it",
+    "get_if_exists": "workers belong to one process",
+    "lifetime": "workers end with their loader",
+    "max_concurrency": "user code must run in the actor's main thread",
+    "max_pending_calls": "the loader bounds its calls by prefetch_factor",
+    "max_restarts": "a restarted actor would have lost its dataset and its random streams",
+    "max_task_retries": "a repeated call would repeat batches",
+    "name": "workers belong to one process",
+    "namespace": "workers belong to one process",
+    "num_returns": "the loader sets it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of a loader as they were when its iterator was made; see `DataLoader` for what they mean."""
+
+    prefetch_factor: int
+    automatic_depth: bool  # `prefetch_factor` was not given
+    prefetch_bytes: int
+    in_order: bool
+    timeout: float
+    seeding: str
+    scheduling: str
+    max_worker_restarts: int
+    on_timeout: str
+    on_error: str
+    max_skipped: int
+    arenas: bool
+    fresh_processes: bool
+    ray_remote_args: dict[str, Any]
+
+    @classmethod
+    def of(cls, loader: Any) -> Options:
+        """Reads and checks those of a loader with workers.
+
+        Raises:
+            ValueError: one is out of range, or contradicts another.
+            TypeError: one is of the wrong type.
+        """
+        check(loader)
+        return cls(
+            prefetch_factor=_checked_prefetch_factor(loader.prefetch_factor, loader.num_workers),
+            automatic_depth=isinstance(loader.prefetch_factor, AutomaticPrefetch),
+            prefetch_bytes=loader.prefetch_bytes,
+            in_order=loader.in_order,
+            timeout=loader.timeout,
+            seeding=loader.seeding,
+            scheduling=loader.scheduling,
+            max_worker_restarts=loader.max_worker_restarts,
+            on_timeout=loader.on_timeout,
+            on_error=loader.on_error,
+            max_skipped=loader.max_skipped,
+            arenas=loader.arenas,
+            fresh_processes=loader.fresh_processes,
+            ray_remote_args=dict(loader.ray_remote_args or {}),
+        )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether any worker takes the next task."""
+        return self.scheduling == "dynamic"
+
+    @property
+    def seeds_batches(self) -> bool:
+        """Whether each batch is seeded anew: then nothing depends on who builds it."""
+        return self.seeding == "batch"
+
+    @property
+    def skips_errors(self) -> bool:
+        """Whether samples that raise are left out."""
+        return self.on_error == "skip"
+
+
+def check(loader: Any) -> None:
+    """Checks rayloader's own arguments, attributes of the loader.
+
+    Raises:
+        ValueError: one is out of range, or contradicts another.
+        TypeError: one is of the wrong type.
+    """
+    _check_remote_args(loader.ray_remote_args)
+    if not _is_whole(loader.prefetch_bytes) or loader.prefetch_bytes < 1:
+        raise ValueError(
+            f"prefetch_bytes must be a whole number of bytes >= 1, got {loader.prefetch_bytes!r}; "
+            "to fix the depth use prefetch_factor"
+        )
+    for name in ("fresh_processes", "arenas"):
+        if not isinstance(value := getattr(loader, name), bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    for name in ("max_worker_restarts", "max_skipped"):
+        if not _is_whole(value := getattr(loader, name)) or value < 0:
+            raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
+    _check_choice(loader, "on_timeout", ("raise", "restart"))
+    _check_choice(loader, "on_error", ("raise", "skip"))
+    _check_choice(loader, "seeding", ("worker", "batch"))
+    _check_choice(loader, "scheduling", ("static", "dynamic"))
+    if not isinstance(loader.timeout, Real) or not float(loader.timeout) >= 0:
+        raise ValueError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 is for ever")
+    if loader.on_timeout == "restart" and not loader.timeout:
+        raise ValueError('on_timeout="restart" needs a timeout > 0: the seconds after which a worker counts as hung')
+    if loader.scheduling == "dynamic" and loader.seeding != "batch":
+        raise ValueError(
+            f'scheduling="dynamic" needs seeding="batch", got seeding={loader.seeding!r}: the random stream of a '
+            'worker would depend on which batches it happens to get; pass seeding="batch" too'
+        )
+    if loader.scheduling == "dynamic" and isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            'scheduling="dynamic" needs a map-style dataset, got an IterableDataset: each worker has its own stream; '
+            'use scheduling="static"'
+        )
+
+
+def checked_num_workers(num_workers: Any) -> int:
+    """The number of workers of a loader that has some; NumPy's integers too, and True, as in torch.
+
+    Raises:
+        ValueError: it is not a whole number >= 1.
+    """
+    number = _as_index(num_workers)
+    if number is None or number < 1:
+        raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
+    return number
+
+
+def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
+    if prefetch_factor is None:
+        raise TypeError(
+            f"prefetch_factor must be a whole number where num_workers={num_workers}, got None: the loader "
+            "was made with num_workers=0; set its prefetch_factor too, or make it with num_workers"
+        )
+    number = _as_index(prefetch_factor)
+    if number is None:
+        raise TypeError(f"prefetch_factor must be a whole number >= 1, got {prefetch_factor!r}")
+    if number < 1:  # torch's type for that
+        raise AssertionError(
+            f"prefetch_factor must be greater than 0, got {prefetch_factor!r}; use num_workers=0 to load in-process"
+        )
+    return number
+
+
+def _check_remote_args(remote_args: Any) -> None:
+    if remote_args is None:
+        return
+    if not isinstance(remote_args, dict) or not all(isinstance(name, str) for name in remote_args):
+        raise TypeError(
+            f"ray_remote_args must be a dict of actor option names to values, got {remote_args!r}; "
+            'for instance {"num_cpus": 1}'
+        )
+    for name in remote_args:
+        if name in RESERVED_REMOTE_ARGS:
+            raise ValueError(f"ray_remote_args must not hold {name!r}: {RESERVED_REMOTE_ARGS[name]}; leave it out")
+    amounts = {name: remote_args.get(name) or 0 for name in ("num_cpus", "num_gpus")}
+    resources = remote_args.get("resources") or {}
+    if not isinstance(resources, dict):
+        raise TypeError(f"ray_remote_args['resources'] must be a dict of names to amounts, got {resources!r}")
+    for name, amount in {**amounts, **resources}.items():
+        if not isinstance(amount, (int, float)) or not amount >= 0:
+            raise ValueError(
+                f"ray_remote_args: {name} must be a number >= 0, got {amount!r}; leave it out for the default"
+            )
+
+
+def _check_choice(loader: Any, name: str, values: tuple[str, str]) -> None:
+    value = getattr(loader, name)
+    if value not in values:
+        raise ValueError(f"{name} must be {values[0]!r} or {values[1]!r}, got {value!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_index(value: Any) -> int | None:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
