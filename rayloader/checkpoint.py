@@ -14,10 +14,10 @@ import pickle
 import reprlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rayloader import local_state, plain_state, redeal
+from rayloader import local_state, plain_state, redeal, skipping
 from rayloader.draws import decoded, drawn
 from rayloader.errors import StateError
 from rayloader.journal import Before, Journal, Resumed, Told
@@ -228,6 +228,11 @@ class Position:
         while self._forgotten < self.next_task:
             self._checksums.pop(self._forgotten, None)
             self._forgotten += 1
+
+    def skip(self, samples: Sequence[skipping.Skipped], max_skipped: int) -> None:
+        """These were left out. Raises SkipLimitError where that makes too many."""
+        self.skipped += len(samples)
+        skipping.tell(samples, self.skipped, max_skipped)
 
     # ---- as a state
 

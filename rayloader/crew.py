@@ -34,6 +34,7 @@ from rayloader.transport import memory_file
 from rayloader.transport.lanes import ArenaLane, Lent
 from rayloader.transport.line import LineError
 from rayloader.transport.replica import Image
+from rayloader.worker_slot import WorkerSlot
 
 if TYPE_CHECKING:
     from rayloader.lifetimes import Lease
@@ -125,7 +126,7 @@ class Crew:
 
     Attributes:
         actors: in the order in which they host.
-        journals: of the workers.
+        slots: of the workers.
     """
 
     def __init__(self, pool: Pool, lease: Lease, remote_args: dict[str, Any], *, fresh: bool, lines: bool) -> None:
@@ -140,14 +141,9 @@ class Crew:
         self._answers = Answers()
         self._image: Image | None = None  # kept for workers that have yet to open it
         self._carried: list[Any] = []
-        self._setups: list[Setup] = []
-        self._hosts: list[Actor] = []  # by worker
-        self._away: set[int] = set()  # workers whose host is not told yet that it is them
-        self._started: dict[int, Ref] = {}  # answers to `start`, by worker
-        self._began_at: dict[int, int] = {}  # after which call of its actor the worker's epoch began, by worker
         self._dead: list[Actor] = []
         self.actors: list[Actor] = []
-        self.journals: list[Journal] = []
+        self.slots: list[WorkerSlot] = []
 
     @property
     def usable(self) -> bool:
@@ -183,29 +179,28 @@ class Crew:
 
     # ---- channels
 
-    def run(self, worker_id: int, task: Told) -> Lent | None:
+    def run(self, slot: WorkerSlot, task: Told) -> Lent | None:
         """Has a worker build a task's batch; see `Channel.run`."""
-        return self._channel(worker_id).run(worker_id, task)
+        return self._channel(slot).run(slot.worker_id, task)
 
-    def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
+    def replay(self, slot: WorkerSlot, tasks: Sequence[Told]) -> None:
         """Has a worker build again what it had built; without tasks it goes on with that."""
-        self._channel(worker_id).replay(worker_id, tasks)
+        self._channel(slot).replay(slot.worker_id, tasks)
 
-    def resume(self, worker_id: int, resumed: Resumed) -> None:
+    def resume(self, slot: WorkerSlot, resumed: Resumed) -> None:
         """Has a worker begin another epoch; its journal is told when it has."""
-        self._channel(worker_id).resume(worker_id, resumed)
-        self.journals[worker_id].resumed = self._hosts[worker_id], self._hosts[worker_id].calls
-        self._began_at[worker_id] = self._hosts[worker_id].calls
+        self._channel(slot).resume(slot.worker_id, resumed)
+        slot.journal.resumed = slot.host, slot.host.calls
+        slot.began_at = slot.host.calls
 
-    def drop(self, worker_id: int, from_task: int) -> None:
+    def drop(self, slot: WorkerSlot, from_task: int) -> None:
         """Nobody wants a worker's tasks of this epoch from this one on, of the calls made so far.
 
         What it builds again of the epoch before has numbers of its own, and is wanted. Workers that share a process are
         not told: their calls have one sequence of numbers.
         """
-        host = self._hosts[worker_id]
-        if host in self._channels and len(self.hosted_by(host)) == 1:
-            self._channel(worker_id).drop(self._began_at[worker_id], from_task)
+        if slot.host in self._channels and len(self.hosted_by(slot.host)) == 1:
+            self._channel(slot).drop(slot.began_at, from_task)
 
     def flush(self) -> None:
         """To be called when the last of several calls has been made: before that they may not be on their way."""
@@ -237,7 +232,7 @@ class Crew:
         """Ends a wait."""
         self._answers.ring()
 
-    def fall_back(self, actor: Actor, reason: str) -> list[int]:
+    def fall_back(self, actor: Actor, reason: str) -> list[WorkerSlot]:
         """Does without a line to an actor.
 
         Returns:
@@ -245,14 +240,14 @@ class Crew:
         """
         self._do_without_line(actor, reason)
         self._hang_up(actor)
-        worker_ids = self.hosted_by(actor)
-        for worker_id in worker_ids:
-            self.restart(worker_id)
-        return worker_ids
+        slots = self.hosted_by(actor)
+        for slot in slots:
+            self.restart(slot)
+        return slots
 
-    def _channel(self, worker_id: int) -> Channel:
+    def _channel(self, slot: WorkerSlot) -> Channel:
         """To tell that worker something."""
-        channel = self._channels[self._hosts[worker_id]]
+        channel = self._channels[slot.host]
         self._unflushed.add(channel)
         return channel
 
@@ -278,13 +273,12 @@ class Crew:
         if channel is not None:
             channel.close()
 
-    def _leave(self, worker_id: int) -> None:
+    def _leave(self, slot: WorkerSlot) -> None:
         """The worker's host is told that it is this worker no longer."""
-        host = self._hosts[worker_id]
-        if host in self._channels:
-            self._channels[host].pause()
-        host.leave(worker_id)
-        host.lane.abandon(worker_id)
+        if slot.host in self._channels:
+            self._channels[slot.host].pause()
+        slot.host.leave(slot.worker_id)
+        slot.host.lane.abandon(slot.worker_id)
 
     # ---- workers
 
@@ -295,9 +289,11 @@ class Crew:
             WorkerStartError: in a Ray that was not started here, a worker found no place.
         """
         self.check_session()
-        self._image, self._carried, self._setups, self.journals = image, carried, setups, journals
-        self._hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(setups))]
-        self._away = set(range(len(setups)))
+        self._image, self._carried = image, carried
+        self.slots = [
+            WorkerSlot(setup.worker_id, setup, journal, self.actors[setup.worker_id % len(self.actors)])
+            for setup, journal in zip(setups, journals, strict=True)
+        ]
         if not self._all_see_us():
             while any(actor.address is None and actor not in self._dead for actor in self.actors):
                 self.wait(LOCATE_TICK_S)
@@ -306,39 +302,38 @@ class Crew:
                 except ActorLost as lost:  # its workers stay away; the epoch has them start elsewhere
                     self.lose(lost.actor)
         contents: list[Ref] = []
-        for worker_id, host in enumerate(self._hosts):
-            if host not in self._dead:
-                self._start_worker(worker_id, contents)
+        for slot in self.slots:
+            if slot.host not in self._dead:
+                self._start_worker(slot, contents)
 
-    def revive(self) -> list[int]:
+    def revive(self) -> list[WorkerSlot]:
         """Starts the workers that are away and have a host by now; the epoch is to tell them what their journals say.
 
         Raises:
             ActorLost: a host could not be started.
             WorkerStartError: one found no place.
         """
-        if not self._away:
+        if not any(slot.away for slot in self.slots):
             return []
         self.check_session()
         if not self._all_see_us():
             self.check_started()  # whoever moves is away already
-        hosted = [worker_id for worker_id in sorted(self._away) if self._hosts[worker_id] not in self._dead]
-        ready = [w for w in hosted if self._all_see_us() or self._hosts[w].address is not None]
+        hosted = [slot for slot in self.slots if slot.away and slot.host not in self._dead]
+        ready = [slot for slot in hosted if self._all_see_us() or slot.host.address is not None]
         contents: list[Ref] = []
-        for worker_id in ready:
-            self._start_worker(worker_id, contents)
+        for slot in ready:
+            self._start_worker(slot, contents)
         return ready
 
-    def _start_worker(self, worker_id: int, contents: list[Ref]) -> None:
-        actor = self._hosts[worker_id]
-        setup, journal = self._setups[worker_id], self.journals[worker_id]
+    def _start_worker(self, slot: WorkerSlot, contents: list[Ref]) -> None:
+        actor, setup, journal = slot.host, slot.setup, slot.journal
         if journal.shared_seed is not None:
             setup = replace(setup, shared_seed=journal.shared_seed)
         source = self._source(actor, contents)
         self._open_channel(actor).pause()
-        self._began_at[worker_id] = actor.calls
-        self._started[worker_id] = actor.start(setup, source, journal.state)
-        self._away.discard(worker_id)
+        slot.began_at = actor.calls
+        slot.started = actor.start(setup, source, journal.state)
+        slot.away = False
 
     def _source(self, actor: Actor, contents: list[Ref]) -> Source:
         """What a worker is to open its replica from.
@@ -375,54 +370,47 @@ class Crew:
         """In a Ray of our own all actors are on this machine and can open our files: it need not be asked."""
         return session.started_here() and memory_file.others_may_open()
 
-    def actor(self, worker_id: int) -> Actor:
-        """Who hosts a worker."""
-        return self._hosts[worker_id]
-
-    def hosted_by(self, actor: Actor) -> list[int]:
+    def hosted_by(self, actor: Actor) -> list[WorkerSlot]:
         """The workers of an actor, none if it is not this crew's any more."""
-        return [worker_id for worker_id, host in enumerate(self._hosts) if host is actor and actor in self.actors]
+        return [slot for slot in self.slots if slot.host is actor] if actor in self.actors else []
 
     @property
     def awaited(self) -> list[Ref]:
         """What is answered when workers that are away may be started."""
-        hosts = {id(host): host for worker_id in self._away if (host := self._hosts[worker_id]) not in self._dead}
+        hosts = {id(slot.host): slot.host for slot in self.slots if slot.away and slot.host not in self._dead}
         return [host.hello for host in hosts.values()]
 
     def is_dead(self, actor: Actor) -> bool:
         """Whether the actor was lost."""
         return actor in self._dead
 
-    def is_away(self, worker_id: int) -> bool:
-        """Whether the worker has no process at the moment."""
-        return worker_id in self._away
-
-    def has_begun(self, worker_id: int) -> bool:
+    def has_begun(self, slot: WorkerSlot) -> bool:
         """Whether the worker has got past its start, and into the epoch."""
         try:
-            ray.get(self._started[worker_id], timeout=0)
+            ray.get(slot.started, timeout=0)
         except RayError:  # it has not, or it never will
             return False
-        return self.journals[worker_id].begun
+        return slot.journal.begun
 
     def lose(self, actor: Actor) -> None:
         """The actor is dead, or must not be trusted any more: it is killed, and what it shares with us is given up."""
         if actor not in self._dead:
             self._dead.append(actor)
-            self._away.update(self.hosted_by(actor))
+            for slot in self.hosted_by(actor):
+                slot.away = True
             self._hang_up(actor)
             self._pool.kill(actor)
 
-    def replace(self, worker_id: int) -> bool:
+    def replace(self, slot: WorkerSlot) -> bool:
         """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
-        old = self._hosts[worker_id]
+        old = slot.host
         if old in self._dead:
             (new,) = self.lend(1, fresh=True)  # idle ones may be as dead
             self._move([old], [new])
             return True
         return False
 
-    def resize(self, count: int) -> list[int]:
+    def resize(self, count: int) -> list[WorkerSlot]:
         """Another number of actors for the same workers.
 
         Returns:
@@ -432,39 +420,40 @@ class Crew:
         self.lend(max(0, count - len(self.actors)))
         kept, spare = self.actors[:count], self.actors[count:]
         self.actors = kept
-        hosts = [self.actors[worker_id % len(self.actors)] for worker_id in range(len(self._hosts))]
-        moved = [worker_id for worker_id, host in enumerate(hosts) if host is not self._hosts[worker_id]]
-        for worker_id in moved:
-            if self._hosts[worker_id] in kept:
-                self._leave(worker_id)
-        self._hosts = hosts
-        self._away.update(moved)
+        moved = []
+        for slot in self.slots:
+            host = kept[slot.worker_id % len(kept)]
+            if host is slot.host:
+                continue
+            if slot.host in kept:
+                self._leave(slot)
+            slot.host, slot.away = host, True
+            moved.append(slot)
         for actor in spare:
             self._hang_up(actor)
             self._pool.give_back(actor)
         return moved
 
-    def restart(self, worker_id: int) -> None:
+    def restart(self, slot: WorkerSlot) -> None:
         """The worker is to be started anew where it is, as its journal says; it is away until then."""
-        if worker_id not in self._away:
-            self.drop(worker_id, from_task=0)
-            self._leave(worker_id)
-        self._away.add(worker_id)
+        if not slot.away:
+            self.drop(slot, from_task=0)
+            self._leave(slot)
+        slot.away = True
 
-    def _move(self, old: list[Actor], new: list[Actor]) -> list[int]:
+    def _move(self, old: list[Actor], new: list[Actor]) -> list[WorkerSlot]:
         """Deals out the workers of some actors, which leave the crew, to others.
 
         Returns:
             The workers that move; they are away now.
         """
-        moved = [worker_id for worker_id, host in enumerate(self._hosts) if host in old]
-        for number, worker_id in enumerate(moved):
-            self._hosts[worker_id] = new[number % len(new)]
-        self._away.update(moved)
-        self.actors = list(dict.fromkeys(self._hosts))
+        moved = [slot for slot in self.slots if slot.host in old]
+        for number, slot in enumerate(moved):
+            slot.host, slot.away = new[number % len(new)], True
+        self.actors = list(dict.fromkeys(slot.host for slot in self.slots))
         return moved
 
-    def check_started(self) -> list[int]:
+    def check_started(self) -> list[WorkerSlot]:
         """Notes which actors run by now, and sees to it that no worker waits for a process for too long.
 
         Returns:
@@ -502,13 +491,12 @@ class Crew:
             self._pool.kill(actor)
         return self._move(pending, hosts)
 
-    def address(self, worker_id: int) -> WorkerAddress | None:
+    def address(self, slot: WorkerSlot) -> WorkerAddress | None:
         """Where a worker runs; None if it does not, or nobody can say any more."""
-        actor = self._hosts[worker_id]
         if self.usable:
             with contextlib.suppress(RayError):
-                actor.has_started()
-        return actor.address
+                slot.host.has_started()
+        return slot.host.address
 
     def release(self, *, busy: bool, reuse: bool = True) -> None:
         """Gives the actors back; callable more than once. Not for finalizers.

@@ -28,7 +28,8 @@ from rayloader import session
 from rayloader.checkpoint import Position, goes_on
 from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
-from rayloader.epoch import Delivery, Epoch, describe
+from rayloader.delivery.opening import Delivery
+from rayloader.epoch import Epoch
 from rayloader.epoch_plan import Begin, EpochPlan, plan
 from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
 from rayloader.journal import Resumed
@@ -179,16 +180,16 @@ class EpochIterator(_BaseDataLoaderIter):
         self.position.shared_seed = self._shared_seed
         # What the user has taken is built again even if another epoch begins meanwhile: generators of the dataset's go
         # on from behind it.
-        untaken = 1 + max(journal.last_taken for journal in self._crew.journals)
-        for worker_id, journal in enumerate(self._crew.journals):
-            dropped = self._epoch.dropped.get(worker_id) if self._epoch is not None else None
-            resumed = Resumed(self.position.epoch, self._shared_seed, dropped if plan.carries_over else untaken)
-            journal.begins(resumed, undoes=plan.carries_over)
-            if not plan.starts_workers and not self._crew.is_away(worker_id):
+        untaken = 1 + max(slot.journal.last_taken for slot in self._crew.slots)
+        for slot in self._crew.slots:
+            undo_from = slot.dropped if plan.carries_over else untaken
+            resumed = Resumed(self.position.epoch, self._shared_seed, undo_from)
+            slot.journal.begins(resumed, undoes=plan.carries_over)
+            if not plan.starts_workers and not slot.away:
                 if not plan.carries_over:
-                    self._crew.drop(worker_id, from_task=untaken)
-                self._crew.actor(worker_id).lane.abandon(worker_id)
-                self._crew.resume(worker_id, resumed)
+                    self._crew.drop(slot, from_task=untaken)
+                slot.host.lane.abandon(slot.worker_id)
+                self._crew.resume(slot, resumed)
 
     def _paces_of(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> list[Pace]:
         """One a worker, unless the depth is the user's; they go on from the loader's last epoch."""
@@ -287,7 +288,7 @@ class EpochIterator(_BaseDataLoaderIter):
                 raise
             except BaseException as error:  # the user's exception, whatever it is
                 assert self._crew is not None
-                add_note(error, describe(delivery.task, self._crew))
+                add_note(error, self._epoch.tables.describe(delivery.task))
                 self.position.handed = delivery
                 # Without the frame of torch that has the error in a local: a cycle with the iterator, in a frame below.
                 raise error.with_traceback(None) from None

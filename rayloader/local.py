@@ -203,9 +203,8 @@ class LocalIterator(_SingleProcessDataLoaderIter):
         return data
 
     def _count_skipped(self, skipped: list[skipping.Skipped]) -> None:
-        self.position.skipped += len(skipped)
         try:
-            skipping.tell(skipped, self.position.skipped, self._max_skipped)
+            self.position.skip(skipped, self._max_skipped)
         except SkipLimitError as error:
             self._failure = error
             raise

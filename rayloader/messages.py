@@ -169,6 +169,11 @@ class Task:
     indices: Any
     state: TaskState = TaskState.QUEUED
 
+    @property
+    def is_anybodys(self) -> bool:
+        """Whether it has no worker yet."""
+        return self.worker_id == ANY_WORKER
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:

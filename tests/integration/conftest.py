@@ -6,15 +6,15 @@ import pytest
 @pytest.fixture
 def depth_of(monkeypatch):
     """Fixes an automatic depth, of each worker, and gives a list of the depths that were reached."""
-    from rayloader.epoch import Epoch
     from rayloader.pace import Pace
+    from rayloader.tables import Tables
 
     depths = []
-    run = Epoch._run
+    run = Tables.run
 
-    def counted(self, worker_id, told):
-        run(self, worker_id, told)
-        depths.append(len(self._calls[worker_id]))
+    def counted(self, slot, told):
+        run(self, slot, told)
+        depths.append(len(slot.calls))
 
     def fix(places):
         def saw(pace, *_):
@@ -24,7 +24,7 @@ def depth_of(monkeypatch):
         monkeypatch.setattr(Pace, "saw", saw)
         return depths
 
-    monkeypatch.setattr(Epoch, "_run", counted)
+    monkeypatch.setattr(Tables, "run", counted)
     return fix
 
 

@@ -242,9 +242,9 @@ def test_a_later_epoch_begins_as_deep_as_the_one_before_it_ended(monkeypatch):
     assert list(loader) == list(range(4000))
     run = Crew.run
 
-    def noted(self, worker_id, task):
+    def noted(self, slot, task):
         submitted.append(task)
-        return run(self, worker_id, task)
+        return run(self, slot, task)
 
     monkeypatch.setattr(Crew, "run", noted)
     iterator = iter(loader)

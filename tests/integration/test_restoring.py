@@ -30,7 +30,7 @@ def make(arguments, **options):
 
 
 def kill_worker(iterator, worker_id=0):
-    address = iterator._crew.address(worker_id)
+    address = iterator._crew.address(iterator._crew.slots[worker_id])
     process = psutil.Process(address.pid)
     os.kill(address.pid, signal.SIGKILL)
     process.wait(EXIT_LIMIT)
@@ -300,7 +300,8 @@ def samples(monkeypatch):
         clock.add_(0.03)
         return index
 
-    monkeypatch.setattr("rayloader.epoch.time", Clock)
+    for module in ("epoch", "receiver", "recovery"):
+        monkeypatch.setattr(f"rayloader.{module}.time", Clock)
     return sample
 
 
@@ -312,7 +313,7 @@ def in_small_steps(worker_id):
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_building_again_is_no_hang(stream, samples, monkeypatch, caplog):
     """All together it takes more than twice the timeout, and each batch an eighth of it."""
-    monkeypatch.setattr("rayloader.epoch.REPLAY_PATIENCE_S", 0.2)
+    monkeypatch.setattr("rayloader.recovery.REPLAY_PATIENCE_S", 0.2)
     monkeypatch.setattr("rayloader.journal._is_before", lambda state, task_id: False)  # snapshots are rare
     arguments = {
         "dataset": Stream(lambda worker: map(samples, range(96))) if stream else Calls(samples, 96),

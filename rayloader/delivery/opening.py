@@ -1,0 +1,67 @@
+"""From a result to what the user gets: the batch, or the exception that came in its place."""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from rayloader import skipping
+from rayloader.messages import Task
+from rayloader.protocol import Result, ResultKind, WorkerAddress
+from rayloader.transport.lanes import from_wire
+
+
+@dataclass(eq=False, slots=True)
+class Delivery:
+    """A task and its batch, or the user's exception in its place; `skipping.NOTHING` where all was skipped."""
+
+    task: Task
+    data: Any
+    skipped: tuple[tuple[str, str], ...] = ()
+    taken: bool = False  # the schedule knows
+    counted: bool = False  # the position knows: the user has it
+
+
+def opened(task: Task, result: Result) -> Delivery:
+    """What a task's result brings."""
+    data = skipping.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
+    return Delivery(task, data, result.skipped)
+
+
+def _open(task: Task, result: Result) -> Any:
+    """The batch, or the ExceptionWrapper, that a result holds; an ExceptionWrapper too when it cannot be unpickled."""
+    if result.wire is None:
+        return _RemoteError(result.text)
+    try:
+        return from_wire(result.wire)
+    except Exception:  # the user's own unpickling may raise anything
+        if result.kind is ResultKind.ERROR:
+            return _RemoteError(result.text)
+        return ExceptionWrapper(where=f"unpickling a batch of DataLoader worker process {task.worker_id}")
+
+
+class _RemoteError(ExceptionWrapper):
+    """A user's exception whose type cannot come here: raised as torch raises what it cannot construct."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reraise(self) -> None:
+        raise RuntimeError(self._text)
+
+
+def describe(task: Task, address: WorkerAddress | None) -> str:
+    """Which batch, where, of what; `address` is that of its worker, if that is known."""
+    where = f" (pid {address.pid} on {address.hostname}, node {address.node_id})" if address is not None else ""
+    indices = task.indices.indices
+    of_what = "" if _stands_for_nothing(indices) else f", indices {reprlib.repr(indices)}"
+    worker = "any worker" if task.is_anybodys else f"worker {task.worker_id}"
+    return f"batch {task.task_id} from {worker}{where}{of_what}"
+
+
+def _stands_for_nothing(indices: Any) -> bool:
+    """Whether these are the placeholders that torch draws for iterable datasets."""
+    return indices is None or (isinstance(indices, list) and all(index is None for index in indices))

@@ -1,0 +1,142 @@
+"""Waits for what the workers send, over any channel, and takes it in.
+
+Promise: any thread may receive, one at a time. What it means that an actor is lost is left to the user's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from rayloader.channel import ActorLost, LineRefused, Message
+from rayloader.checkpoint import Position
+from rayloader.crew import Actor
+from rayloader.messages import Paced, TaskDone, WorkerExhausted
+from rayloader.pace import Pace
+from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
+from rayloader.recovery import Recovery
+from rayloader.snapshot import WorkerState
+from rayloader.tables import Tables, changes
+from rayloader.transport.lanes import Lent, unplaced
+from rayloader.worker_slot import Call, WorkerSlot
+
+logger = logging.getLogger("rayloader")
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An actor that will answer no more."""
+
+    actor: Actor
+    cause: str
+    suspect: int | None = None  # the task that ended it, if it said so itself
+
+
+class Receiver:
+    """Of one epoch.
+
+    Args:
+        tables: of the epoch.
+        recovery: goes on with workers that build again what they had built.
+        position: counts the samples that are skipped.
+        paces: of each worker, or none.
+        max_skipped: samples.
+
+    Attributes:
+        lost: for the user's thread.
+        last_arrival: when something came last, time.monotonic().
+    """
+
+    def __init__(
+        self, tables: Tables, recovery: Recovery, position: Position, paces: list[Pace], max_skipped: int
+    ) -> None:
+        self.tables = tables
+        self._recovery = recovery
+        self._position = position
+        self._paces = paces
+        self._max_skipped = max_skipped
+        self._doubted = False  # a batch of a dataset that is believed
+        self.lost: deque[Lost] = deque()
+        self.last_arrival = 0.0
+
+    def wait(self, timeout: float) -> bool:
+        """Waits for `timeout` seconds at most until something has come, and takes it in; whether something has."""
+        self.tables.flush()
+        came = self.tables.crew.wait(timeout)
+        self.take()
+        return came
+
+    @changes
+    def take(self) -> None:
+        """Takes in what has come, but for what the loss of an actor means."""
+        crew = self.tables.crew
+        for actor, message in crew.receive():
+            self.last_arrival = time.monotonic()
+            if isinstance(message, ActorLost):
+                self.lost.append(Lost(message.actor, str(message)))
+            elif isinstance(message, LineRefused):
+                self._recovery.have_moved(crew.fall_back(actor, str(message)))
+                self._recovery.revive()
+            else:
+                self._take_message(actor, message)
+
+    def _take_message(self, actor: Actor, message: Message) -> None:
+        kind, worker_id, number, content = message
+        slot = self.tables.crew.slots[worker_id]
+        if kind == Up.BEGUN:
+            if not slot.journal.begun and slot.journal.resumed == (actor, number):
+                slot.journal.reached_begin(WorkerState(*content))
+            return
+        call = slot.calls[0] if slot.calls else None
+        if call is None or call.actor is not actor or call.number != number:
+            return  # closed meanwhile, or the worker was given up: a late answer is nobody's
+        self._take_answer(slot, call, Answer(*content))
+
+    def _take_answer(self, slot: WorkerSlot, call: Call, answer: Answer) -> None:
+        result = None if answer.result is None else result_of(answer.result)
+        if result is not None and result.kind in ENDS:
+            suspect = result.task_id if result.kind is ResultKind.EXITED else None
+            self.lost.append(Lost(call.actor, result.text, suspect))
+            return
+        if result is not None and result.task_id in self.tables.unanswered:
+            self._take_result(slot, result, call.lent)
+        if answer.state is not None:
+            slot.journal.reached(WorkerState(*answer.state))
+        slot.calls.popleft()
+        if answer.doubt is not None and not self._doubted:
+            self._doubted = True
+            logger.warning(
+                "rayloader: batch %d of worker %d was built again and is not what it was. Its dataset has state_dict() "
+                "and is believed; if that leaves something out, such as a shuffle buffer, samples are lost or repeated "
+                "from here on. If the batch shows the time or the process, all is well",
+                *(answer.doubt, slot.worker_id),
+            )
+        if answer.full:
+            call.actor.lane.was_full()
+        if answer.no_arena:
+            call.actor.lane.refused(answer.no_arena)
+        if result is None:
+            self._recovery.go_on(slot, *answer.replay)
+        elif result.kind is ResultKind.EXHAUSTED:  # it writes nothing any more, and will say nothing new
+            slot.calls.clear()
+            slot.journal.exhausted()
+        elif self._paces:
+            pace = self._paces[slot.worker_id]
+            if pace.saw(answer.seconds, result.nbytes):
+                self.tables.handle(Paced(slot.worker_id, pace.places, pace.ahead))
+
+    def _take_result(self, slot: WorkerSlot, result: Result, lent: Lent | None) -> None:
+        """Reports a result to the schedule."""
+        tables = self.tables
+        if result.kind is ResultKind.EXHAUSTED:
+            self._position.skip(result.skipped, self._max_skipped)
+            tables.handle(WorkerExhausted(result.task_id))
+            return
+        if result.wire is not None and lent is not None:
+            result = result._replace(wire=unplaced(result.wire, lent))
+        tables.results[result.task_id] = result
+        slot.journal.answered(result.task_id, result.digest)
+        tables.handle(TaskDone(result.task_id))
+        tables.unanswered.discard(result.task_id)

@@ -1,0 +1,120 @@
+"""How an epoch goes on without a process that it had: what is lost, who is to blame, and what is built again.
+
+Promise: a worker's tasks go with it to its next process, in its order; what the driver has already is built again there
+for what that changes in the worker. See NOTE [Proof] in journal.py and NOTE [blame] in schedule.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rayloader.channel import ActorLost
+from rayloader.crew import Actor
+from rayloader.journal import Resumed
+from rayloader.messages import WorkerLost, WorkerReady
+from rayloader.tables import Tables, changes
+from rayloader.worker_slot import Replay, WorkerSlot
+
+logger = logging.getLogger("rayloader")
+
+# After how many seconds of building batches again that is said, and again each time that it has taken twice as long.
+REPLAY_PATIENCE_S = 10.0
+
+
+class Recovery:
+    """Of one epoch."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self._crew = tables.crew
+
+    @changes
+    def give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
+        """Goes on without an actor; all that it has sent was taken in. `suspect`: the task that it said ended it."""
+        if self._crew.is_dead(actor):
+            return
+        slots = self._crew.hosted_by(actor)
+        # It makes one call after the other.
+        at_work = min((slot for slot in slots if slot.calls), key=_oldest_call, default=None)
+        admitted = suspect is not None
+        if suspect is None and at_work is not None and self._crew.has_begun(at_work):
+            suspect = at_work.calls[0].task_id
+        self._crew.lose(actor)
+        for slot in slots:
+            slot.drop_calls()
+            blameless = at_work not in (None, slot)
+            lost = WorkerLost(slot.worker_id, cause, suspect, admitted) if not blameless else None
+            self.tables.handle(lost or WorkerLost(slot.worker_id, cause, blameless=True))
+
+    @changes
+    def have_moved(self, slots: list[WorkerSlot]) -> None:
+        """Takes in that these workers are to go on in other processes."""
+        for slot in slots:
+            slot.drop_calls()
+            self.tables.handle(WorkerLost(slot.worker_id, "it moves to another process", blameless=True))
+
+    @changes
+    def revive(self) -> None:
+        """Sends lost tasks again where there is a process for them."""
+        while self.tables.failure is None:
+            try:
+                ready = self._crew.revive()
+            except ActorLost as lost:  # another one
+                self.give_up(lost.actor, str(lost))
+                continue
+            for slot in ready:
+                self.tell_again(slot)
+            break
+
+    def tell_again(self, slot: WorkerSlot) -> None:
+        """Brings a worker that was started from its last snapshot to where it is to be."""
+        entries, tasks = slot.journal.entries, slot.journal.tasks
+        for entry in entries[: len(entries) - len(tasks)]:
+            if isinstance(entry, Resumed):
+                self._crew.resume(slot, entry)
+            else:
+                self._crew.replay(slot, [entry])
+        known = [task for task in tasks if task.task_id not in self.tables.unanswered]
+        began = time.monotonic()
+        slot.replay = Replay(began, began + REPLAY_PATIENCE_S)
+        self.tables.replay(slot, known)
+
+    def go_on(self, slot: WorkerSlot, done: int, total: int) -> None:
+        """The worker has built a part of what it must build again."""
+        replay, now = slot.replay, time.monotonic()
+        assert replay is not None
+        if done < total:
+            if now >= replay.news_at:
+                seconds = now - replay.began
+                replay.news_at = now + max(REPLAY_PATIENCE_S, seconds)
+                logger.warning(
+                    "rayloader: worker %d builds again what it had built before: %d of %d batches in %.0f s, %.1f a "
+                    "second; a dataset with state_dict() and load_state_dict() need not be read again",
+                    *(slot.worker_id, done, total, seconds, done / max(seconds, 1e-9)),
+                )
+            self.tables.replay(slot, [])
+            return
+        slot.replay = None
+        self.tables.run_unanswered(slot)
+        self.tables.handle(WorkerReady(slot.worker_id))
+
+    @changes
+    def move_homeless(self) -> bool:
+        """Has workers whose actor found no place go on in the others."""
+        moved = self._crew.check_started()
+        self.have_moved(moved)
+        return bool(moved)
+
+    @changes
+    def tell_what_waits(self) -> None:
+        """Workers that still build again what they had built are told at once what torch's have been given by now."""
+        for slot in self._crew.slots:
+            if slot.replay is not None:
+                slot.replay = None
+                self.tables.run_unanswered(slot)
+        self._crew.flush()
+
+
+def _oldest_call(slot: WorkerSlot) -> int:
+    return slot.calls[0].number

@@ -1,0 +1,186 @@
+"""What is under way in one epoch: events go into the schedule here, and its commands are carried out.
+
+Promise: decides nothing. All that changes the tables happens under one lock, and is marked as it begins and ends.
+
+NOTE [interrupts]
+In the main thread a signal handler, Ctrl-C's for one, may raise at almost any line. Three rules keep `next()` right:
+1. A batch stays the next one until `EpochIterator.__next__` notes, as the last thing that it does, that the user has
+   it (`Position.handed`). CPython runs handlers when a call returns, when a function is entered and in loops, and
+   between that note and the user there is none of these. All that comes before may be done again, or is marked as done.
+2. What changes the tables is marked before and after (`changes`). Where an exception breaks it off that is not ours,
+   the epoch is `broken`: `next()` says so, and the next `iter()` starts with fresh workers. The position is right
+   nevertheless, for it counts what was handed over and nothing else.
+3. Locks that the user's thread takes are C's own, and waits are one call of `select.poll`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rayloader.channel import ActorLost
+from rayloader.crew import Crew
+from rayloader.delivery.opening import describe
+from rayloader.errors import RayloaderError, WorkerDiedError, add_note
+from rayloader.journal import Told
+from rayloader.messages import (
+    Deliver,
+    DrawIndices,
+    Drop,
+    Event,
+    Fail,
+    Forget,
+    ReplaceWorker,
+    Submit,
+    Task,
+)
+from rayloader.protocol import Result
+from rayloader.schedule import Schedule
+from rayloader.worker_slot import Call, WorkerSlot
+
+logger = logging.getLogger("rayloader")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def changes(method: _Method) -> _Method:
+    """Marks a method of an object with `tables` that changes them, see NOTE [interrupts]."""
+
+    @functools.wraps(method)
+    def change(self: Any, *args: Any, **named: Any) -> Any:
+        tables: Tables = self.tables
+        with tables.lock:
+            tables.begun += 1
+            try:
+                result = method(self, *args, **named)
+            except BaseException as error:
+                ours = isinstance(error, (RayloaderError, ActorLost))
+                if ours or threading.current_thread() is not threading.main_thread():
+                    tables.ended += 1  # no interrupt: nothing was left half done
+                raise
+            tables.ended += 1
+            return result
+
+    return change  # type: ignore[return-value]
+
+
+class Tables:
+    """The tables of one epoch.
+
+    Args:
+        crew: its workers are told what to do.
+        schedule: says what.
+        lock: guards all of this.
+
+    Attributes:
+        unanswered: tasks that were submitted, and neither answered nor forgotten.
+        results: not delivered, by task.
+        deliverable: delivered and not taken, in that order.
+        failure: what the epoch ends with once all that is deliverable was taken.
+        on_change: called after each change.
+    """
+
+    def __init__(self, crew: Crew, schedule: Schedule, lock: threading.RLock) -> None:
+        self.crew = crew
+        self.schedule = schedule
+        self.lock = lock
+        self.begun = self.ended = 0  # changes
+        self.unanswered: set[int] = set()
+        self.results: dict[int, Result] = {}
+        self.deliverable: deque[tuple[Task, Result]] = deque()
+        self.failure: WorkerDiedError | None = None
+        self.on_change: Callable[[], None] | None = None
+        for slot in crew.slots:
+            slot.drop_calls()
+            slot.dropped = None
+
+    @property
+    def tables(self) -> Tables:
+        """For `changes`."""
+        return self
+
+    @property
+    def broken(self) -> bool:
+        """Whether a change was broken off."""
+        with self.lock:
+            return self.begun != self.ended
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something is to come from the workers."""
+        return any(slot.calls for slot in self.crew.slots) or bool(self.crew.awaited)
+
+    @changes
+    def handle(self, event: Event) -> None:
+        """Tells the schedule what happened, and carries out what it answers."""
+        for command in self.schedule.handle(event):
+            match command:
+                case DrawIndices():
+                    pass  # owed: the sampler belongs to the user's thread
+                case Submit(task):
+                    self._submit(task)
+                case Deliver(task):
+                    self.deliverable.append((task, self.results.pop(task.task_id)))
+                case Forget(task_ids):
+                    for task_id in task_ids:
+                        self.unanswered.discard(task_id)
+                        self.results.pop(task_id, None)
+                case Drop(worker_id, first_task_id):
+                    slot = self.crew.slots[worker_id]
+                    self.crew.drop(slot, first_task_id)
+                    slot.dropped = first_task_id
+                case ReplaceWorker(worker_id, cause):
+                    if self.crew.replace(self.crew.slots[worker_id]):
+                        logger.warning("rayloader: worker %d is lost and gets another process: %s", worker_id, cause)
+                case Fail():
+                    self.failure = self._worker_died(command)
+        if self.on_change is not None:
+            self.on_change()
+
+    @changes
+    def flush(self) -> None:
+        """Sends off what the workers were told."""
+        self.crew.flush()
+
+    def run(self, slot: WorkerSlot, told: Told) -> None:
+        """Has a worker build a task's batch."""
+        lent = self.crew.run(slot, told)
+        slot.calls.append(Call(slot.host, slot.host.calls, told.task_id, lent))
+
+    def replay(self, slot: WorkerSlot, tasks: list[Told]) -> None:
+        """Has a worker build tasks again."""
+        self.crew.replay(slot, tasks)
+        slot.calls.append(Call(slot.host, slot.host.calls, None, None))
+
+    def run_unanswered(self, slot: WorkerSlot) -> None:
+        """Has a worker build all that it owes."""
+        for told in slot.journal.tasks:
+            if told.task_id in self.unanswered:
+                self.run(slot, told)
+
+    def _submit(self, task: Task) -> None:
+        self.crew.check_session()
+        slot, told = self.crew.slots[task.worker_id], Told(task.task_id, task.indices.encoded)
+        slot.journal.told(told)
+        self.unanswered.add(task.task_id)
+        if not slot.away and slot.replay is None:
+            self.run(slot, told)
+
+    def describe(self, task: Task) -> str:
+        """Which batch, where, of what."""
+        return describe(task, None if task.is_anybodys else self.crew.address(self.crew.slots[task.worker_id]))
+
+    def _worker_died(self, fail: Fail) -> WorkerDiedError:
+        address = self.crew.address(self.crew.slots[fail.worker_id])
+        process, node = (f"(pid(s) {address.pid})", f" on {address.hostname}") if address else ("(not started)", "")
+        error = WorkerDiedError(
+            f"DataLoader worker {process} exited unexpectedly: worker {fail.worker_id}{node}. Cause: {fail.cause}",
+            fail.worker_id,
+        )
+        if fail.task is not None:
+            add_note(error, self.describe(fail.task))
+        return error

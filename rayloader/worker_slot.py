@@ -1,0 +1,70 @@
+"""All that the driver knows of one worker.
+
+Promise: data only. A crew makes the slots and says where their workers are; what a worker has to answer belongs to the
+epoch that asked for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rayloader.journal import Journal
+from rayloader.protocol import Setup
+from rayloader.transport.lanes import Lent
+
+if TYPE_CHECKING:
+    from rayloader.crew import Actor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An unanswered call of a worker."""
+
+    actor: Actor
+    number: int  # counts the actor's calls
+    task_id: int | None  # that it is to build; None: what was built before, again
+    lent: Lent | None  # room for its batch
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a worker that was restored builds again, before it is told anything else."""
+
+    began: float  # time.monotonic()
+    news_at: float  # when to say how far it is
+
+
+@dataclass(eq=False, slots=True)
+class WorkerSlot:
+    """One worker, wherever it is at the moment.
+
+    Attributes:
+        worker_id: from 0 on, torch's.
+        setup: what it is told when it starts.
+        journal: what it was told since its last snapshot, and that snapshot.
+        host: the actor that is, or is to be, this worker.
+        away: its host was not told yet that it is this worker.
+        started: Ray's reference to the answer of `Worker.start`.
+        began_at: after which call of its host its epoch began.
+        calls: unanswered, oldest first.
+        replay: under way, if there is one.
+        dropped: its first task that nobody wants any more of the epoch that was closed, if there is one.
+    """
+
+    worker_id: int
+    setup: Setup
+    journal: Journal
+    host: Actor
+    away: bool = True
+    started: Any = None
+    began_at: int = 0
+    calls: deque[Call] = field(default_factory=deque)
+    replay: Replay | None = None
+    dropped: int | None = None
+
+    def drop_calls(self) -> None:
+        """Whatever it answers to what it was asked so far is nobody's."""
+        self.calls.clear()
+        self.replay = None
