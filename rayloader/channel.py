@@ -59,15 +59,15 @@ class Channel(ABC):
 
     @abstractmethod
     def run(self, worker_id: int, task: Told) -> Lent | None:
-        """`Worker.run`; the call's number is the actor's newest. What it returns is to be given to `unplaced`."""
+        """`WorkerProcess.run`; the call's number is the actor's newest. What this returns is for `unplaced`."""
 
     @abstractmethod
     def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
-        """`Worker.replay`, likewise."""
+        """`WorkerProcess.replay`, likewise."""
 
     @abstractmethod
     def resume(self, worker_id: int, resumed: Resumed) -> None:
-        """`Worker.resume`, likewise."""
+        """`WorkerProcess.resume`, likewise."""
 
     @abstractmethod
     def drop(self, after_call: int, from_task: int) -> None:

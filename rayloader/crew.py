@@ -95,13 +95,13 @@ class Actor:
         return True
 
     def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Ref:
-        """`Worker.start`."""
+        """`WorkerProcess.start`."""
         if self.hosted is not None and self.hosted[0] != source.image.name:
             self.hosted = None
         return self.handle.start.remote(setup, source, state)
 
     def host(self, image: Image, contents: Ref) -> Ref:
-        """`Worker.host`: what the others of its node open."""
+        """`WorkerProcess.host`: what the others of its node open."""
         self.hosted = image.address.name, self.handle.host.remote(image.address.name, image.address, contents)
         return self.hosted[1]
 
@@ -113,7 +113,7 @@ class Actor:
         return False
 
     def leave(self, worker_id: int) -> None:
-        """`Worker.leave`."""
+        """`WorkerProcess.leave`."""
         self.handle.leave.remote(worker_id)
 
     def let_go(self) -> None:

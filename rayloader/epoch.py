@@ -16,7 +16,6 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from rayloader import skipping
-from rayloader.checkpoint import Position
 from rayloader.crew import Actor, Crew
 from rayloader.delivery.opening import Delivery, opened
 from rayloader.delivery.pinning import PinThread
@@ -38,6 +37,7 @@ from rayloader.messages import (
 )
 from rayloader.options import Options
 from rayloader.pace import Pace
+from rayloader.position import Position
 from rayloader.prefetch import DrawAhead
 from rayloader.protocol import CARRY
 from rayloader.receiver import Receiver

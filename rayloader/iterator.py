@@ -25,7 +25,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from rayloader import session
-from rayloader.checkpoint import Position, goes_on
+from rayloader.checkpoint import goes_on
 from rayloader.collate import changed_collate_fn_map
 from rayloader.crew import Crew
 from rayloader.delivery.opening import Delivery
@@ -36,6 +36,7 @@ from rayloader.journal import Resumed
 from rayloader.options import Options
 from rayloader.pace import Pace
 from rayloader.pool import Pool, get_pool
+from rayloader.position import Position
 from rayloader.prefetch import DrawAhead, may_draw_ahead, start
 from rayloader.process_state import ProcessState
 from rayloader.protocol import CARRY, Replica, Setup

@@ -113,6 +113,14 @@ class Journal:
         """The tasks after `base` that the user has taken."""
         return [told for told in self._told.values() if told.taken]
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what the worker builds depends on what it has built, though each batch is seeded anew."""
+        state = self.newest
+        if state is None:
+            return bool(self.replay)  # it has not told what its dataset holds
+        return bool(state.dataset or state.iterator or state.random.others or state.random.later)
+
     def told(self, task: Told) -> None:
         """The worker was given something more to do."""
         self._told[task.task_id] = task

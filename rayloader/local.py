@@ -24,11 +24,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import skipping
-from rayloader.checkpoint import Position, goes_on
+from rayloader.checkpoint import goes_on
 from rayloader.digest import chain, digest
 from rayloader.draws import drawn
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.local_state import Stream, generators_of
+from rayloader.position import Position
 from rayloader.random_state import RandomState, seed_all
 from rayloader.redeal import Stage
 from rayloader.samplers import Resuming, Samplers

@@ -36,14 +36,14 @@ from rayloader.transport.codec import Encoded
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.transport.replica import Image
-from rayloader.worker import Worker
+from rayloader.worker_process import WorkerProcess
 
 # How long actors are kept when no loader is left that could use them, so that a loader that is made anew for each
 # epoch finds them warm. In a Ray that others use too they hold CPUs that somebody may wait for.
 GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
 
-_remote_worker: Any = ray.remote(Worker)
+_remote_worker: Any = ray.remote(WorkerProcess)
 
 
 @dataclass(eq=False, slots=True)

@@ -27,9 +27,9 @@ CARRY = (ray.ObjectRef,)
 class Down:
     """The first item of a message to a worker process, and what follows it."""
 
-    RUN = 0  # a call: worker_id, call, task_id, indices, room; see `Worker.run`
-    REPLAY = 1  # a call: worker_id, call, tasks; see `Worker.replay`
-    RESUME = 2  # a call: worker_id, call, epoch, shared_seed, undo_from; see `Worker.resume`
+    RUN = 0  # a call: worker_id, call, task_id, indices, room; see `WorkerProcess.run`
+    REPLAY = 1  # a call: worker_id, call, tasks; see `WorkerProcess.replay`
+    RESUME = 2  # a call: worker_id, call, epoch, shared_seed, undo_from; see `WorkerProcess.resume`
     DROP = 3  # after_call, up_to_call, from_task: of the calls in between nobody wants the tasks from this one on
 
 

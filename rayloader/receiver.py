@@ -11,10 +11,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from rayloader.channel import ActorLost, LineRefused, Message
-from rayloader.checkpoint import Position
 from rayloader.crew import Actor
 from rayloader.messages import Paced, TaskDone, WorkerExhausted
 from rayloader.pace import Pace
+from rayloader.position import Position
 from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
 from rayloader.recovery import Recovery
 from rayloader.snapshot import WorkerState

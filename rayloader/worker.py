@@ -1,23 +1,14 @@
-"""The worker: an actor process that holds a replica of the dataset, fetches and collates.
+"""A worker, in torch's sense: its dataset object, its random streams, and what it has built.
 
-Promise: user code runs in the actor's one main thread, seeded and set up as torch's worker loop does it. Nothing that
-user code raises leaves through Ray: it travels as a `Result`. The process is warm: `stop` puts back what the user's
-code may have changed of it (see `process_state.py`), so that another epoch, or another loader, finds it as new. The
-actor starts no thread and owns nothing but its process.
-
-It is told its tasks by calls of `run`, one a task, or over a line by a call of `serve` that lasts as long as the line
-does.
+Promise: seeded and set up as torch's worker loop does it, and it builds what torch's would. What user code raises is
+the result of a task, never an exception here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
-import os
-import pickle
 import random
-import socket
 import time
 import traceback
 import zlib
@@ -39,251 +30,33 @@ from rayloader import session, skipping
 from rayloader.collate import stack, stack_into
 from rayloader.digest import chain, digest
 from rayloader.errors import ReplayError, ReplicaMemoryError
-from rayloader.generators import Generators, alive, note_modules, noting
+from rayloader.generators import Generators, alive, noting
 from rayloader.process_state import Baseline
 from rayloader.protocol import (
     CARRY,
     ENDS,
-    Answer,
-    Down,
     Replica,
     Result,
     ResultKind,
-    Served,
     Setup,
     Source,
-    Up,
-    WorkerAddress,
-    final,
 )
 from rayloader.random_state import RandomState, Rewind, seed_all
 from rayloader.snapshot import Recorder, WorkerState, has_state, load_state
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.image import ImageAddress, open_image
-from rayloader.transport.lanes import Wire, WorkerLane, from_wire, pack, sealed, to_wire, unpack
-from rayloader.transport.line import Line, LineAddress, LineError, connect
+from rayloader.transport.image import open_image
+from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
 from rayloader.transport.memory import no_collection
-from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
-from rayloader.transport.replica import Image, image_from_contents
+from rayloader.transport.memory_file import MemoryFileError
 
-# What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
-IN_BAND_BYTES = 1 << 16
 # How long a call builds again what was built before, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
 
 
-class Worker:
-    """One actor process. Ray calls its methods one after the other, on the main thread."""
+class Task(NamedTuple):
+    """What it is to build."""
 
-    def __init__(self) -> None:
-        runtime_env = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-        own = {key for key in os.environ if key.startswith("RAY_") or key == "CUDA_VISIBLE_DEVICES"}
-        self._baseline = Baseline(session.node_id(), own | set(runtime_env))
-        self._hosted: dict[int, _Hosted] = {}  # by worker
-        self._at_work: _Hosted | None = None  # whose generators are the process's
-        self._lane = WorkerLane()
-        self._line: Line | None = None
-        self._line_address: LineAddress | None = None
-        self._calls: deque[tuple[Any, ...]] = deque()  # that came over the line, not begun, oldest first
-        self._dropped = 0, 0, 0  # after this call and up to that nobody wants the tasks from this one on
-        self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
-        note_modules()
-
-    def hello(self, probe: FileAddress | None = None) -> WorkerAddress:
-        """Where this worker runs; also the proof that it does. `probe` is a memory file of the driver's."""
-        machine, reaches = "", False
-        with contextlib.suppress(MemoryFileError):
-            machine = this_machine()
-            if probe is not None:
-                os.close(open_file(probe, writable=False))
-                reaches = True
-        return WorkerAddress(os.getpid(), session.node_id(), socket.gethostname(), reaches, machine)
-
-    def host(self, name: str, image: ImageAddress, contents: list[Any]) -> ImageAddress:
-        """Makes an image of what came through Ray, for all workers of this node.
-
-        It stays until this worker is started on another image than `name`, and longer where it is open.
-        """
-        self._image = None  # first: for two there may be no room
-        self._image = name, image_from_contents(image, contents)
-        return self._image[1].address
-
-    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
-        """Makes this process worker `setup.worker_id`, beside those that it is; at its start, or as it was."""
-        if not self._hosted:
-            gc.freeze()  # what is here by now is nobody's: neither `stop` nor the search for generators looks at it
-        if self._image is not None and self._image[0] != source.image.name:
-            self._image = None
-        self._switch_to(None)
-        hosted = self._at_work = self._hosted[setup.worker_id] = _Hosted(setup)
-        hosted.start(self._baseline, source, state)
-
-    def resume(self, worker_id: int, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
-        """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""
-        self._switch_to(worker_id)
-        return self._hosted[worker_id].resume(epoch, shared_seed, undo_from)
-
-    def run(self, message: Any) -> Any:
-        """Builds a task's batch.
-
-        Args:
-            message: packed (worker_id, call, task_id, indices, room): `call` counts the calls of this actor, `indices`
-                is what the sampler gave; `room`, which only a line brings, says where in this actor's arena the batch
-                may lie.
-
-        Returns:
-            A packed `Answer`.
-        """
-        worker_id, call, task_id, indices, _ = unpack(message)
-        return self._packed(self._run(worker_id, _Task(call, task_id, indices), None))
-
-    def replay(self, message: Any) -> Any:
-        """Builds batches for what that changes in the worker, in order, for a while; they are not sent.
-
-        Args:
-            message: packed (worker_id, call, tasks), with task_id, indices and digest of each task: it must be the
-                batch of that digest, if one is known. Without tasks it goes on with those that are left over.
-
-        Returns:
-            A packed `Answer`, which says how far it is.
-        """
-        worker_id, call, tasks = unpack(message)
-        return self._packed(self._replay(worker_id, call, tasks))
-
-    def _packed(self, answer: Answer) -> Any:
-        result = answer.result
-        if result is None:
-            return pack(answer, [])
-        travels = final(result, IN_BAND_BYTES)
-        wires = [] if result.wire is None or isinstance(travels, bytes) else [result.wire]
-        return pack(answer._replace(result=travels), wires)
-
-    def _run(self, worker_id: int, task: _Task, arena: ArenaWriter | None) -> Answer:
-        self._switch_to(worker_id)
-        hosted = self._hosted[worker_id]
-        began = time.perf_counter()
-        result = hosted.run(task, arena)
-        return self._answer(hosted, result, began)
-
-    def _replay(self, worker_id: int, call: int, tasks: list[tuple[int, Wire, int | None]]) -> Answer:
-        self._switch_to(worker_id)
-        hosted = self._hosted[worker_id]
-        began = time.perf_counter()
-        again = [_Task(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
-        result = hosted.replay(again, self._is_dropped)
-        return self._answer(hosted, result, began)
-
-    def _answer(self, hosted: _Hosted, result: Result | None, began: float) -> Answer:
-        seconds, lane = time.perf_counter() - began, self._lane
-        progress, doubt, state = hosted.progress, hosted.take_doubt(), hosted.snapshot_if_due(seconds)
-        return Answer(result, seconds, progress, doubt, state, lane.take_full(), lane.error)
-
-    def serve(self, address: LineAddress, early: list[Any]) -> Served:
-        """Does over a line what `run`, `replay` and `resume` do, until the line ends.
-
-        It also ends, with the line left open for the next `serve`, where an answer has to go through Ray. `early` are
-        messages that come before those of the line.
-        """
-        if self._line is None or self._line_address != address:
-            try:
-                self._line, self._line_address = connect(address), address
-            except LineError as error:
-                return Served(refused=str(error))
-        line = self._line
-        self._take_in(early)
-        while self._calls or not line.ended:
-            self._attend(line)
-            if not self._calls:
-                if not line.ended:
-                    line.wait()
-                continue
-            kind, worker_id, call, *arguments = self._calls.popleft()
-            if kind == Down.RESUME:
-                self._send(line, (Up.BEGUN, worker_id, call, tuple(self.resume(worker_id, *arguments))))
-                continue
-            answer = self._do(kind, worker_id, call, *arguments)
-            if answer is None:
-                continue
-            wire = answer.result.wire if answer.result is not None else None
-            if answer.result is not None:
-                answer = answer._replace(result=answer.result.fields)
-            if wire is not None and wire[2]:  # references to Ray's objects
-                line.drain()  # what is older comes first
-                return Served(answer=pack((worker_id, call, answer), [wire]))
-            self._send(line, (Up.ANSWER, worker_id, call, tuple(answer)))
-        line.drain()
-        self._hang_up()
-        return Served()
-
-    def _do(self, kind: int, worker_id: int, call: int, *arguments: Any) -> Answer | None:
-        """Carries out a call that came over the line; None if nobody wants it any more."""
-        if kind == Down.REPLAY:
-            return self._replay(worker_id, call, *arguments)
-        task_id, indices, room = arguments
-        arena = self._lane.open(room)  # it brings news of the arena, whatever becomes of the task
-        if self._is_dropped(call, task_id):
-            return None
-        return self._run(worker_id, _Task(call, task_id, indices), arena)
-
-    def _send(self, line: Line, message: tuple[Any, ...]) -> None:
-        line.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    def _attend(self, line: Line) -> None:
-        """Takes in what has come over the line; sends what is still to be sent."""
-        self._take_in(line.receive())
-        if line.unsent:
-            line.flush()
-        if line.ended and line.hung_up:
-            self._calls.clear()
-
-    def _take_in(self, messages: list[Any]) -> None:
-        for message in map(unpack, messages):
-            if message[0] == Down.DROP:
-                self._dropped = message[1:]
-            else:
-                self._calls.append(message)
-
-    def _is_dropped(self, call: int, task_id: int) -> bool:
-        """Whether nobody wants this task any more, which came with this call."""
-        after_call, up_to_call, from_task = self._dropped
-        return (after_call < call <= up_to_call and task_id >= from_task) or (
-            self._line is not None and self._line.ended and self._line.hung_up
-        )
-
-    def _hang_up(self) -> None:
-        line, self._line = self._line, None
-        self._calls.clear()
-        if line is not None:
-            line.close()
-
-    def leave(self, worker_id: int) -> None:
-        """This process is that worker no longer; another one is."""
-        if self._at_work is self._hosted.pop(worker_id, None):
-            self._at_work = None
-
-    def stop(self) -> None:
-        """Lets go of the dataset and puts the process back as it was."""
-        self._hang_up()
-        self._hosted.clear()
-        self._at_work = None
-        torch_worker._worker_info = None
-        self._baseline.restore()
-        gc.collect()
-
-    def _switch_to(self, worker_id: int | None) -> None:
-        """Workers of one process take turns with its generators."""
-        hosted = self._hosted[worker_id] if worker_id is not None else None
-        if hosted is self._at_work:
-            return
-        if self._at_work is not None:
-            self._at_work.park()
-        if hosted is not None:
-            hosted.unpark()
-        self._at_work = hosted
-
-
-class _Task(NamedTuple):
     call: int
     task_id: int
     indices: Wire
@@ -291,8 +64,12 @@ class _Task(NamedTuple):
     digest: int | None = None  # of what was delivered before, where it is built again
 
 
-class _Hosted:
-    """A worker in torch's sense: its dataset object and what it has of its own."""
+class Worker:
+    """One of those that a process hosts.
+
+    Args:
+        setup: what it is.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -314,7 +91,7 @@ class _Hosted:
         self._parked: RandomState | None = None
         self._worker_info: Any = None
         self._recorder = Recorder(None, Generators({}, []), RandomState.capture([]))
-        self._left: deque[_Task] = deque()  # not begun, oldest first
+        self._left: deque[Task] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
 
     def start(self, baseline: Baseline, source: Source, state: WorkerState | None) -> None:
@@ -369,7 +146,7 @@ class _Hosted:
         if goal is None:
             return True
         nothing = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
-        again = _Task(0, -1, nothing, again=True)
+        again = Task(0, -1, nothing, again=True)
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
             if result.kind in (ResultKind.EXITED, ResultKind.TERMINATED):
@@ -471,7 +248,7 @@ class _Hosted:
         self._recorder.forget()  # answers of an epoch that was broken off
         return self.snapshot()
 
-    def run(self, task: _Task, arena: ArenaWriter | None) -> Result:
+    def run(self, task: Task, arena: ArenaWriter | None) -> Result:
         """A task's result."""
         self._read_on(math.inf)
         while self._left:
@@ -480,7 +257,7 @@ class _Hosted:
                 return result._replace(task_id=task.task_id)
         return self._do(task, arena)
 
-    def replay(self, tasks: list[_Task], dropped: Callable[[int, int], bool]) -> Result | None:
+    def replay(self, tasks: list[Task], dropped: Callable[[int, int], bool]) -> Result | None:
         """Builds these tasks again, for a while; the rest of them is left over. The result that ends the process."""
         self._left.extend(tasks)
         self._unrestored |= self._failure is not None
@@ -500,7 +277,7 @@ class _Hosted:
                 break
         return None
 
-    def _do(self, task: _Task, arena: ArenaWriter | None) -> Result:
+    def _do(self, task: Task, arena: ArenaWriter | None) -> Result:
         """The same when it is its turn; what is built again must be what it was."""
         if self._rewind is not None:
             self._rewind.task_begins(task.task_id)
@@ -531,7 +308,7 @@ class _Hosted:
         assert self._failure is not None
         return self._failure._replace(task_id=task.task_id)
 
-    def _build(self, task: _Task, arena: ArenaWriter | None) -> Result:
+    def _build(self, task: Task, arena: ArenaWriter | None) -> Result:
         task_id = task.task_id
         if self._failure is not None and (self._unrestored or not self._exhausted):
             # The indices of a stream are endless: that it can't start is told once, as an iterator that raised ends.

@@ -46,7 +46,7 @@ class WorkerSlot:
         journal: what it was told since its last snapshot, and that snapshot.
         host: the actor that is, or is to be, this worker.
         away: its host was not told yet that it is this worker.
-        started: Ray's reference to the answer of `Worker.start`.
+        started: Ray's reference to the answer of `WorkerProcess.start`.
         began_at: after which call of its host its epoch began.
         calls: unanswered, oldest first.
         replay: under way, if there is one.

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 EXIT_LIMIT = 20.0  # seconds for threads and actors to end after a test; on expiry the test fails
-OUR_ACTOR = re.compile(r"ray::Worker\b")  # how Ray titles the process of a rayloader.worker.Worker
+OUR_ACTOR = re.compile(r"ray::WorkerProcess\b")  # how Ray titles a worker process of rayloader
 
 _keepers = []
 

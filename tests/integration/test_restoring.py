@@ -392,7 +392,7 @@ def test_a_state_waits_for_workers_that_have_not_begun_the_epoch(dies, tmp_path,
 
     def open_the_gate_and_wait(crew, timeout):
         if not held:
-            held.append(crew.journals[1].begun)
+            held.append(crew.slots[1].journal.begun)
             gate.open()
         return wait(crew, timeout)
 

@@ -1,0 +1,397 @@
+"""How far the user of an iterator is in its stream, and the same as a part of a state.
+
+Promise: what was handed to the user counts, and nothing else. Unpacked, a position goes on where the other one was, or
+says that it cannot.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rayloader import plain_state, redeal, skipping
+from rayloader.draws import decoded, drawn
+from rayloader.errors import StateError
+from rayloader.journal import Before, Journal, Resumed, Told
+from rayloader.local_state import Stream, pack_object, unpack_object
+from rayloader.random_state import RandomState
+from rayloader.samplers import Moment, OwnState, Samplers
+from rayloader.snapshot import WorkerState, has_state
+from rayloader.transport import codec
+
+
+class Start(NamedTuple):
+    """A point of an epoch from which the sampler can be asked again: before its first draw, or after that.
+
+    The second is there for samplers that tell their state. Some go on exactly from what they tell between two epochs,
+    others only from what they tell in the middle of one.
+    """
+
+    moment: Moment
+    own: OwnState = OwnState()
+    first: Any = None  # after the first draw: what that gave
+    checksum: int = 0  # of that
+    drawing: Moment | None = None  # before the first draw, where the sampler's iterator was made some time before
+
+    def pack(self) -> dict[str, Any]:
+        """As part of a state."""
+        return {
+            "moment": self.moment.pack(),
+            "sampler": pack_object(self.own.sampler),
+            "iterator": pack_object(self.own.iterator),
+            "first": plain_state.pack(self.first),
+            "checksum": self.checksum,
+            "drawing": None if self.drawing is None else self.drawing.pack(),
+        }
+
+    @classmethod
+    def unpack(cls, packed: dict[str, Any]) -> Start:
+        """The inverse of `pack`."""
+        own = OwnState(unpack_object(packed["sampler"]), unpack_object(packed["iterator"]))
+        drawing = None if packed["drawing"] is None else Moment.unpack(packed["drawing"])
+        first = plain_state.unpack(packed["first"])
+        return cls(Moment.unpack(packed["moment"]), own, first, packed["checksum"], drawing)
+
+
+class Checksums:
+    """Of what a sampler gives: compared with what it gave before.
+
+    Args:
+        expected: checksums of the indices of the first so many tasks.
+    """
+
+    def __init__(self, expected: dict[int, int]) -> None:
+        self._expected = expected
+        self._found = {0: 0} if 0 in expected else {}
+        self._checksum = 0
+        self.count = 0  # tasks
+
+    def add(self, indices: Any) -> codec.Encoded:
+        """The indices of the next task."""
+        encoded, self._checksum = drawn(indices, self._checksum)
+        self.count += 1
+        if self.count in self._expected:
+            self._found[self.count] = self._checksum
+        return encoded
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether it gave the same."""
+        return self._found == self._expected
+
+
+class DrawnAgain(Iterator[Any]):
+    """A sampler's iterator of a resumed epoch: first what was drawn, and not taken, before the state was saved."""
+
+    def __init__(self, ahead: Iterable[Any], indices: Iterator[Any], *, ended: bool) -> None:
+        self._ahead = deque(ahead)
+        self._indices = indices
+        self._ended = ended  # asked again, the sampler might begin its next epoch
+
+    def __next__(self) -> Any:
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._ended:
+            raise StopIteration
+        return next(self._indices)
+
+
+class Position:
+    """How far the user of one iterator is; kept up to date by the epoch, under `lock`."""
+
+    def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
+        self.lock = threading.RLock()  # taken and let go in C: no interrupt comes in between, as with a Condition
+        self.handed: Any = None  # the epoch's `Delivery` whose batch the user was given last
+        self.samplers = samplers
+        self.base_seed = base_seed
+        self.shared_seed: int | None = None
+        self.num_workers = num_workers
+        self.iterable = iterable
+        self.journals = [Journal() for _ in range(num_workers)]
+        self.epoch = 0  # epochs of these workers before this one
+        self._forget_epoch()
+
+    def begins(self, again: bool) -> None:
+        """A new epoch, before the sampler is asked for its iterator; `again`: of workers that had one before."""
+        self.epoch += again
+        self._forget_epoch()
+        self.starts.append(Start(self.samplers.capture(), self.samplers.own_state()))
+
+    def restarts(self) -> None:
+        """The workers are lost: new ones begin."""
+        self.epoch, self.finished = 0, False
+        self.journals = [Journal() for _ in range(self.num_workers)]
+
+    def _forget_epoch(self) -> None:
+        self.starts: list[Start] = []  # from the first on each is further
+        self.drawn_by_torch = math.inf  # draws that torch's loader would have made by now, if fewer were than here
+        self.next_task = 0  # all before it are taken
+        self.next_worker = 0
+        self.delivered = 0  # batches
+        self.checksum = 0  # of the indices before `next_task`
+        self.skipped = 0  # samples
+        self.stages: list[redeal.Stage] = []  # that the epoch went through with other numbers of ranks
+        self.finished = False
+        self.handed = None
+        self._counted = -1  # the task that was taken last
+        self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
+        self._checksums: dict[int, int] = {}  # of the indices up to each task that is drawn and not taken
+        self._forgotten = 0  # no task before it is in there
+        self.stateful = False
+        self.stream: Stream | None = None  # without workers
+        self.error = ""  # why the position can't be told
+        self._draws = 0  # from the sampler; the one that found its end among them
+
+    def redeals(self, epoch: int | None, stages: list[redeal.Stage]) -> Any:
+        """The epoch is one that other ranks have begun: the iterator over this rank's share of the rest."""
+        self.stages = stages
+        self.starts = [start._replace(moment=start.moment.with_epoch(epoch)) for start in self.starts]
+        with self.samplers.at(self.starts[0].moment):
+            return self.samplers.iterator(stages)
+
+    def sampler_begins(self, iterator: Any) -> None:
+        """The sampler's iterator is about to be asked for the first time, or to go on."""
+        if isinstance(iterator, DrawnAgain):
+            return
+        self.stateful = self.samplers.is_stateful(iterator)
+        start = self.starts[0]
+        self.starts = [start._replace(own=self.samplers.with_iterator(start.own, iterator))]
+
+    def first_draw(self, iterator: Any) -> None:
+        """The same, where that is some time after the iterator was made."""
+        self.starts = [self.starts[0]._replace(drawing=self.samplers.capture())]
+        self.sampler_begins(iterator)
+
+    def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> None:
+        """The sampler has given the indices of this task."""
+        self._draws = max(self._draws, task_id + 1)
+        self._checksums[task_id] = checksum
+        if task_id in self._ahead:
+            self._ahead[task_id] = checksum
+        if task_id == 0 and self.stateful and len(self.starts) == 1:
+            own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
+            self.starts.append(Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum))
+
+    def sampler_ended(self, total: int) -> None:
+        """It has given the indices of so many tasks, and has no more."""
+        self._draws = total + 1
+
+    def undrawn(self, from_task: int) -> None:
+        """What was drawn early, from this task on, is to be drawn again."""
+        self._draws = from_task
+        self._checksums = {task_id: c for task_id, c in self._checksums.items() if task_id < from_task}
+
+    def has(self, task_id: int) -> bool:
+        """Whether the user has this task's batch already."""
+        return task_id in self._ahead
+
+    def settle(self) -> None:
+        """Counts the batch that was handed over last, if that is still to be done."""
+        with self.lock:
+            if self.handed is not None and not self.handed.counted:
+                task = self.handed.task
+                self.taken(task.worker_id, task.task_id, task.indices.checksum)
+                self.handed.counted = True
+
+    def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
+        """The user has this task's batch now. Telling it twice in a row does no harm, see `Journal.taken`."""
+        if self.journals:
+            self.journals[worker_id].taken(task_id)
+            self.next_worker = (worker_id + 1) % self.num_workers
+        if task_id != self._counted:
+            if self.iterable:
+                # There nobody waits for what an exhausted worker was to build, and no number is given twice.
+                self.next_task, self.checksum = max((self.next_task, self.checksum), (task_id + 1, checksum))
+            elif task_id == self.next_task:
+                self.next_task, self.checksum = task_id + 1, checksum
+            else:
+                self._ahead[task_id] = checksum
+            self.delivered += 1
+            self._counted = task_id
+        while self.next_task in self._ahead:
+            self.checksum = self._ahead[self.next_task]
+            del self._ahead[self.next_task]
+            self.next_task += 1
+        while self._forgotten < self.next_task:
+            self._checksums.pop(self._forgotten, None)
+            self._forgotten += 1
+
+    def skip(self, samples: Sequence[skipping.Skipped], max_skipped: int) -> None:
+        """These were left out. Raises SkipLimitError where that makes too many."""
+        self.skipped += len(samples)
+        skipping.tell(samples, self.skipped, max_skipped)
+
+    # ---- as a state
+
+    def pack(self) -> dict[str, Any]:
+        """The position, as part of a state."""
+        self.settle()
+        if not all(journal.begun for journal in self.journals):
+            raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
+        if self.error:
+            raise StateError(f"the position in the epoch can't be told: {self.error}")
+        for start in self.starts:
+            if start.own.error:
+                raise StateError(f"the sampler could not tell its state:\n{start.own.error}")
+        draws = min(self._draws, self.drawn_by_torch)
+        last = max((task_id for task_id in self._checksums if task_id < draws), default=self.next_task - 1)
+        return {
+            "base_seed": self.base_seed,
+            "shared_seed": self.shared_seed,
+            "epoch": self.epoch,
+            "next_task": self.next_task,
+            "next_worker": self.next_worker,
+            "delivered": self.delivered,
+            "ahead": sorted(self._ahead),
+            "checksum": self.checksum,
+            "skipped": self.skipped,
+            "finished": self.finished,
+            "draws": draws,
+            "drawn": {"tasks": last + 1, "checksum": self._checksums.get(last, self.checksum)},
+            "starts": [start.pack() for start in self.starts],
+            "stages": [stage.taken for stage in self.stages],
+            "stream": None if self.stream is None else self.stream.pack(),
+            "workers": [
+                {
+                    **pack_new_worker(journal.base),
+                    "replay": [[told.task_id, told.digest] for told in journal.replay],
+                    # Streams are read again from the epoch's start, and compared as a whole.
+                    "before": None if self.iterable or journal.before is None else _pack_before(journal.before),
+                    "remembers": journal.remembers,
+                }
+                for journal in self.journals
+            ],
+        }  # fmt: skip
+
+    def unpack(self, packed: dict[str, Any]) -> Any:
+        """Moves this position, of a new iterator, to where another one was.
+
+        Returns:
+            The sampler's iterator, from there on.
+
+        Raises:
+            StateError: the sampler does not give the indices that it gave.
+        """
+        for name in (
+            "base_seed",
+            "shared_seed",
+            "epoch",
+            "next_task",
+            "next_worker",
+            "delivered",
+            "skipped",
+            "finished",
+        ):
+            setattr(self, name, packed[name])
+        self._ahead = dict.fromkeys(packed["ahead"], packed["checksum"])
+        self.stages = [redeal.Stage(taken) for taken in packed["stages"]]
+        self.starts = [Start.unpack(start) for start in packed["starts"]]
+        self.stateful = any(start.own != OwnState() for start in self.starts)
+        told: dict[int, codec.Encoded | None]
+        told = {task_id: None for worker in packed["workers"] for task_id, _ in worker["replay"]}
+        iterator = iter(()) if self.finished and not told else self._draw_again(packed, told)
+        for journal, worker in zip(self.journals, packed["workers"], strict=True):
+            # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
+            replay = [Told(t, encoded, digest) for t, digest in worker["replay"] if (encoded := told[t])]
+            base = _unpack_worker(worker["state"])
+            if base is not None:  # what it is given from now on comes after what it has built, whatever its number
+                base = base._replace(last_task=min(base.last_task, self.next_task - 1))
+            journal.starts_at(base, replay)
+            if worker["before"] is not None:
+                journal.starts_before(_unpack_before(worker["before"]))
+        return iterator
+
+    def _draw_again(self, packed: dict[str, Any], told: dict[int, codec.Encoded | None]) -> Any:
+        """The sampler's iterator where it was; fills in what it gave for the tasks in `told`. See `samplers.py`."""
+        expected = {self.next_task: packed["checksum"], packed["drawn"]["tasks"]: packed["drawn"]["checksum"]}
+        self._draws, self.checksum = packed["draws"], packed["checksum"]
+        for start in self.starts:
+            with self.samplers.at(start.moment):
+                iterator = self._iterator_at(start)
+                if start.drawing is not None:
+                    self.samplers.move_to(start.drawing)
+                if self.iterable:  # its indices stand for nothing, and are all the same
+                    told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
+                    return iterator
+                given = iterator if start.first is None else itertools.chain([start.first], iterator)
+                checksums, ahead = Checksums(expected), []
+                for task_id, indices in enumerate(itertools.islice(given, self._draws)):
+                    encoded = checksums.add(indices)
+                    if task_id >= self.next_task:
+                        ahead.append(copy.deepcopy(indices))  # the sampler may use its list again
+                    elif task_id in told:
+                        told[task_id] = encoded
+                if checksums.as_expected:
+                    return DrawnAgain(ahead, iterator, ended=checksums.count < self._draws)
+        raise StateError(
+            f"the sampler does not give the same indices again: those of the first {self.next_task} batches, or of "
+            "those that were drawn ahead, are others than when the state was saved. A sampler must depend on nothing "
+            "but its arguments, set_epoch and random generators that it holds, or have state_dict() and "
+            "load_state_dict()"
+        )
+
+    def _iterator_at(self, start: Start) -> Any:
+        self.samplers.load(start.own.sampler)
+        iterator = self.samplers.iterator(self.stages)
+        if start.own.iterator is not None and has_state(iterator):
+            iterator.load_state_dict(pickle.loads(start.own.iterator))
+        return iterator
+
+
+def pack_new_worker(state: WorkerState | None) -> dict[str, Any]:
+    """A worker that has built nothing since this snapshot, as part of a position."""
+    return {"state": _pack_worker(state), "replay": [], "before": None, "remembers": False}
+
+
+def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    if state.error:
+        raise StateError(f"a worker's dataset could not tell its state:\n{state.error}")
+    return {
+        **state._asdict(),
+        "random": state.random.pack(),
+        "begin": None if state.begin is None else state.begin.pack(),
+        "dataset": pack_object(state.dataset),
+        "iterator": pack_object(state.iterator),
+    }
+
+
+def _unpack_worker(packed: dict[str, Any] | None) -> WorkerState | None:
+    if packed is None:
+        return None
+    return WorkerState(
+        **{
+            **packed,
+            "random": RandomState.unpack(packed["random"]),
+            "begin": None if packed["begin"] is None else RandomState.unpack(packed["begin"]),
+            "dataset": unpack_object(packed["dataset"]),
+            "iterator": unpack_object(packed["iterator"]),
+        }
+    )
+
+
+def _pack_before(before: Before) -> dict[str, Any]:
+    entries: list[list[Any]] = [
+        [entry.task_id, plain_state.pack(decoded(entry.indices)), entry.digest] if isinstance(entry, Told) else [*entry]
+        for entry in before.entries
+    ]
+    kinds = [type(entry).__name__ for entry in before.entries]
+    return {"state": _pack_worker(before.state), "kinds": kinds, "entries": entries}
+
+
+def _unpack_before(packed: dict[str, Any]) -> Before:
+    entries: list[Told | Resumed] = []
+    for kind, values in zip(packed["kinds"], packed["entries"], strict=True):
+        if kind == Resumed.__name__:
+            entries.append(Resumed(*values))
+        else:
+            task_id, indices, digest = values
+            entries.append(Told(task_id, codec.encode(plain_state.unpack(indices)), digest))
+    return Before(_unpack_worker(packed["state"]), tuple(entries))
