@@ -1,18 +1,18 @@
-"""What rayloader itself raises. Errors of the user's own code arrive as torch's loader raises them instead."""
+"""The errors that rayloader itself raises. Errors in the user's own code arrive as torch's loader raises them."""
 
 from __future__ import annotations
 
 
 class RayloaderError(RuntimeError):
-    """Base of the errors of the machinery; a RuntimeError, as torch's loader raises."""
+    """Base class of the loader's own errors; a RuntimeError, which is what torch's loader raises."""
 
 
 class WorkerDiedError(RayloaderError):
-    """A worker's process ended while it had work; the text begins as torch's does.
+    """A worker's process ended while it had work to do. The text begins with torch's.
 
     Args:
         message: what happened.
-        worker_id: whose process it was, 0 to num_workers - 1.
+        worker_id: the worker whose process ended, 0 to num_workers - 1.
     """
 
     def __init__(self, message: str, worker_id: int) -> None:
@@ -24,39 +24,39 @@ class WorkerDiedError(RayloaderError):
 
 
 class BatchTimeoutError(RayloaderError):
-    """No batch arrived within the loader's `timeout` seconds; the text begins as torch's does."""
+    """No batch arrived within the loader's `timeout` seconds. The text begins with torch's."""
 
 
 class WorkerStartError(RayloaderError):
-    """A worker's actor could not be started in time: the cluster has no room for it."""
+    """The cluster had no room for any worker within the time allowed."""
 
 
 class RaySessionError(RayloaderError):
-    """The Ray session that an iterator's workers live in has ended, or cannot be used."""
+    """The Ray session in which an iterator's workers live has ended, or cannot be used."""
 
 
 class ReplayError(RayloaderError):
-    """A worker cannot be brought to where it was: its dataset gives something else than before, or hides its state."""
+    """A worker cannot be brought back to its place: its dataset gives other batches than before, or hides its state."""
 
 
 class StateError(RayloaderError):
-    """A state does not fit the loader that it is loaded into, or the loader cannot tell its state."""
+    """A state does not fit the loader that it is loaded into, or the loader's state cannot be determined."""
 
 
 class SkipLimitError(RayloaderError):
-    """More samples raised than `max_skipped` allows to skip."""
+    """More samples raised than `max_skipped` allows the loader to skip."""
 
 
 class ReplicaError(RayloaderError):
-    """A worker can't have the dataset: a file that it refers to is missing on a node, or memory can't be reached."""
+    """A worker cannot open the dataset: a file is missing on its node, or shared memory is out of reach."""
 
 
 class ReplicaMemoryError(ReplicaError):
-    """There is not memory enough for one copy of the dataset on a node."""
+    """A node has too little memory for one copy of the dataset."""
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an exception, on Python 3.10 too (there nobody prints it, but `__notes__` holds it)."""
+    """Adds a note to an exception, on Python 3.10 too (where tracebacks do not show it, but `__notes__` holds it)."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:

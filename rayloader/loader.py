@@ -1,6 +1,7 @@
 """The public class: arguments, checks, attributes.
 
-Iterators come from `iterator.py`, which is imported when the first is made: a loader without workers never imports Ray.
+Iterators come from `iterator.py`, which is imported when the first one is made, so a loader without workers never
+imports Ray.
 """
 
 from __future__ import annotations
@@ -28,70 +29,76 @@ _warned_about_multiprocessing_context = False
 class DataLoader(TorchDataLoader[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
-    Every positional and keyword argument up to `in_order` is torch's and is checked by torch. Without workers
-    (`num_workers=0`) batches are made in this process, as torch makes them, and Ray is neither imported nor started;
-    of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there, the others nothing. With
-    workers, Ray is started locally unless it runs already (`ray.init()` was called, or RAY_ADDRESS is set); actors stay
-    warm between epochs, and for a minute after the last loader (2 seconds in a Ray that ran already), and are shared by
-    the loaders of the process.
+    All arguments up to `in_order` are torch's and are checked by torch.
+
+    Without workers (`num_workers=0`) batches are built in this process, as torch builds them, and Ray is neither
+    imported nor started. Of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there; the
+    others have no effect.
+
+    With workers, Ray is started locally unless it is running already (`ray.init()` was called, or RAY_ADDRESS is set).
+    The actors are shared by all loaders of the process. They stay warm between epochs, and for a minute after the last
+    loader (2 seconds in a Ray that was already running).
 
     Args:
-        dataset: map-style or iterable-style dataset. Each worker has an object of its own, anew at each `iter()` unless
-            `persistent_workers`; the memory of tensors, arrays and Arrow tables is one copy a machine until a worker
-            writes to it, and what is mapped from files or shared stays so. For other objects see `SharedList`.
+        dataset: map-style or iterable-style dataset. Each worker has its own dataset object, a new one at each `iter()`
+            unless `persistent_workers` is set. The memory of tensors, arrays and Arrow tables exists once per machine
+            until a worker writes to it; what is mapped from files or shared stays so. For other objects see
+            `SharedList`.
         batch_size: samples per batch; None switches automatic batching off.
-        shuffle: draw the samples in random order, anew each epoch.
-        sampler: order of the samples; excludes `shuffle`.
+        shuffle: draw the samples in a new random order each epoch.
+        sampler: gives the order of the samples; excludes `shuffle`.
         batch_sampler: yields a list of indices per batch; excludes `batch_size`, `shuffle`, `sampler` and `drop_last`.
-        num_workers: number of worker actors, each of one process.
-        collate_fn: makes a batch of a list of samples; runs in the workers.
+        num_workers: number of worker actors, one process each.
+        collate_fn: makes a batch from a list of samples; runs in the workers.
         pin_memory: copy batches to page-locked memory, in a background thread.
         drop_last: drop the last incomplete batch (of each worker, for iterable datasets).
-        timeout: seconds to wait for a batch at most once the worker in question has started, 0 for ever.
+        timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
-        multiprocessing_context: checked as torch checks it, of no effect: workers are Ray actors.
+        multiprocessing_context: checked as torch checks it, but without effect: workers are Ray actors.
         generator: random generator of the sampler, and of the workers' base seed.
-        prefetch_factor: batches per worker submitted and not yet taken, at least 1: a strict bound, and indices are
-            drawn when torch draws them. By default it is automatic, and reads as torch's 2: as deep as keeps the
-            workers busy within `prefetch_bytes`, where the indices come from torch's own samplers; else 2.
+        prefetch_factor: batches per worker that are submitted and not yet taken, at least 1. This is a strict bound,
+            and indices are drawn when torch draws them. By default the depth is automatic, and the attribute reads as
+            torch's 2: if the indices come from torch's own samplers, it is as deep as keeps the workers busy, within
+            `prefetch_bytes`; otherwise 2.
         persistent_workers: keep the workers' dataset objects from epoch to epoch.
         pin_memory_device: deprecated in torch.
-        in_order: deliver the batches in order; otherwise as they are finished.
-        ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that runs already
-            while it has as many CPUs as this process has workers, else 0, and 0 too if others keep all CPUs for 10
-            seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`, `scheduling_strategy`,
-            `runtime_env`.
-        fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones (seconds instead of
-            milliseconds; for datasets that leave traces in module globals).
-        prefetch_bytes: bytes of batches that may be under way where the depth is automatic, of all workers together;
-            256 MiB by default. At least two batches per worker are, whatever their size.
+        in_order: deliver the batches in order; if False, as they are finished.
+        ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that was already
+            running, while it has as many CPUs as this process has workers, and 0 otherwise or if others hold all CPUs
+            for 10 seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`,
+            `scheduling_strategy`, `runtime_env`.
+        fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones. That takes seconds
+            instead of milliseconds; it is for datasets that leave traces in module globals.
+        prefetch_bytes: bytes of batches that may be under way with automatic depth, over all workers; 256 MiB by
+            default. At least two batches per worker are under way, whatever their size.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
-            NumPy anew before each batch, by base seed, epoch and the batch's number, so that random augmentation does
-            not depend on the number of workers, none included. A stream without workers is that of one worker.
+            NumPy anew before each batch, from the base seed, the epoch and the batch's number, so that random
+            augmentation does not depend on the number of workers, none included. An iterable dataset without workers
+            is read as by one worker.
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
-            whoever is idle, so that a slow sample does not idle the others. Batches still come in order. Dynamic needs
-            `seeding="batch"` and a map-style dataset.
-        max_worker_restarts: how often in a row, without a finished batch in between, a worker whose process died is
-            given a new one that goes on where it was; 0: the first death ends the epoch. By default 3: what kills a
-            process over and over, before it finishes anything, does not get better. Whatever this is, a batch ends the
-            epoch at which its worker died five times, alone at work, or exited twice (`SystemExit`).
+            whichever worker is idle, so that a slow sample does not hold up the others. Batches still come in order.
+            "dynamic" needs `seeding="batch"` and a map-style dataset.
+        max_worker_restarts: how many times in a row, without a finished batch in between, a worker whose process died
+            continues in a new one; with 0 the first death ends the epoch. The default is 3, because whatever kills a
+            process again and again before it finishes anything will do so once more. Regardless of this number, a batch
+            ends the epoch if its worker died five times while at work on nothing else, or exited twice (`SystemExit`).
         on_timeout: "raise" an error after `timeout` seconds without the next batch, as torch does, or "restart" the
-            worker whose batch is overdue: its process is killed and replaced as one that died.
-        on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch is
-            smaller by it, and is not delivered where nothing is left of it. What `collate_fn` raises is raised.
-        max_skipped: samples that may be skipped in an epoch, of all workers together; see `skipped`.
-        arenas: drive workers on this machine over local sockets, and let them build batches in memory that this process
-            has mapped, so that nothing is copied on the way; otherwise every task and every batch goes through Ray.
-            RAYLOADER_ARENAS=0 in the environment says the same for all loaders.
+            worker whose batch is overdue: its process is killed and replaced like one that died.
+        on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch gets
+            smaller, and is not delivered if nothing is left of it. What `collate_fn` raises is still raised.
+        max_skipped: samples that may be skipped in an epoch, over all workers; see `skipped`.
+        arenas: drive workers on this machine over local sockets, and have them build batches in memory that this
+            process has mapped, so that large tensors arrive without a copy. If False, every task and every batch goes
+            through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all loaders.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
         TypeError: an argument is of the wrong type.
 
-    While iterating, what the dataset, the sampler or `collate_fn` raises arrives with its own type, as torch's loader
-    raises it; which batch, worker and indices it was stands in the exception's notes. `rayloader.RayloaderError` is
-    the base of what the machinery raises: `WorkerDiedError`, `BatchTimeoutError`, `WorkerStartError`,
-    `RaySessionError`, `ReplicaError`, `ReplicaMemoryError`, `ReplayError`, `SkipLimitError`, `StateError`.
+    While iterating, an exception of the dataset, the sampler or `collate_fn` arrives with its own type, as from torch's
+    loader; its notes name the batch, the worker and the indices. `rayloader.RayloaderError` is the base class of the
+    loader's own errors: `WorkerDiedError`, `BatchTimeoutError`, `WorkerStartError`, `RaySessionError`, `ReplicaError`,
+    `ReplicaMemoryError`, `ReplayError`, `SkipLimitError`, `StateError`.
     """
 
     def __init__(
@@ -197,18 +204,18 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     @property
     def skipped(self) -> int:
-        """How many samples of the current epoch, or the last, were skipped, up to the last batch taken."""
+        """How many samples were skipped in the current or last epoch, up to the last batch taken."""
         return self._position.skipped if self._position is not None else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the user of this loader is in its stream of batches.
+        """The position of the user in this loader's stream of batches.
 
-        What counts is what was taken from the last iterator; batches that are under way do not. Some kilobytes of
-        plain types and tensors, to be saved with `torch.save` and loaded with `weights_only=True`; and what
-        `state_dict` of the dataset or sampler gives, where they have one.
+        It counts the batches that were taken from the last iterator; batches under way do not count. The state consists
+        of some kilobytes of plain types and tensors, to be saved with `torch.save` and loaded with `weights_only=True`,
+        and of the results of `state_dict` of the dataset and sampler, where they have one.
 
         Raises:
-            StateError: a dataset or a sampler could not tell its state.
+            StateError: the state of a dataset or sampler could not be determined.
         """
         from rayloader.checkpoint import make_state, still
 
@@ -221,31 +228,31 @@ class DataLoader(TorchDataLoader[_T_co]):
         return make_state(self, self._position, int(self._stream_workers))
 
     def load_state_dict(self, state_dict: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Has the next `iter()` go on where the state was saved: with the rest of that epoch, or a new one.
+        """Makes the next `iter()` continue where the state was saved: with the rest of that epoch, or a new one.
 
-        What the state says of the program's own is put to what it was at once: the random generators that samplers and
-        seeds are drawn from, and the samplers with their epoch. What the program does to them afterwards counts; the
-        next `iter()` moves no generator that torch's would not. Of several loaders the one that is loaded last says
-        where the global generators are.
+        What belongs to the program is restored at once: the random generators from which samplers and seeds are drawn,
+        and the samplers with their epoch. What the program does to them afterwards counts; the next `iter()` advances
+        no generator that torch's would not. If several loaders are loaded, the last one determines the global
+        generators.
 
-        Without workers these are all global generators, those that the dataset and `collate_fn` hold, and what the
-        dataset's own `state_dict` tells: the objects that do the work are the program's. Such a state is for a loader
-        without workers, and one with workers for a loader with some; with `seeding="batch"`, and a map-style dataset
-        that keeps no state, either is for both.
+        Without workers, the objects that do the work are the program's own too. Restored are then all global
+        generators, those that the dataset and `collate_fn` hold, and the dataset's own `state_dict`. Such a state fits
+        only a loader without workers, and a state saved with workers only a loader with some; with `seeding="batch"`
+        and a map-style dataset that keeps no state, either fits both.
 
         The rest of the epoch is that of the loader that was saved, whatever `num_workers` and `persistent_workers` this
-        one has: its workers are hosted by at most `num_workers` processes. The epochs after it have this loader's own
-        `num_workers`; with `seeding="batch"` the rest of the epoch has too, if the dataset is map-style and has no
-        state. To keep the workers for all epochs, make the loader with as many as the saved one had, and `resize` it.
-        An iterator that is live is not touched; of persistent workers the next `iter()` starts new ones.
+        one has: its workers are hosted by at most `num_workers` processes. Later epochs have this loader's own
+        `num_workers`. With `seeding="batch"`, and a map-style dataset without state, so has the rest of the epoch. To
+        keep the workers for all epochs, make the loader with as many as the saved one had, and `resize` it. A live
+        iterator is not affected; persistent workers are replaced by new ones at the next `iter()`.
 
         Args:
-            state_dict: what `state_dict()` gave. With torch's DistributedSampler each rank saves its own; given the
-                list of all of them, saved at the same step, the number of ranks may be another: what none has taken
-                of the epoch is dealt out anew, with new random streams in the workers.
+            state_dict: the result of `state_dict()`. With torch's DistributedSampler each rank saves its own. Given the
+                list of all of them, saved at the same step, the number of ranks may differ: what no rank has taken of
+                the epoch is dealt out again, with new random streams in the workers.
 
         Raises:
-            StateError: the state does not fit this loader; where only the sampler's indices show it, `iter()` raises.
+            StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
         from rayloader.checkpoint import load
 
@@ -256,14 +263,16 @@ class DataLoader(TorchDataLoader[_T_co]):
         """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.
 
         Args:
-            num_workers: at least 1. More than the loader was made with are of no use.
+            num_workers: at least 1. More than the loader was made with bring no benefit.
 
         Raises:
-            ValueError: it is not a whole number >= 1.
+            ValueError: `num_workers` is not a whole number >= 1.
+            TypeError: it is a bool.
+            StateError: the loader has no workers.
         """
         if self.num_workers == 0:
             raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
-        if isinstance(num_workers, bool):  # torch takes one for a number; nobody means it here
+        if isinstance(num_workers, bool):  # torch accepts one as a number; here it can only be a mistake
             raise TypeError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
         num_workers = checked_num_workers(num_workers)
         self._note_num_workers()
@@ -273,7 +282,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             iterator.resize(num_workers)
 
     def _note_num_workers(self) -> None:
-        """A number that the program has set, and not `resize`, is that of the stream too."""
+        """A number that the program has set, rather than `resize`, also becomes that of the stream."""
         if self.num_workers != self._known_workers:
             self._stream_workers = self._known_workers = self.num_workers
 
@@ -284,8 +293,8 @@ class DataLoader(TorchDataLoader[_T_co]):
 def shutdown() -> None:
     """Ends every worker of this process's loaders, and Ray if rayloader started it.
 
-    Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. Not needed at the
-    end of a script. Callable more than once, but not from a signal handler.
+    Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. A script need not
+    call this at its end. It may be called more than once, but not from a signal handler.
     """
     iterator, pool = sys.modules.get("rayloader.iterator"), sys.modules.get("rayloader.pool")
     if iterator is not None:

@@ -1,7 +1,7 @@
 """What new actors ask Ray for, and how long they may wait for it.
 
-Promise: workers share CPUs where they can't get any of their own, as torch's do, unless the user's options name a
-number. No state but what was learned of the cluster; any thread may ask.
+Promise: workers that cannot get CPUs of their own share them, as torch's do, unless the user's options name a number.
+The only state is what has been learned about the cluster; any thread may ask.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from rayloader.errors import WorkerStartError
 
 logger = logging.getLogger("rayloader")
 
-# How long an actor may wait for its place. Node managers add machines within minutes; without one nothing will come.
+# How long an actor may wait for its place. Autoscalers add machines within minutes; without one none will come.
 START_TIMEOUT_S = 60.0
 AUTOSCALING_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
-# How long new actors may wait until idle ones of other loaders, which may hold what they need, have to go for them.
+# How long new actors may wait before idle ones of other loaders, which may hold what they need, must make room.
 ROOM_PATIENCE_S = 5.0
-# How long they may wait for CPUs that somebody else has before they ask for none: long enough for others' short tasks.
+# How long they may wait for CPUs that other work holds before they ask for none: long enough for short tasks to end.
 CPU_PATIENCE_S = 10.0
 
 
 class Verdict(Enum):
-    """What is to become of actors that have found no place so far."""
+    """What to do about actors that have found no place so far."""
 
     WAIT = "wait"
-    MAKE_ROOM = "make room"  # and wait
+    MAKE_ROOM = "make room"  # end idle actors, and wait
     SHARE_CPUS = "share CPUs"  # ask again, for no CPU
     GIVE_UP = "give up"
 
 
 class Placement:
-    """Of the actors of one pool."""
+    """The placement of the actors of one pool."""
 
     def __init__(self) -> None:
         self._autoscaling = False
@@ -50,11 +50,11 @@ class Placement:
         """Actor options; "DEFAULT" keeps the actors out of a placement group that Ray Tune would put them into.
 
         Args:
-            remote_args: the user's.
-            count: actors to be made.
-            wanted: workers of this process, these among them.
+            remote_args: the user's options.
+            count: how many actors are to be made.
+            wanted: how many workers this process has, including these.
         """
-        # The one question to Ray without a public answer: would more nodes come if they were asked for?
+        # Ray has no public answer to this one question: would more nodes start if they were asked for?
         self._autoscaling = ray._private.state.state.get_max_resources_from_cluster_config() is not None
         options: dict[str, Any] = {"scheduling_strategy": "DEFAULT", "enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
@@ -62,10 +62,10 @@ class Placement:
         return options
 
     def _cpus_per_worker(self, count: int, wanted: int) -> float:
-        """One where the cluster has, or can get, as many CPUs as this process has workers; else none, as torch.
+        """One if the cluster has, or can get, as many CPUs as this process has workers; else none, as with torch.
 
-        The CPUs that this process itself has, inside a Ray task or actor, are not to be had. Whether those of others
-        are, time shows: see `verdict`.
+        The CPUs that this process itself holds, inside a Ray task or actor, are not available. Whether CPUs that
+        others hold become available, time will tell: see `verdict`.
         """
         total = ray.cluster_resources()
         if session.OVERSUBSCRIBE_RESOURCE in total or self._others_have_the_cpus:
@@ -74,29 +74,28 @@ class Placement:
         cpus = total.get("CPU", 0) - own
         if wanted <= cpus or self._autoscaling:
             return 1
-        but_own = f", but for the {own:g} that this process has itself" if own else ""
+        but_own = f", not counting the {own:g} that this process holds" if own else ""
         warnings.warn(
-            f"This DataLoader will create {count} worker processes, {wanted} with those that live already. Our "
-            f"suggested max number of worker in current system is {cpus:g} (the CPUs of the Ray cluster{but_own}), "
-            "which is smaller than what this DataLoader is going to create. The workers share CPUs now; lower the "
-            "worker number to avoid potential slowness if necessary, or let them wait for CPUs with "
+            f"This DataLoader will create {count} worker processes, {wanted} with those that are already running. The "
+            f"suggested maximum is {cpus:g} (the CPUs of the Ray cluster{but_own}), so the workers will share CPUs. "
+            "Lower num_workers if that is too slow, or have the workers wait for CPUs of their own with "
             'ray_remote_args={"num_cpus": 1}.',
             stacklevel=2,
         )
         return 0
 
     def lacks_cpus(self, remote_args: dict[str, Any], count: int) -> bool:
-        """Whether so many actors may have to wait for CPUs now."""
+        """Whether this many actors may have to wait for CPUs now."""
         return bool(ray.available_resources().get("CPU", 0) < count * (remote_args.get("num_cpus", 1) or 0))
 
     def verdict(self, waited: float, key: bytes, remote_args: dict[str, Any], options: dict[str, Any]) -> Verdict:
-        """What is to become of actors that have found no place for `waited` seconds.
+        """What to do about actors that have found no place for `waited` seconds.
 
         Args:
-            waited: since they were made, or since another actor of this process has started: starts queue.
-            key: of the user's options.
+            waited: seconds since they were made, or since another actor of this process started: starts queue.
+            key: identifies the user's options.
             remote_args: the user's options.
-            options: that they were made with.
+            options: the options with which the actors were made.
         """
         limit = self.limit
         if "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
@@ -104,9 +103,9 @@ class Placement:
             if no_cpu_is_free:
                 self._others_have_the_cpus = True
                 logger.warning(
-                    "rayloader: other Ray work has had all CPUs of the cluster for %.0f s, so the workers of this "
-                    "process ask for none from now on and share them; leave CPUs to the workers, or let them wait for "
-                    'CPUs with ray_remote_args={"num_cpus": 1}',
+                    "rayloader: other Ray work has held all CPUs of the cluster for %.0f s, so the workers of this "
+                    "process ask for none from now on and share them; leave CPUs free for the workers, or have them "
+                    'wait for CPUs with ray_remote_args={"num_cpus": 1}',
                     waited,
                 )
                 return Verdict.SHARE_CPUS
@@ -115,11 +114,11 @@ class Placement:
         return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
 
     def gave_up(self, key: bytes, number: int, of: int, hosts: int) -> None:
-        """Some actors are done without; the next with the same options need not wait that long."""
+        """Notes that some actors were given up: the next ones with the same options need not wait as long."""
         self._without_place.add(key)
         logger.warning(
-            "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; the other %d do their "
-            "work too",
+            "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; their work is done by "
+            "the other %d",
             number,
             of,
             self.limit,
@@ -127,15 +126,16 @@ class Placement:
         )
 
     def error(self, number: int, of: int, options: dict[str, Any]) -> WorkerStartError:
-        """Says what was asked for and what there is."""
+        """The error that says what was asked for and what is free."""
         total, free = ray.cluster_resources(), ray.available_resources()
         interesting = [name for name in total if not name.startswith(("node:", "object_store"))]
         free_text = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in sorted(interesting))
         return WorkerStartError(
             f"{number} of {of} DataLoader workers found no place in the Ray cluster within {self.limit:g} s. "
             f"Each asks for {_in_words(options)}; free now: {free_text}. "
-            f"Lower num_workers, leave CPUs to the workers (training may hold them all), ask for less with "
-            f'ray_remote_args={{"num_cpus": 0}}, or raise {START_TIMEOUT_VARIABLE} (seconds) if nodes are still to come'
+            f"Lower num_workers, leave CPUs free for the workers (training may hold them all), ask for less with "
+            f'ray_remote_args={{"num_cpus": 0}}, or, if nodes are still starting, raise the environment variable '
+            f"{START_TIMEOUT_VARIABLE} (seconds)"
         )
 
     @property

@@ -1,24 +1,25 @@
 """The Ray session: joined where there is one, started where there is none.
 
-Promise: a Ray that was started here is ended here; any other is left as it is. See NOTE [sessions] for why everybody
-who is about to call Ray compares sessions first.
+Promise: a Ray that was started here is ended here; any other is left as it is. See NOTE [sessions] for why all code
+that is about to call Ray compares sessions first.
 
 NOTE [sessions]
-After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, also at interpreter exit, and in a
-new session the handles of the old one are refused or worse. So each use of a handle is preceded by a comparison of
-the session's and the job's name (1 us), and where they differ Ray is not called at all.
+After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, even at interpreter exit, and a new
+session refuses the handles of the old one, or worse. So each use of a handle is preceded by a comparison of the names
+of the session and the job (1 us); if they differ, Ray is not called at all.
 
 NOTE [our thread and Ray's shutdown]
-While one thread runs `ray.shutdown()`, another that calls Ray, or drops the last reference to an object of Ray's, may
-end the process or start a new cluster: the session may end between the comparison and the call (measured: one of ten
-shutdowns that followed a finalizer at once). So `ray.shutdown` is wrapped here: it waits until the janitor's thread is
-between two jobs, and that thread waits until the shutdown is over. At interpreter exit Ray calls its own function, not
-the wrapper; by then the janitor has ended.
+While one thread runs `ray.shutdown()`, another that calls Ray, or drops the last reference to one of Ray's objects, may
+end the process or start a new cluster: the session may end between the comparison and the call (measured: in one of ten
+shutdowns that immediately followed a finalizer). So `ray.shutdown` is wrapped here: it waits until the janitor's thread
+is between two jobs, and that thread waits until the shutdown is over. At interpreter exit Ray calls its own function,
+not the wrapper; by then the janitor has ended.
 
 NOTE [who starts Ray]
 The kernel kills Ray's daemons when the *thread* that forked them ends (`PR_SET_PDEATHSIG`), and an interrupt in the
-middle of `ray.init` leaves a Ray that is neither started nor ended. So a thread of its own calls `ray.init`, whoever
-iterates, and lives until that Ray is shut down. An interrupt ends the wait for it; the next use of Ray waits again.
+middle of `ray.init` leaves a Ray that is neither started nor ended. So a dedicated thread calls `ray.init`, whichever
+thread iterates, and lives until that Ray is shut down. An interrupt ends the wait for it; the next use of Ray waits
+again.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from rayloader.signals import SignalHandlers
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
 OVERSUBSCRIBE_RESOURCE = "rayloader_oversubscribe"
-# For Ray and its workers when we start it. glibc: keep big blocks instead of handing them back, for fresh pages are
-# what a loader pays for. Ray: workers at the niceness of torch's; freed objects reclaimed at once, so that the next
-# batch finds warm pages.
+# Set for Ray and its workers when we start it. glibc keeps big blocks instead of handing them back, because fresh pages
+# are a loader's main cost. Ray runs workers at the niceness of torch's, and reclaims freed objects at once, so that the
+# next batch finds warm pages.
 LOCAL_RAY_ENVIRONMENT = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -51,15 +52,15 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_free_objects_period_milliseconds": "0",
 }
 
-# How often the wait for Ray's start looks whether it has missed the end of it, in seconds.
+# How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
 
 # Session and job; unique over time and clusters.
 SessionName = tuple[str, str]
 
-_started: SessionName | None = None  # of the Ray that was started here
-_starter: _Starter | None = None  # from the first need of a Ray until that is shut down
-_forked = False  # from a process that was connected to Ray
+_started: SessionName | None = None  # the Ray that was started here
+_starter: _Starter | None = None  # from the first need of a Ray until that Ray is shut down
+_forked = False  # whether this process was forked from one that was connected to Ray
 _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
 
 
@@ -80,8 +81,8 @@ def ensure() -> SessionName:
     """
     if _forked:
         raise RaySessionError(
-            "Ray cannot be used in a process that was forked from one that uses it: Ray's threads did not come along; "
-            "use num_workers=0 here, or start this process with the spawn method"
+            "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
+            "survive a fork; use num_workers=0 here, or start this process with the spawn method"
         )
     if _starter is not None:
         _starter.wait()  # an interrupted use may have left it at work
@@ -91,14 +92,14 @@ def ensure() -> SessionName:
         session = current()
     if session is None or ray.util.client.ray.is_connected():
         raise RaySessionError(
-            "rayloader needs a driver inside the cluster, and this one is connected through Ray Client (ray://); "
-            "run it on a node of the cluster, for instance with `ray job submit`"
+            "rayloader needs a driver inside the cluster, but this one is connected through Ray Client (ray://); "
+            "run the program on a node of the cluster, for instance with `ray job submit`"
         )
     return session
 
 
 class _Starter(threading.Thread):
-    """Calls `ray.init`, and lives as long as that Ray, see NOTE [who starts Ray]."""
+    """Calls `ray.init`, and lives as long as that Ray; see NOTE [who starts Ray]."""
 
     def __init__(self) -> None:
         super().__init__(name="rayloader-session", daemon=True)
@@ -110,17 +111,17 @@ class _Starter(threading.Thread):
         self.start()
 
     def wait(self) -> None:
-        """Until Ray runs, or could not be started."""
+        """Waits until Ray runs, or has failed to start."""
         while not self.done:
             self._bell.wait(START_TICK_S)
 
     def leave(self) -> None:
-        """Its Ray has been shut down."""
+        """Ends this thread, whose Ray has been shut down."""
         self._leave.ring()
         self.join()
 
     def run(self) -> None:
-        """Ray's start, then nothing."""
+        """Starts Ray, then waits for its end."""
         try:
             _init()
             self.session = current()
@@ -142,7 +143,7 @@ def _start() -> None:
 
 
 def _let_starter_go() -> None:
-    """Ends the thread whose Ray is gone."""
+    """Ends the thread if its Ray is gone."""
     global _starter
     if _starter is not None and _starter.session != current():
         _starter.leave()
@@ -165,11 +166,11 @@ def _init() -> None:
                 _started = current()
     except Exception as error:  # Ray's own have no type in common
         raise RaySessionError(
-            f"the Ray that RAY_ADDRESS={address} names could not be joined; set it to the address of a Ray that runs, "
-            f"or unset it: then one is started on this machine. Ray said: {error}"
+            f"the Ray that RAY_ADDRESS={address} names could not be joined; set it to the address of a running Ray, "
+            f"or unset it to have one started on this machine. Ray said: {error}"
             if joins
             else "Ray could not be started on this machine. It gives its processes 30 s to start, which may be too few "
-            "while the machine is busy: call iter() again, or run `ray start --head` before the program and set "
+            "on a busy machine: call iter() again, or run `ray start --head` before the program and set "
             f"RAY_ADDRESS=auto. Ray said: {error}"
         ) from error
     finally:
@@ -215,7 +216,7 @@ _wrap_shutdown()
 
 
 def forget() -> None:
-    """In a forked child: the parent's Ray is not ours to end, nor to use."""
+    """To be called in a forked child, which must neither end nor use its parent's Ray."""
     global _started, _starter, _forked, _shutdown_lock
     _shutdown_lock = threading.RLock()  # the parent's may have been held
     _started = _starter = None
@@ -228,7 +229,7 @@ def node_id() -> str:
 
 
 def cpus_of_this_process() -> float:
-    """What Ray has assigned to the task or actor that this process runs; none in a driver."""
+    """The CPUs that Ray has assigned to the task or actor in this process; 0 in a driver."""
     try:
         return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
     except AssertionError:  # how Ray says that this process is a driver
@@ -237,7 +238,7 @@ def cpus_of_this_process() -> float:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Adds what is not set already to this process's environment, for the processes started meanwhile."""
+    """Adds variables that are not yet set to this process's environment, for processes that are started meanwhile."""
     added = {key: value for key, value in variables.items() if key not in os.environ}
     os.environ.update(added)
     try:
@@ -249,7 +250,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warning_of_signals() -> Iterator[None]:
-    """Ray warns that it sets no handler of SIGTERM in a thread that is not the main one: it is not to set one."""
+    """Mutes Ray's warning that it sets no SIGTERM handler outside the main thread: it must not set one."""
     logger = logging.getLogger("ray._private.worker")
 
     def keep(record: logging.LogRecord) -> bool:

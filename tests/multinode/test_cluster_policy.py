@@ -106,7 +106,7 @@ def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
         number, told = ray.get(trainer.train.remote(), timeout=START_LIMIT)
     finally:
         ray.kill(trainer)
-    text = "is 2 (the CPUs of the Ray cluster, but for the 1 that this process has itself)"
+    text = "is 2 (the CPUs of the Ray cluster, not counting the 1 that this process holds)"
     assert number == 3
     assert [text in warning for warning in told].count(True) == 1
     wait_for_free(CPUS)
@@ -237,7 +237,7 @@ def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
         batches = list(loader)
         assert [index for index, *_ in batches] == list(range(8))
         assert len({pid for *_, pid in batches}) == 1
-    text = "1 of 2 worker processes found no place in the Ray cluster within 2 s; the other 1 do their work too"
+    text = "1 of 2 worker processes found no place in the Ray cluster within 2 s; their work is done by the other 1"
     assert [text in record.getMessage() for record in caplog.records] == [True, True]
 
 
