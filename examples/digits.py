@@ -1,8 +1,8 @@
-"""Train a small network on handwritten digits, and check that every batch was the one torch would have given.
+"""Train a small network on handwritten digits, and check that every batch is the one torch would have given.
 
 The images are scikit-learn's: 1797 digits of 8x8 pixels. This script writes them as PNG files into a
 temporary folder, which it removes at the end (or into `--folder`). Two Ray workers open, decode and augment
-them, and the network learns in this process. A fifth of the images is kept aside to measure its accuracy.
+them, and the network is trained in this process. A fifth of the images is set aside to measure its accuracy.
 
 Every training batch is hashed as the network takes it. A second process, which never imports Ray, then reads
 the same files through torch's own DataLoader with the same arguments. The hashes of all batches must agree.
@@ -38,8 +38,8 @@ class DigitImages(Dataset):
     """PNG files named `<label>-<number>.png`, as pairs of an image (1, 8, 8) in 0..1 and its label.
 
     Args:
-        folder: where the files are.
-        augment: turn, shift and add noise at random. Python's, NumPy's and torch's generators all take part,
+        folder: the folder of the files.
+        augment: rotate, shift and add noise at random. Python's, NumPy's and torch's generators all take part,
             so two loaders give the same batches only if their workers seed all three alike.
     """
 
@@ -78,14 +78,14 @@ def write_images(folder: Path) -> tuple[Path, Path]:
 
 
 def training_loader(loader_class: type[TorchDataLoader], folder: Path, seed: int) -> TorchDataLoader:
-    """Build the training loader: the same call for rayloader and for torch."""
+    """Build the training loader, with the same call for rayloader and for torch."""
     return loader_class(
         DigitImages(folder, augment=True),
         batch_size=32,
         shuffle=True,
         num_workers=2,
         persistent_workers=True,
-        # A generator of its own: the network's use of torch's global one must not change the batches.
+        # The loader has its own generator, so that the network's use of torch's global one does not change the batches.
         generator=torch.Generator().manual_seed(seed),
     )
 
@@ -124,7 +124,7 @@ def train(network: nn.Module, loader: TorchDataLoader, epochs: int) -> list[str]
         start = time.perf_counter()
         total_loss = 0.0
         title = f"epoch {epoch:2}/{epochs}"
-        # The bar is for terminals only (disable=None); the line after each epoch is for logs too.
+        # The bar appears in terminals only (disable=None); the line after each epoch appears in logs too.
         for images, labels in tqdm(loader, title, leave=False, unit="batch", disable=None):
             digests.append(digest([images, labels]))
             loss = nn.functional.cross_entropy(network(images), labels)
@@ -140,7 +140,7 @@ def train(network: nn.Module, loader: TorchDataLoader, epochs: int) -> list[str]
 
 @torch.no_grad()
 def measure_accuracy(network: nn.Module, loader: TorchDataLoader) -> float:
-    """Return the fraction of images that the network names rightly."""
+    """Return the fraction of images that the network classifies correctly."""
     network.eval()
     hits = sum(int((network(images).argmax(dim=1) == labels).sum()) for images, labels in loader)
     return hits / len(loader.dataset)
@@ -156,17 +156,17 @@ def print_reference(folder: Path, seed: int, epochs: int) -> None:
 
 
 def run_reference(folder: Path, seed: int, epochs: int) -> list[str]:
-    """Start this script anew as the reference; return the digests that it prints."""
+    """Run this script again as the reference; return the digests that it prints."""
     options = ["--reference", "--folder", folder, "--seed", seed, "--epochs", epochs]
     command = [sys.executable, __file__, *map(str, options)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
 
 
 def check_batches(ours: list[str], reference: list[str]) -> None:
-    """Exit with a message unless both lists of digests are the same."""
+    """Exit with a message unless both lists of digests are equal."""
     for number, (our_digest, reference_digest) in enumerate(zip(ours, reference, strict=False)):
         if our_digest != reference_digest:
-            sys.exit(f"Batches differ: batch {number} of {len(ours)} is not the one of torch's DataLoader.")
+            sys.exit(f"Batches differ: batch {number} of {len(ours)} is not the one that torch's DataLoader gave.")
     if len(ours) != len(reference):
         sys.exit(f"Batches differ: rayloader gave {len(ours)}, torch's DataLoader {len(reference)}.")
 
@@ -182,7 +182,7 @@ def train_and_check(folder: Path, options: argparse.Namespace) -> None:
     print(f"{sizes} as PNG files in {folder}", flush=True)
 
     torch.manual_seed(options.seed)
-    torch.set_num_threads(1)  # the network is tiny: more threads would only take the cores from the workers
+    torch.set_num_threads(1)  # the network is tiny; more threads would only take cores from the workers
     network = make_network()
     digests = train(network, loader, options.epochs)
     accuracy = measure_accuracy(network, test_loader)
@@ -198,10 +198,10 @@ def train_and_check(folder: Path, options: argparse.Namespace) -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0, help="of the network and of the batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the network and of the batches")
     parser.add_argument("--target", type=float, default=0.97, help="test accuracy to reach, 0 to 1")
     parser.add_argument("--folder", type=Path, help="keep the images here (all nodes must see it)")
-    parser.add_argument("--reference-seed", type=int, help="makes the comparison fail")
+    parser.add_argument("--reference-seed", type=int, help="seed of the reference alone: the comparison fails")
     parser.add_argument("--reference", action="store_true", help=argparse.SUPPRESS)  # see run_reference
     return parser.parse_args()
 

@@ -10,7 +10,7 @@ from rayloader import DataLoader
 
 
 class ByteCounts(Dataset):
-    """For each module: how often each of the 256 byte values occurs in its source."""
+    """For each module, the number of times that each of the 256 byte values occurs in its source."""
 
     def __init__(self):
         self.paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))

@@ -1,18 +1,18 @@
-"""Train a small network, get killed, and go on from the last checkpoint as if nothing had happened.
+"""Train a small network, get killed, and continue from the last checkpoint as if nothing had happened.
 
-Every few batches the network, the optimizer and the loader's place in its epoch are written to one file, which takes
-the old one's place all at once. Started again in the same folder, with as many workers as you like, training goes on
-from there: also in the middle of an epoch no batch is lost, repeated or augmented otherwise.
+Every few batches the network, the optimizer and the loader's position in its epoch are written to one file, which
+replaces the old one atomically. Started again in the same folder, with any number of workers, training continues from
+there: even in the middle of an epoch, no batch is lost, repeated or augmented differently.
 
-Each batch leaves a line in `batches.log`: its number, a hash of its bytes and the loss. So it can be checked that two
-halves, joined, are the whole:
+Each batch leaves a line in `batches.log`: its number, a hash of its bytes and the loss. This shows that the log of a
+run that was killed and resumed equals that of a run that was not:
 
     python examples/resume.py /tmp/whole
     python examples/resume.py /tmp/halves --kill-at 100
     python examples/resume.py /tmp/halves --workers 3
     cmp /tmp/whole/batches.log /tmp/halves/batches.log
 
-The images are scikit-learn's digits, moved and dimmed at random in the workers.
+The images are scikit-learn's digits, shifted, dimmed and given noise at random in the workers.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from rayloader import DataLoader
 
 
 class MovedDigits(Dataset):
-    """Pairs of an image (1, 8, 8), moved and dimmed at random, with noise, and its label."""
+    """Pairs of an image (1, 8, 8), shifted and dimmed at random, with noise, and its label."""
 
     def __init__(self) -> None:
         digits = load_digits()
@@ -49,12 +49,12 @@ class MovedDigits(Dataset):
 
 
 class Training:
-    """What a checkpoint holds: network, optimizer, loader, and how many epochs and batches are done.
+    """The contents of a checkpoint: network, optimizer, loader, and the number of epochs and batches done.
 
     Args:
-        folder: of the checkpoint and of the log; made if it is not there.
-        workers: of the loader. A checkpoint may have been written with another number.
-        seed: of the network and of the batches.
+        folder: the folder of the checkpoint and of the log; created if it does not exist.
+        workers: number of workers of the loader. A checkpoint may have been written with another number.
+        seed: seed of the network and of the batches.
     """
 
     def __init__(self, folder: Path, workers: int, seed: int) -> None:
@@ -63,8 +63,8 @@ class Training:
         torch.manual_seed(seed)
         self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=3e-3)
-        # A generator of its own: whatever else draws from torch's global one must not change the batches. And random
-        # numbers by batch: the number of workers must not change them either.
+        # The loader has its own generator, so that other draws from torch's global one do not change the batches. With
+        # a seed for each batch, the number of workers does not change them either.
         generator = torch.Generator().manual_seed(seed)
         self.loader = DataLoader(
             MovedDigits(), 32, shuffle=True, num_workers=workers, generator=generator, seeding="batch"
@@ -74,7 +74,7 @@ class Training:
             self.restore()
 
     def save(self) -> None:
-        """Write the checkpoint; whenever the process is killed, the old one or the new one is there, and whole."""
+        """Write the checkpoint; whenever the process is killed, a complete one exists, old or new."""
         parts = {"network": self.network, "optimizer": self.optimizer, "loader": self.loader}
         state = {name: part.state_dict() for name, part in parts.items()}
         unfinished = self.checkpoint.with_suffix(".unfinished")
@@ -101,8 +101,8 @@ class Training:
         return loss.item()
 
     def run(self, epochs: int, every: int, kill_at: int | None) -> None:
-        """Train up to so many epochs in all, with a checkpoint every so many batches and one at the end."""
-        print(f"going on after batch {self.step}, in epoch {self.epoch + 1}", flush=True)
+        """Train until `epochs` are done, with a checkpoint after every `every` batches and one at the end."""
+        print(f"continuing after batch {self.step}, in epoch {self.epoch + 1}", flush=True)
         lines = self.log.read_text().splitlines(keepends=True) if self.log.exists() else []
         self.log.write_text("".join(lines[: self.step]))  # batches after the checkpoint come again
         with self.log.open("a") as log:
@@ -130,15 +130,15 @@ def digest(*tensors: Tensor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="of the checkpoint and of batches.log")
+    parser.add_argument("folder", type=Path, help="folder of the checkpoint and of batches.log")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--every", type=int, default=20, help="batches from one checkpoint to the next")
+    parser.add_argument("--every", type=int, default=20, help="number of batches from one checkpoint to the next")
     parser.add_argument("--kill-at", type=int, metavar="N", help="end with SIGKILL after batch N")
-    parser.add_argument("--seed", type=int, default=0, help="of the network and of the batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the network and of the batches")
     options = parser.parse_args()
 
-    torch.set_num_threads(1)  # the network is tiny: more threads would only take the cores from the workers
+    torch.set_num_threads(1)  # the network is tiny; more threads would only take cores from the workers
     Training(options.folder, options.workers, options.seed).run(options.epochs, options.every, options.kill_at)
 
 

@@ -2,10 +2,10 @@
 
 An iterable dataset reads the files. Each of the two Ray workers takes every second file, cuts it into windows
 of characters and shuffles these in a buffer. A GRU in this process learns to predict the next character: its
-loss falls, in bits per character, and at the end it writes a few lines of its own.
+loss, in bits per character, falls, and at the end it writes a few lines of its own.
 
-A model that knows only how frequent each character is gets down to the unigram entropy of the text, about 4.5
-bits per character. Exit status: 0 if the loss fell to `--target` times that entropy or lower, 1 otherwise.
+A model that knows only the frequency of each character reaches the unigram entropy of the text, about 4.5 bits
+per character. Exit status: 0 if the loss fell to `--target` times that entropy or lower, 1 otherwise.
 
     python examples/text_stream.py
 """
@@ -33,9 +33,9 @@ class SourceWindows(IterableDataset):
     """Windows of `length` characters of source code, as tensors of character codes (int64), in random order.
 
     Args:
-        paths: the files. Each worker reads its own share of them.
+        paths: paths of the files. Each worker reads its own share of them.
         length: characters in a window.
-        buffer_size: how many windows each worker holds to choose the next one from.
+        buffer_size: number of windows from which each worker chooses the next one.
     """
 
     def __init__(self, paths: list[Path], length: int = 96, buffer_size: int = 10_000) -> None:
@@ -75,7 +75,7 @@ class CharacterModel(nn.Module):
         self.head = nn.Linear(width, CHARACTERS)
 
     def forward(self, text: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map characters (batch, time) to logits (batch, time, character), and a state to go on from."""
+        """Map characters (batch, time) to logits (batch, time, character), and to a state from which to continue."""
         hidden, state = self.gru(self.embedding(text), state)
         return self.head(hidden), state
 
@@ -94,7 +94,7 @@ def train(model: CharacterModel, loader: DataLoader, steps: int) -> tuple[float,
     losses = []
     counts = torch.zeros(CHARACTERS)
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
-    # The bar is for terminals only (disable=None); the lines that are printed are for logs too.
+    # The bar appears in terminals only (disable=None); the printed lines appear in logs too.
     for batch in tqdm(islice(loader, steps), "training", steps, leave=False, unit="batch", disable=None):
         logits, _ = model(batch[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -116,7 +116,7 @@ def train(model: CharacterModel, loader: DataLoader, steps: int) -> tuple[float,
 
 @torch.no_grad()
 def write_sample(model: CharacterModel, prompt: str, length: int, temperature: float = 0.8) -> str:
-    """Let the model go on from the prompt, character by character."""
+    """Have the model continue the prompt, character by character."""
     text = list(prompt.encode("ascii"))
     logits, state = model(torch.tensor([text]))
     for _ in range(length):
@@ -129,8 +129,8 @@ def write_sample(model: CharacterModel, prompt: str, length: int, temperature: f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=800, help="batches to train on, at most one epoch")
-    parser.add_argument("--seed", type=int, default=0, help="of the model and of the stream")
-    parser.add_argument("--target", type=float, default=0.5, help="loss to reach, in unigram entropies")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model and of the stream")
+    parser.add_argument("--target", type=float, default=0.5, help="loss to reach, as a multiple of the unigram entropy")
     options = parser.parse_args()
 
     paths = standard_library()
@@ -144,7 +144,7 @@ def main() -> None:
         generator=torch.Generator().manual_seed(options.seed),
     )
     torch.manual_seed(options.seed)
-    torch.set_num_threads(1)  # the model is small: more threads would mostly wait for each other
+    torch.set_num_threads(1)  # the model is small; more threads would mostly wait for each other
     model = CharacterModel()
     loss, unigram_entropy = train(model, loader, options.steps)
     print(f"\nA sample:\n\n{write_sample(model, 'def ', length=400)}\n")

@@ -52,7 +52,7 @@ def test_digits_notices_other_batches() -> None:
     result = run_example("digits.py", "--epochs", "1", "--target", "0", "--reference-seed", "1")
 
     assert result.returncode == 1, result.stderr
-    assert "Batches differ: batch 0 of 45 is not the one of torch's DataLoader." in result.stderr
+    assert "Batches differ: batch 0 of 45 is not the one that torch's DataLoader gave." in result.stderr
     assert "bit for bit" not in result.stdout
 
 
@@ -105,6 +105,6 @@ def test_resume_goes_on_after_sigkill(
     second = run_example("resume.py", *options, "--workers", workers, joined=joined)
     assert second.returncode == 0, second.stderr
     checkpoint = kill_at // every * every
-    assert second.stdout.startswith(f"going on after batch {checkpoint}, ")
+    assert second.stdout.startswith(f"continuing after batch {checkpoint}, ")
     log = (tmp_path / "batches.log").read_text().splitlines()
     assert log == first_log[:checkpoint] + log[checkpoint:] == whole_log
