@@ -87,7 +87,11 @@ def loader_there(doomed, origins, **options):
 
 @pytest.mark.parametrize(
     ("graceful", "persistent"),
-    [(True, False), pytest.param(True, True, marks=pytest.mark.full), (False, False)],
+    [
+        pytest.param(True, False, marks=pytest.mark.full),
+        pytest.param(True, True, marks=pytest.mark.full),
+        (False, False),
+    ],
     ids=["removed", "removed, persistent", "killed"],
 )
 def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, doomed, nodes, tmp_path):
