@@ -7,17 +7,19 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 
-# Fast tests first, then every other folder under tests/. Multi-node tests start Ray nodes of their own and must
-# not share a process with the others.
-ORDERED := tests/unit tests/conformance tests/integration tests/faults
-MULTINODE := $(wildcard tests/multinode)
-TESTS := $(wildcard $(ORDERED)) \
-	$(filter-out $(ORDERED) $(MULTINODE) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-PYTEST := $(PY) -m pytest
+# Two pytest processes run side by side, for a Ray that starts or ends leaves cores idle. Each has a Ray of its own,
+# whose start costs much: folders share a process where one has not enough to do for itself.
+ALONE := tests/integration tests/multinode
+FOLDERS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))
+TOGETHER := tests/unit tests/faults
+TOGETHER += $(filter-out $(ALONE) $(TOGETHER),$(FOLDERS))
+PYTEST := $(PY) -m pytest $(SELECTED)
 
 .DEFAULT_GOAL := help
+.PHONY: help demo test test-full chaos bench bench-quick bench-check lint format types clean $(ALONE) together
+ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
-.PHONY: help demo test test-full chaos bench bench-quick bench-check lint format types clean
+endif
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -26,7 +28,7 @@ demo: $(READY) ## train on real images with two Ray workers and check the batche
 	@$(PY) examples/digits.py
 
 test: lint types ## lint, types, tests (sampled where a full run takes long) and bench-check; what CI runs
-	$(call run_tests,-m "not full")
+	$(call run_tests,-m 'not full')
 	@$(PY) benchmarks/check.py
 
 test-full: lint types ## the same with every test
@@ -60,16 +62,18 @@ clean: ## remove build output and caches; keeps .venv
 	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-# Both pytest processes run whatever the first one says, so that one run shows every failure.
-# Exit status 5 is "no tests selected": fine for the multi-node folder, a mistake for the rest.
+# The output of a process comes in one piece when its tests have ended. All run whatever the first ones say, so that one
+# run shows every failure.
 define run_tests
-@failed=0; \
-$(PYTEST) $(1) $(TESTS) || failed=1; \
-if [ -n "$(MULTINODE)" ]; then \
-	$(PYTEST) $(1) $(MULTINODE) || [ $$? -eq 5 ] || failed=1; \
-fi; \
-exit $$failed
+@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(ALONE) together \
+	SIDE_BY_SIDE=1 SELECTED="$(1)"
 endef
+
+$(ALONE): $(READY)
+	@$(PYTEST) $@
+
+together: $(READY)
+	@$(PYTEST) $(TOGETHER)
 
 $(READY): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null || { \

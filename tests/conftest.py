@@ -42,7 +42,7 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
-def ray_session():
+def ray_session(keepers):
     """A local Ray with three warm actors; gives the loader that keeps them.
 
     Actors that no loader can use end at once, instead of a minute later: else each test would see those of the last.
@@ -59,9 +59,9 @@ def ray_session():
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
         for _ in keeper:
             pass
-    _keepers.append(keeper)
+    keepers.append(keeper)
     yield keeper
-    _keepers.clear()
+    keepers.remove(keeper)
     del keeper
     shutdown()
     import ray
@@ -71,11 +71,17 @@ def ray_session():
     check_actors(allowed=set)
 
 
+@pytest.fixture(scope="session")
+def keepers():
+    """Loaders that keep actors warm from one test to the next: those of the pool may live as long as one is here."""
+    return _keepers
+
+
 @pytest.fixture(autouse=True)
 def nothing_left():
     """After a test: no thread, descriptor, mapping or actor process of ours but those that were there before.
 
-    While `ray_session` lasts, the actors of the process's pool stay warm for it, each with its arena, and the thread
+    While there are keepers, the actors of the process's pool stay warm for it, each with its arena, and the thread
     that started Ray lives. The janitor's thread runs while there is a pool.
     """
     threads, files, actors = our_threads(), our_files(), pool_pids()

@@ -42,7 +42,7 @@ def garbage():
 
 gc.disable()
 garbage()
-loader = rayloader.DataLoader(range(6), None, num_workers=2)
+loader = rayloader.DataLoader(range(6), None, num_workers=1)
 iterator = iter(loader)
 assert next(iterator) == 0
 pid = os.fork()

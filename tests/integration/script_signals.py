@@ -1,9 +1,10 @@
 """A script with signal handlers of its own, which first iterates in a thread that ends.
 
-    python script_signals.py
+    python script_signals.py FOLDER
 
 Its handlers must be as they were after Ray was started, after it was used and after it was shut down; and the Ray that
-the thread had started must live on.
+the thread had started must live on. Then it does without a handler for SIGTERM, starts Ray again, prints what it has
+started, and waits for a batch that does not come, until SIGTERM ends it.
 """
 
 import faulthandler
@@ -11,8 +12,12 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
+
+import psutil
 
 import rayloader
+from latches import Gate
 from rayloader.signals import SignalHandlers
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM]
@@ -29,18 +34,31 @@ faulthandler.enable()  # handlers that Python does not know of
 before = SignalHandlers()
 
 
+class Waits:
+    def __init__(self, folder):
+        self.gate = Gate(folder / "gate")
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        if index:
+            self.gate.wait()
+        return index
+
+
 def in_kernel(handlers):
     """Addresses of the handlers: the first field of `struct sigaction`."""
     return {number: action[:8] for number, action in handlers._in_kernel.items()}
 
 
-def check(when):
+def check(when, number=signal.SIGTERM):
     now = SignalHandlers()
     assert now._in_python == before._in_python, when
     assert in_kernel(now) == in_kernel(before), when
     heard.clear()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert heard == [signal.SIGTERM], when
+    os.kill(os.getpid(), number)
+    assert heard == [number], when
 
 
 loader = rayloader.DataLoader(range(6), None, num_workers=1)
@@ -54,7 +72,10 @@ check("used")
 rayloader.shutdown()
 check("shut down")
 assert not [thread for thread in threading.enumerate() if thread.name.startswith("rayloader-")]
-assert sorted(map(int, loader)) == list(range(6))
-check("started again")
-print("the end")
-sys.stdout.flush()
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+before = SignalHandlers()
+iterator = iter(rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=1))
+assert next(iterator) == 0
+check("started again", signal.SIGUSR1)
+print("all:", *(process.pid for process in psutil.Process().children(recursive=True)), flush=True)
+next(iterator)

@@ -29,8 +29,8 @@ class Waits:
         return os.getpid()
 
 
-loader = rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=2)
+loader = rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=1)
 iterator = iter(loader)
-print("actors:", next(iterator), next(iterator))
+print("actors:", *{next(iterator), next(iterator)})
 print("all:", *(process.pid for process in psutil.Process().children(recursive=True)), flush=True)
 next(iterator)

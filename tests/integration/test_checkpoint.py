@@ -35,7 +35,7 @@ CASES = {
     "buffered stream": lambda: {"dataset": data.Buffered()},
     "stateful stream": lambda: {"dataset": data.StatefulStream()},
     "stream of stateful iterators": lambda: {"dataset": data.StreamOfStatefulIterators()},
-    "datapipe": lambda: {"dataset": IterableWrapper(range(40)).shuffle().sharding_filter(), "shuffle": True},
+    "datapipe": lambda: {"dataset": IterableWrapper(range(20)).shuffle().sharding_filter(), "shuffle": True},
     "skipping stream": lambda: {"dataset": data.StreamOfStatefulIterators(faulty=True), "on_error": "skip"},
 }
 SEEDINGS = ["worker", "batch"]

@@ -191,7 +191,7 @@ def test_signature_is_torchs_spelled_out_with_ours_after_it():
 
 def test_every_parameter_is_an_attribute_from_which_a_framework_can_rebuild_the_loader(ray_session):
     loader = DataLoader(
-        range(6), 2, num_workers=2, ray_remote_args={"num_cpus": 0}, timeout=60, in_order=False, prefetch_factor=3
+        range(6), 2, num_workers=1, ray_remote_args={"num_cpus": 0}, timeout=60, in_order=False, prefetch_factor=3
     )
     parameters = inspect.signature(type(loader)).parameters
     arguments = {name: getattr(loader, name) for name in parameters if name != "shuffle"}
@@ -299,7 +299,7 @@ def test_after_an_error_too_the_loader_is_collected_by_reference_count(ray_sessi
 
 def test_a_loader_may_be_pickled_fresh_and_used(ray_session):
     loader = DataLoader(
-        range(6), 2, num_workers=2, collate_fn=as_is, prefetch_factor=3, ray_remote_args={"num_cpus": 0}
+        range(6), 2, num_workers=1, collate_fn=as_is, prefetch_factor=3, ray_remote_args={"num_cpus": 0}
     )
     fresh = pickle.loads(pickle.dumps(loader))
     expected = list(loader)

@@ -256,8 +256,15 @@ def unknown_namespaces():
     raise MemoryFileError("as planned")
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("namespaces", [unknown_namespaces, lambda: "another machine"], ids=["driver", "worker"])
+@pytest.mark.parametrize(
+    ("namespaces", "persistent"),
+    [
+        pytest.param(unknown_namespaces, True, id="driver-persistent"),
+        pytest.param(lambda: "another machine", False, id="worker"),
+        pytest.param(unknown_namespaces, False, id="driver", marks=pytest.mark.full),
+        pytest.param(lambda: "another machine", True, id="worker-persistent", marks=pytest.mark.full),
+    ],
+)
 def test_where_no_line_is_possible_batches_come_by_ray_calls_and_that_is_said(
     namespaces, persistent, monkeypatch, caplog
 ):

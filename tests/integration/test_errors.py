@@ -487,7 +487,7 @@ def test_each_arrival_extends_the_time_limit_as_in_torch(tmp_path):
 
 
 def test_a_dead_worker_is_reported_as_such_before_the_timeout():
-    iterator = iter(load(lambda index: os._exit(1), 1, timeout=300))
+    iterator = iter(load(lambda index: os._exit(1), 1, timeout=300, max_worker_restarts=0))
     with pytest.raises(rayloader.WorkerDiedError):
         next(iterator)
 

@@ -1,4 +1,8 @@
-"""The examples run as users run them: each in a process of its own."""
+"""The examples, each run whole: in this process, with the warm actors of the session, or in one of its own.
+
+A process of its own, with actors of its own, costs more than what most examples do in it: `make test-full` starts one
+for each example, `make test` for the one that is killed.
+"""
 
 import os
 import re
@@ -6,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,20 +36,42 @@ def run_example(name: str, *options: str, joined: bool = False) -> subprocess.Co
     )
 
 
-def test_quickstart(ray_session: object) -> None:
-    result = run_example("quickstart.py", joined=True)
+@pytest.fixture(params=["here", pytest.param("in a process of its own", marks=pytest.mark.full)])
+def output_of(
+    request: pytest.FixtureRequest,
+    ray_session: object,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[Callable[..., str]]:
+    """Runs an example to its end, in both ways; gives what it prints."""
 
-    assert result.returncode == 0, result.stderr
-    assert re.fullmatch(r"[\d,]+ bytes in \d+ files; most frequent:( [a-z]){8}\n", result.stdout)
+    def run_there(name: str, *options: str) -> str:
+        result = run_example(name, *options, joined=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def run_here(name: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    num_threads = torch.get_num_threads()  # examples set it
+    yield run_here if request.param == "here" else run_there
+    torch.set_num_threads(num_threads)
 
 
-def test_digits_gives_the_batches_of_torch(ray_session: object) -> None:
-    result = run_example("digits.py", "--epochs", "2", "--target", "0.5", joined=True)
+def test_quickstart(output_of: Callable[..., str]) -> None:
+    output = output_of("quickstart.py")
 
-    assert result.returncode == 0, result.stderr
-    assert re.search(r"^test accuracy \d", result.stdout, re.MULTILINE)
-    last_line = result.stdout.splitlines()[-1]
-    assert last_line == "All 90 training batches are bit for bit those of torch's own DataLoader."
+    assert re.fullmatch(r"[\d,]+ bytes in \d+ files; most frequent:( [a-z]){8}\n", output)
+
+
+def test_digits_gives_the_batches_of_torch(output_of: Callable[..., str]) -> None:
+    output = output_of("digits.py", "--epochs", "1", "--target", "0.3")
+
+    assert re.search(r"^test accuracy \d", output, re.MULTILINE)
+    last_line = output.splitlines()[-1]
+    assert last_line == "All 45 training batches are bit for bit those of torch's own DataLoader."
 
 
 @pytest.mark.full
@@ -71,25 +98,45 @@ def test_text_stream_learns() -> None:
 def whole_log(ray_session: object, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The log of two epochs of resume.py that nobody killed, in this process."""
     folder = tmp_path_factory.mktemp("whole")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as resume.py does: the losses depend on it
-    try:
-        runpy.run_path(str(EXAMPLES / "resume.py"))["Training"](folder, 2, 0).run(2, 20, None)
-    finally:
-        torch.set_num_threads(num_threads)
+    train_here(folder, 2, 20)
     log = (folder / "batches.log").read_text().splitlines()
     assert len({line.split()[1] for line in log}) == len(log) == 2 * BATCHES_PER_EPOCH
     return log
 
 
+def train_here(folder: Path, workers: int, every: int) -> None:
+    """Two epochs of resume.py, or the rest of them, in this process."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as resume.py does: the losses depend on it
+    try:
+        runpy.run_path(str(EXAMPLES / "resume.py"))["Training"](folder, workers, 0).run(2, every, None)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_what_sigkill_ended_goes_on_in_another_process(
+    tmp_path: Path, whole_log: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run_example("resume.py", str(tmp_path), "--kill-at", "75", "--workers", "1", joined=True)
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    first_log = (tmp_path / "batches.log").read_text().splitlines()
+    assert first_log == whole_log[:75]
+
+    capsys.readouterr()
+    train_here(tmp_path, 2, 20)
+    assert capsys.readouterr().out.startswith("going on after batch 60, ")
+    assert (tmp_path / "batches.log").read_text().splitlines() == whole_log
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("joined", "kill_at", "every", "workers"),
     [
         pytest.param(True, 75, 20, "1", id="in-the-second-epoch"),
-        pytest.param(False, 75, 20, "3", id="each-with-a-ray-of-its-own", marks=pytest.mark.full),
-        pytest.param(True, 39, 20, "1", id="in-the-first-epoch", marks=pytest.mark.full),
-        pytest.param(True, 7, 8, "2", id="before-any-checkpoint", marks=pytest.mark.full),
-        pytest.param(True, 59, 57, "1", id="at-the-last-batch", marks=pytest.mark.full),
+        pytest.param(False, 75, 20, "3", id="each-with-a-ray-of-its-own"),
+        pytest.param(True, 39, 20, "1", id="in-the-first-epoch"),
+        pytest.param(True, 7, 8, "2", id="before-any-checkpoint"),
+        pytest.param(True, 59, 57, "1", id="at-the-last-batch"),
     ],
 )
 def test_resume_goes_on_after_sigkill(

@@ -187,22 +187,16 @@ def pids(loader):
     return {int(batch) for batch in loader}
 
 
-def test_loaders_share_warm_actors_and_so_do_their_epochs():
+def test_loaders_and_their_epochs_share_warm_actors_which_end_with_the_last_loader_that_could_use_them():
     own = {"ray_remote_args": {"num_cpus": 0, "memory": 2}}
     training, validation = (load(lambda index: os.getpid(), 2, **own) for _ in range(2))
     first = pids(training)
     assert len(first) == 2
     assert pids(validation) == pids(training) == first
-
-
-def test_actors_end_with_the_last_loader_that_could_use_them():
-    own = {"ray_remote_args": {"num_cpus": 0, "memory": 3}}
-    loader, other = (load(lambda index: os.getpid(), 1, **own) for _ in range(2))
-    processes = [psutil.Process(pid) for pid in pids(loader)]
-    assert pids(other) == {process.pid for process in processes}
-    del loader
-    assert pids(other) == {process.pid for process in processes}
-    del other
+    processes = [psutil.Process(pid) for pid in first]
+    del training
+    assert pids(validation) == first
+    del validation
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
 
@@ -265,6 +259,7 @@ def test_a_stock_loader_without_workers_inside_a_worker():
     ]
 
 
+@pytest.mark.full
 def test_it_works_in_a_ray_task_and_in_a_ray_actor():
     def batches():  # by value: Ray's own workers cannot import this file
         return [batch.tolist() for batch in DataLoader(range(4), 2, num_workers=2)]

@@ -36,6 +36,16 @@ def own():
     return {"ray_remote_args": {"num_cpus": 0, "memory": next(_numbers)}}
 
 
+@pytest.fixture(scope="module")
+def shared(ray_session):
+    """Options of one actor that is warm for several tests here, which must find it warm and leave it so."""
+    options = {"ray_remote_args": {"num_cpus": 0, "memory": next(_numbers)}}
+    keeper = load(pid, 1, **options)
+    list(keeper)
+    yield options
+    del keeper
+
+
 def pid(_):
     return os.getpid()
 
@@ -45,8 +55,8 @@ def pid(_):
 
 def test_new_loaders_find_the_processes_of_those_that_are_gone(own, monkeypatch):
     monkeypatch.setattr(rayloader.pool, "GRACE_S", 60.0)
-    seen = [frozenset(load(pid, 2, **own)) for _ in range(10)]
-    assert len(seen[0]) == 2
+    seen = [frozenset(load(pid, 1, **own)) for _ in range(10)]
+    assert len(seen[0]) == 1
     assert set(seen) == {seen[0]}
     end_now(monkeypatch, seen[0])
 
@@ -62,20 +72,20 @@ def end_now(monkeypatch, pids):
 
 def test_actors_end_when_the_grace_is_over_though_nobody_calls_the_library_again(own, monkeypatch):
     monkeypatch.setattr(rayloader.pool, "GRACE_S", 0.5)
-    processes = [psutil.Process(number) for number in load(pid, 2, **own)]
+    processes = [psutil.Process(number) for number in load(pid, 1, **own)]
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
 
-def test_all_that_answered_in_time_stay_warm_after_a_break(own):
-    loader = load(pid, 40, num_workers=2, **own)
+def test_all_that_answered_in_time_stay_warm_after_a_break(shared):
+    loader = load(pid, 40, num_workers=1, **shared)
     first = set(loader)
     iterator = iter(loader)
     next(iterator)
     del iterator
     get_pool().wait()
     stopping = [actor for actor in get_pool().actors if actor.state is ActorState.STOPPING]
-    assert len(stopping) == 2
-    assert len(ray.get([actor.stopped for actor in stopping])) == 2
+    assert len(stopping) == 1
+    assert len(ray.get([actor.stopped for actor in stopping])) == 1
     for actor in stopping:
         actor.stop_by = 0.0  # late, had they not answered
     get_pool().later(get_pool().tidy)
@@ -123,8 +133,8 @@ def lent(own):
 
 
 @pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.full)])
-def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(own, step):
-    loader = load(pid, 4, num_workers=1, **own)
+def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(shared, step):
+    loader = load(pid, 4, num_workers=1, **shared)
     seen = set(loader)
     for line in range(1, 10_000, step):
         iterator, interrupt = None, Interrupt(line)
@@ -135,9 +145,9 @@ def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(own, step):
             pass
         else:
             break
-        if lent(own):
+        if lent(shared):
             gc.collect()  # the exception and what it refers to may be a cycle
-        assert lent(own) == [], line
+        assert lent(shared) == [], line
     assert line > 60
     assert interrupt.left
     assert set(iterator) == set(loader) == seen, "the interrupts have cost no process"
@@ -168,7 +178,7 @@ def test_an_interrupt_while_actors_are_created_leaves_none_lent(own, monkeypatch
 # ---- finalizers
 
 
-def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(own, monkeypatch):
+def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(shared, monkeypatch):
     pool, pinning, held = get_pool(), threading.Event(), threading.Event()
 
     def pin(tensor):
@@ -182,7 +192,7 @@ def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(own, 
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    cycle = [DataLoader(range(8), num_workers=1, pin_memory=True, **own)]
+    cycle = [DataLoader(range(8), num_workers=1, pin_memory=True, **shared)]
     cycle += [iter(cycle[0]), cycle]
     boxes = [cycle]
     del cycle
@@ -198,17 +208,17 @@ def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(own, 
     thread.start()
     thread.join(EXIT_LIMIT)
     assert not thread.is_alive()
-    assert lent(own) == []
+    assert lent(shared) == []
 
 
-def test_an_iterator_that_is_dropped_by_another_thread_gives_its_actors_back(own):
-    loader = load(pid, 8, num_workers=1, **own)
+def test_an_iterator_that_is_dropped_by_another_thread_gives_its_actors_back(shared):
+    loader = load(pid, 8, num_workers=1, **shared)
     boxes = [iter(loader)]
     seen = {next(boxes[0])}
     thread = threading.Thread(target=boxes.clear)
     thread.start()
     thread.join()
-    assert lent(own) == []
+    assert lent(shared) == []
     assert set(loader) == seen
 
 

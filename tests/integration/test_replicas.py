@@ -240,9 +240,9 @@ def test_images_go_with_their_loaders():
 
 
 def test_a_loader_may_go_before_its_workers_have_started():
-    iterator = iter(holding(np.arange(1000), lambda data: int(data[7]), 2, fresh_processes=True))
+    iterator = iter(holding(np.arange(1000), lambda data: int(data[7]), 1, fresh_processes=True))
     gc.collect()
-    assert list(iterator) == [7, 7]
+    assert list(iterator) == [7]
 
 
 def test_no_descriptor_is_left():

@@ -63,7 +63,7 @@ def test_generators_go_on_wherever_they_are(case):
     assert resumed(make(data.CASES[case]()), state) == [lists(batch) for batch in iterator]
 
 
-KILLED = {"many paths", "made late"}  # in a sample: each takes the start of a process
+KILLED = {"made late"}  # in a sample: each takes the start of a process
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in KILLED else pytest.mark.full) for c in data.CASES])

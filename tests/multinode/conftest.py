@@ -23,7 +23,9 @@ import torch
 from ray.cluster_utils import Cluster
 
 import rayloader.pool
+from multinode_data import AWAY
 from multinode_waiting import wait_until
+from rayloader import DataLoader
 
 HERE = Path(__file__).parent
 SCRIPT_LIMIT = 90.0  # seconds; on expiry subprocess.run kills the script and raises
@@ -73,6 +75,17 @@ def reference(tmp_path_factory):
     path = tmp_path_factory.mktemp("reference") / "batches.pt"
     subprocess.run([sys.executable, HERE / "multinode_reference.py", path], check=True, timeout=SCRIPT_LIMIT)
     return torch.load(path, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def warm_away(nodes, keepers):
+    """Keeps two actors of the options `AWAY` warm, for all tests of a module."""
+    loader = DataLoader(range(2), num_workers=2, ray_remote_args=AWAY)
+    list(loader)
+    keepers.append(loader)
+    yield
+    keepers.remove(loader)
+    del loader
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 EPOCHS = 3
+AWAY = {"num_cpus": 0, "resources": {"away": 0.01}}  # options of workers on the node that the driver is not on
 
 
 class Augmented(Dataset):

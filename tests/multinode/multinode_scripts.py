@@ -12,7 +12,7 @@ from multinode_data import Calls, as_is, origin
 from rayloader import DataLoader, shutdown
 
 
-def load(num_workers=2, length=6, **options):
+def load(num_workers=1, length=6, **options):
     return DataLoader(Calls(lambda _: origin(), length), None, num_workers=num_workers, collate_fn=as_is, **options)
 
 
@@ -31,23 +31,27 @@ def facts(seen):
 
 def never_calls_init():
     assert "ray" not in sys.modules
-    loader = load()
+    loader = load(2)
     return facts([*loader, *loader])
 
 
+def starts_its_own():
+    return facts(list(load()))
+
+
 def ends_in_mid_epoch():
-    iterator = iter(load(length=100))
+    iterator = iter(load(2, length=100))
     return facts([next(iterator) for _ in range(3)])
 
 
 def fails_in_mid_epoch():
-    iterator = iter(load(length=100))
+    iterator = iter(load(2, length=100))
     print(json.dumps(facts([next(iterator) for _ in range(3)])), flush=True)
     raise LookupError("a bug in the training loop")
 
 
 def is_killed_in_mid_epoch():
-    iterator = iter(load(length=100))
+    iterator = iter(load(2, length=100))
     print(json.dumps(facts([next(iterator) for _ in range(3)])), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -36,7 +36,7 @@ def test_a_program_with_ray_address_joins_the_cluster(nodes, run_script):
 
 def test_a_program_without_ray_address_starts_its_own(nodes, run_script):
     """Though Ray has noted the cluster as this machine's current one."""
-    result = run_script("never_calls_init", RAY_ADDRESS="")
+    result = run_script("starts_its_own", RAY_ADDRESS="")
     assert result.address != nodes.address
     wait_for_exit(result.pids)
 

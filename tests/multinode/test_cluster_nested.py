@@ -77,6 +77,7 @@ def test_in_an_actor(case, reference):
     wait_for_all_cpus()
 
 
+@pytest.mark.full
 def test_two_ranks_at_once(reference):
     """Each in a task of its own, with one worker of its own."""
     ranks = ["rank 0", "rank 1"]

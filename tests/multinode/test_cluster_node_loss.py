@@ -62,11 +62,6 @@ class Origins:
         return [(int(index), node_id, int(pid)) for index, node_id, pid in lines]
 
 
-@pytest.fixture
-def origins(tmp_path):
-    return Origins(tmp_path / "origins")
-
-
 def blocking_there(node_id, origins):
     """Sample 0 comes at once; on that node there will be no other."""
 
@@ -92,33 +87,33 @@ def loader_there(doomed, origins, **options):
 
 @pytest.mark.parametrize(
     ("graceful", "persistent"),
-    [(True, False), pytest.param(True, True, marks=pytest.mark.full), (False, False)],
+    [
+        pytest.param(True, False, marks=pytest.mark.full),
+        pytest.param(True, True, marks=pytest.mark.full),
+        (False, False),
+    ],
     ids=["removed", "removed, persistent", "killed"],
 )
-def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, doomed, nodes, origins):
+def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, doomed, nodes, tmp_path):
+    """Or is an error, where nothing may be replaced."""
+    origins, others = Origins(tmp_path / "origins"), Origins(tmp_path / "others")
     loader = loader_there(doomed, origins, persistent_workers=persistent)
-    iterator = iter(loader)
-    assert next(iterator) == 0
+    iterator, lost = iter(loader), iter(loader_there(doomed, others, max_worker_restarts=0))
+    assert next(iterator) == next(lost) == 0
     ((index, node_id, pid),) = origins.read()
     assert (index, node_id) == (0, doomed.node_id)
+    ((_, _, lost_pid),) = others.read()
     doomed.remove(graceful)
     assert list(iterator) == [1, 2, 3]
-    wait_for_exit([pid])
+    message = rf"^DataLoader worker \(pid\(s\) {lost_pid}\) exited unexpectedly"
+    with pytest.raises(WorkerDiedError, match=message) as caught:
+        next(lost)
+    assert "worker 0" in str(caught.value)
+    assert any("batch 1 from worker 0" in note for note in caught.value.__notes__)
+    wait_for_exit([pid, lost_pid])
     assert list(loader) == [0, 1, 2, 3]
     # The one batch that was delivered before is built again and compared.
     assert [(index, node_id) for index, node_id, _ in origins.read()[1:]] == [(i, nodes.away) for i in [0, 1, 2, 3] * 2]
-
-
-def test_a_node_that_goes_with_work_in_hand_is_an_error_where_nothing_may_be_replaced(doomed, origins):
-    iterator = iter(loader_there(doomed, origins, max_worker_restarts=0))
-    next(iterator)
-    ((_, _, pid),) = origins.read()
-    doomed.remove(graceful=True)
-    with pytest.raises(WorkerDiedError, match=rf"^DataLoader worker \(pid\(s\) {pid}\) exited unexpectedly") as caught:
-        next(iterator)
-    assert "worker 0" in str(caught.value)
-    assert any("batch 1 from worker 0" in note for note in caught.value.__notes__)
-    wait_for_exit([pid])
 
 
 def test_a_node_that_goes_between_epochs(doomed, nodes):

@@ -8,23 +8,13 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from multinode_data import Calls, as_is, difference, epochs, origin, tensors, traced, untraced
+from multinode_data import AWAY, Calls, as_is, difference, epochs, origin, tensors, traced, untraced
 from rayloader import DataLoader
 
-pytestmark = pytest.mark.multinode
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm_away")]
 
-AWAY = {"num_cpus": 0, "resources": {"away": 0.01}}
-ON_BOTH = [{"num_cpus": 0, "resources": {name: 0.01}} for name in ("here", "away")]
+ON_BOTH = [{"num_cpus": 0, "resources": {"here": 0.01}}, AWAY]
 ANSWER_LIMIT = 10  # seconds; turns a hang of user code in a worker into an error
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm(nodes):
-    """Keeps two warm actors for `AWAY`."""
-    loader = DataLoader(range(2), num_workers=2, ray_remote_args=AWAY)
-    list(loader)
-    yield
-    del loader
 
 
 def values(function, length=1, num_workers=1, **options):

@@ -82,6 +82,7 @@ def test_more_workers_than_cpus_share_them_with_a_warning():
     assert len(list(iterator)) == 6
 
 
+@pytest.mark.full
 @oversubscribed
 def test_one_loader_with_more_workers_than_cpus(recwarn):
     assert len({pid for _, pid in load(4)}) == 4
@@ -112,18 +113,17 @@ def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
     wait_for_free(CPUS)
 
 
-def test_training_and_validation_share_warm_workers():
+def test_training_and_validation_share_warm_workers_which_give_up_their_cpus_when_both_are_gone():
     training, validation = load(2), load(2)
-    seen = {pid for loader in (training, validation, training) for _, pid in loader}
+    seen = set()
+    for loader in (training, validation, training):
+        seen |= {pid for _, pid in loader}
     assert len(seen) == 2
     wait_for_free(1)
-
-
-def test_workers_of_a_loader_that_is_gone_give_up_their_cpus():
-    loader = load(2)
-    list(loader)
+    del training, loader
+    assert {pid for _, pid in validation} <= seen
     wait_for_free(1)
-    del loader
+    del validation
     wait_for_free(CPUS)  # without a further call into the library
 
 
@@ -146,8 +146,9 @@ def test_idle_workers_of_other_options_give_up_their_cpus(enough_time, nodes):
     assert len(list(idle)) == 8
 
 
-def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(enough_time, nodes):
+def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(enough_time, nodes, monkeypatch):
     """Cluster-wide one CPU is free all the time, but not there."""
+    monkeypatch.setattr(rayloader.placement, "ROOM_PATIENCE_S", 1.0)
     idle = load(2, ray_remote_args={"num_cpus": 1, "resources": {"away": 1}})
     list(idle)
     wait_for_free(1)
@@ -155,6 +156,7 @@ def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(enough_time,
     assert {node_id for node_id, _ in load(1, ray_remote_args=there)} == {nodes.away}
 
 
+@pytest.mark.full
 def test_idle_workers_give_up_custom_resources(enough_time, nodes):
     idle = load(2, ray_remote_args={"num_cpus": 0, "resources": {"away": 2}})
     list(idle)

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from multinode_data import as_is, origin
+from multinode_data import AWAY, as_is, origin
 from rayloader import DataLoader, ReplicaError
 from rayloader.pool import get_pool, live_memory_files
 
-pytestmark = pytest.mark.multinode
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm_away")]
 
-AWAY = {"num_cpus": 0, "resources": {"away": 0.01}}
 TOTAL = 299_999 * 150_000
 
 
