@@ -22,10 +22,7 @@ from typing import Any
 
 import torch
 
-from rayloader.digest import digest
-from rayloader.draws import drawn
-from rayloader.journal import Journal, Told
-from rayloader.messages import (
+from rayloader.driver.messages import (
     BatchTaken,
     Deliver,
     IndicesDrawn,
@@ -34,8 +31,11 @@ from rayloader.messages import (
     Submit,
     TaskDone,
 )
+from rayloader.driver.schedule import Schedule
 from rayloader.protocol import CARRY, Answer, Down, Result, ResultKind, Up, result_of
-from rayloader.schedule import Schedule
+from rayloader.state.digest import digest
+from rayloader.state.draws import drawn
+from rayloader.state.journal import Journal, Told
 from rayloader.transport import codec
 from rayloader.transport.lanes import ArenaLane, WorkerLane, from_wire, sealed, to_wire, unplaced
 from rayloader.transport.line import DriverLine, connect

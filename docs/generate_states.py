@@ -1,4 +1,4 @@
-"""Draws the states of a task from `TRANSITIONS` in rayloader/messages.py, as a Mermaid diagram.
+"""Draws the states of a task from `TRANSITIONS` in rayloader/driver/messages.py, as a Mermaid diagram.
 
     python docs/generate_states.py            # print the diagram
     python docs/generate_states.py --write    # put it into docs/architecture.md
@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from rayloader.messages import (
+from rayloader.driver.messages import (
     TRANSITIONS,
     TaskState,
 )

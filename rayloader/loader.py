@@ -182,7 +182,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return self._get_local_iterator()
-        from rayloader.iterator import EpochIterator
+        from rayloader.driver.iterator import EpochIterator
 
         # What the program may have set since the loader was made counts from this `iter()` on, as torch has it.
         self.num_workers = checked_num_workers(self.num_workers)
@@ -194,7 +194,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         return iterator
 
     def _get_local_iterator(self) -> Any:
-        from rayloader.local import LocalIterator
+        from rayloader.driver.local import LocalIterator
 
         check(self)
         iterator = LocalIterator(self, self._state)
@@ -217,7 +217,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             StateError: the state of a dataset or sampler could not be determined.
         """
-        from rayloader.checkpoint import make_state, still
+        from rayloader.state.checkpoint import make_state, still
 
         self._note_num_workers()
         if self._state is not None:
@@ -254,7 +254,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
-        from rayloader.checkpoint import load
+        from rayloader.state.checkpoint import load
 
         self._state = load(self, state_dict)
         self._iterator = None
@@ -296,7 +296,7 @@ def shutdown() -> None:
     Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. A script need not
     call this at its end. It may be called more than once, but not from a signal handler.
     """
-    iterator, pool = sys.modules.get("rayloader.iterator"), sys.modules.get("rayloader.pool")
+    iterator, pool = sys.modules.get("rayloader.driver.iterator"), sys.modules.get("rayloader.driver.pool")
     if iterator is not None:
         iterator.close_all()
     if pool is not None:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import ray
 
 from rayloader import skipping
-from rayloader.process_state import ProcessState
-from rayloader.transport.image import ImageAddress
+from rayloader.replica.opening import ImageAddress
+from rayloader.state.process_state import ProcessState
 from rayloader.transport.lanes import Wire, fits_in_band
 
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.

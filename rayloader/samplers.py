@@ -26,12 +26,12 @@ import cloudpickle
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from rayloader import redeal
 from rayloader.errors import StateError
-from rayloader.generators import find_generators
 from rayloader.prefetch import QUIET_SAMPLERS
-from rayloader.random_state import RandomState
-from rayloader.snapshot import has_state
+from rayloader.state import redeal
+from rayloader.state.generators import find_generators
+from rayloader.state.random_state import RandomState
+from rayloader.state.snapshot import has_state
 
 _SIMPLE = (int, float, str, bool, type(None))
 # What makes a DistributedSampler this rank's; another number of ranks may go on, see `redeal.py`.

@@ -50,10 +50,10 @@ def ray_session(keepers):
     import torch
     from torch.utils.data import TensorDataset
 
-    import rayloader.pool
+    import rayloader.driver.pool
     from rayloader import DataLoader, shutdown
 
-    rayloader.pool.GRACE_S = 0.0
+    rayloader.driver.pool.GRACE_S = 0.0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
@@ -90,7 +90,7 @@ def nothing_left():
         return
     check_threads(threads)
     check_files(files)
-    if "rayloader.pool" in sys.modules:
+    if "rayloader.driver.pool" in sys.modules:
         check_actors(allowed=lambda: pool_pids() if _keepers else pool_pids() & actors)
 
 
@@ -100,7 +100,7 @@ def our_threads():
 
 def check_threads(before):
     def left():
-        pool = sys.modules.get("rayloader.pool")
+        pool = sys.modules.get("rayloader.driver.pool")
         allowed = {"rayloader-janitor"} if pool is not None and pool._pool is not None else set()
         if _keepers:
             allowed.add("rayloader-session")
@@ -119,7 +119,7 @@ def check_files(before):
     deadline = time.monotonic() + EXIT_LIMIT
     while left := our_files() - before:
         gc.collect()  # a batch in a cycle lets go of its memory when it is collected
-        pool = sys.modules.get("rayloader.pool")
+        pool = sys.modules.get("rayloader.driver.pool")
         if pool is not None and pool._pool is not None:
             pool._pool.wait()
         left &= our_files()
@@ -148,14 +148,14 @@ def our_files():
         with contextlib.suppress(OSError):
             names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    pool = sys.modules.get("rayloader.pool")
+    pool = sys.modules.get("rayloader.driver.pool")
     kept = pool.live_memory_files() if pool is not None else set()  # which actors may live is check_actors' matter
     return {name for name in names if "rayloader-" in name and not any(file in name for file in kept)}
 
 
 def pool_pids():
     """Processes of the actors that this process's pool knows and keeps."""
-    pool = sys.modules.get("rayloader.pool")
+    pool = sys.modules.get("rayloader.driver.pool")
     return pool.live_actor_pids() if pool is not None else set()
 
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 
-from rayloader import generators
+from rayloader.state import generators
 from rayloader.transport import bulk, classes, plain
 from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 

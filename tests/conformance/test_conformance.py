@@ -15,9 +15,9 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
-from rayloader.channel import LineCalls, RayCalls
-from rayloader.pace import Pace
-from rayloader.schedule import Schedule
+from rayloader.driver.channel import LineCalls, RayCalls
+from rayloader.driver.pace import Pace
+from rayloader.driver.schedule import Schedule
 from rayloader.transport import lanes
 
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray

@@ -6,8 +6,8 @@ import pytest
 @pytest.fixture
 def depth_of(monkeypatch):
     """Fixes an automatic depth, of each worker, and gives a list of the depths that were reached."""
-    from rayloader.pace import Pace
-    from rayloader.tables import Tables
+    from rayloader.driver.pace import Pace
+    from rayloader.driver.tables import Tables
 
     depths = []
     run = Tables.run

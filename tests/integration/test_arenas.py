@@ -26,8 +26,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from latches import Gate, Mail
 from probes import Calls, Stream, load
-from rayloader import DataLoader, pool
-from rayloader.pool import live_memory_files
+from rayloader import DataLoader
+from rayloader.driver import pool
+from rayloader.driver.pool import live_memory_files
 from rayloader.transport import arena, lanes
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 

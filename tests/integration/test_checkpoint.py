@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import checkpoint_data as data
-import rayloader.pool
+import rayloader.driver.pool
 from checkpoint_data import batches, check, endless, hosted, make, plain, read, resumed, run, save, some
 from latches import Gate, Mail
 from probes import Calls, Stream, oversubscribed
@@ -372,7 +372,7 @@ def test_a_state_saved_after_the_workers_were_lost(case):
     loader = make(CASES[case])
     iterator = batches(loader)
     found = [next(iterator) for _ in range(3)]
-    for pid in rayloader.pool.live_actor_pids():
+    for pid in rayloader.driver.pool.live_actor_pids():
         os.kill(pid, signal.SIGKILL)
     found += itertools.islice(iterator, 2)
     assert found + resumed(make(CASES[case], 2, seed=2), save(loader))[0] == epochs[0]

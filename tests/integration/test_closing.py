@@ -10,7 +10,7 @@ import torch
 from latches import Gate, Mail
 from probes import Calls
 from rayloader import DataLoader, RaySessionError
-from rayloader.iterator import close_all
+from rayloader.driver.iterator import close_all
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -166,7 +166,7 @@ def test_the_collector_ends_an_iterator_in_the_midst_of_another_ones_next(accele
 
     def with_collections(method):
         def call(epoch, *args):
-            with epoch._lock:
+            with epoch.tables.lock:
                 iterator = iter(loader)
                 iterator.itself = iterator
                 weakref.finalize(iterator, ended.append, None)

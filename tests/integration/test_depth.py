@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from latches import HANG_LIMIT, Gate
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
-from rayloader.crew import Crew
+from rayloader.driver.crew import Crew
 from rayloader.transport.memory_file import MemoryFileError
 
 # Bytes of a batch that does not fit into a socket's buffer.

@@ -13,16 +13,16 @@ import pytest
 import ray
 import torch
 
-import rayloader.crew
-import rayloader.iterator
-import rayloader.lifetimes
-import rayloader.pool
+import rayloader.driver.actor
+import rayloader.driver.crew
+import rayloader.driver.iterator
+import rayloader.driver.lifetimes
+import rayloader.driver.pool
 from probes import load
 from rayloader import DataLoader
-from rayloader.crew import ActorState
-from rayloader.lifetimes import Lease
-from rayloader.placement import Verdict
-from rayloader.pool import get_pool
+from rayloader.driver.actor import ActorState, Lease
+from rayloader.driver.placement import Verdict
+from rayloader.driver.pool import get_pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -54,7 +54,7 @@ def pid(_):
 
 
 def test_new_loaders_find_the_processes_of_those_that_are_gone(own, monkeypatch):
-    monkeypatch.setattr(rayloader.pool, "GRACE_S", 60.0)
+    monkeypatch.setattr(rayloader.driver.pool, "GRACE_S", 60.0)
     seen = [frozenset(load(pid, 1, **own)) for _ in range(10)]
     assert len(seen[0]) == 1
     assert set(seen) == {seen[0]}
@@ -63,7 +63,7 @@ def test_new_loaders_find_the_processes_of_those_that_are_gone(own, monkeypatch)
 
 def end_now(monkeypatch, pids):
     """Has the actors end, and waits for that."""
-    monkeypatch.setattr(rayloader.pool, "GRACE_S", 0.0)
+    monkeypatch.setattr(rayloader.driver.pool, "GRACE_S", 0.0)
     for actor in get_pool().actors:
         if actor.address is not None and actor.address.pid in pids:
             get_pool().kill(actor)
@@ -71,7 +71,7 @@ def end_now(monkeypatch, pids):
 
 
 def test_actors_end_when_the_grace_is_over_though_nobody_calls_the_library_again(own, monkeypatch):
-    monkeypatch.setattr(rayloader.pool, "GRACE_S", 0.5)
+    monkeypatch.setattr(rayloader.driver.pool, "GRACE_S", 0.5)
     processes = [psutil.Process(number) for number in load(pid, 1, **own)]
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
@@ -101,7 +101,14 @@ class Interrupt:
     """A Ctrl-C at the n-th line that the thread runs in the files that make and lend actors."""
 
     FILES = tuple(
-        module.__file__ for module in (rayloader.pool, rayloader.lifetimes, rayloader.crew, rayloader.iterator)
+        module.__file__
+        for module in (
+            rayloader.driver.actor,
+            rayloader.driver.pool,
+            rayloader.driver.lifetimes,
+            rayloader.driver.crew,
+            rayloader.driver.iterator,
+        )
     )
 
     def __init__(self, line):
@@ -155,18 +162,18 @@ def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(shared, step):
 
 
 def test_an_interrupt_while_actors_are_created_leaves_none_lent(own, monkeypatch):
-    real = rayloader.pool._remote_worker
+    real = rayloader.driver.pool._remote_worker
     made = []
 
     class Interrupted:
         def options(self, **options):
             if len(made) == 1:
-                monkeypatch.setattr(rayloader.pool, "_remote_worker", real)
+                monkeypatch.setattr(rayloader.driver.pool, "_remote_worker", real)
                 raise KeyboardInterrupt
             made.append(options)
             return real.options(**options)
 
-    monkeypatch.setattr(rayloader.pool, "_remote_worker", Interrupted())
+    monkeypatch.setattr(rayloader.driver.pool, "_remote_worker", Interrupted())
     loader = load(pid, 2, **own)
     with pytest.raises(KeyboardInterrupt):
         iter(loader)

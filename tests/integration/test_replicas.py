@@ -15,8 +15,8 @@ import torch
 import rayloader
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
-from rayloader.crew import Actor
-from rayloader.pool import get_pool, live_memory_files
+from rayloader.driver.actor import Actor
+from rayloader.driver.pool import get_pool, live_memory_files
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-import rayloader.worker
+import rayloader.worker.worker
 import restoring_data as data
 from latches import Gate
 from probes import Calls, Stream
 from rayloader import DataLoader, ReplayError, StateError
-from rayloader.crew import Crew
+from rayloader.driver.crew import Crew
 from restoring_data import lists
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -307,14 +307,14 @@ def samples(monkeypatch):
 
 def in_small_steps(worker_id):
     """What must be built again is built one batch a call."""
-    rayloader.worker.REPLAY_SECONDS = 0.0
+    rayloader.worker.worker.REPLAY_SECONDS = 0.0
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_building_again_is_no_hang(stream, samples, monkeypatch, caplog):
     """All together it takes more than twice the timeout, and each batch an eighth of it."""
-    monkeypatch.setattr("rayloader.recovery.REPLAY_PATIENCE_S", 0.2)
-    monkeypatch.setattr("rayloader.journal._is_before", lambda state, task_id: False)  # snapshots are rare
+    monkeypatch.setattr("rayloader.driver.recovery.REPLAY_PATIENCE_S", 0.2)
+    monkeypatch.setattr("rayloader.state.journal._is_before", lambda state, task_id: False)  # snapshots are rare
     arguments = {
         "dataset": Stream(lambda worker: map(samples, range(96))) if stream else Calls(samples, 96),
         "worker_init_fn": in_small_steps,

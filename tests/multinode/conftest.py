@@ -22,7 +22,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-import rayloader.pool
+import rayloader.driver.pool
 from multinode_data import AWAY
 from multinode_waiting import wait_until
 from rayloader import DataLoader
@@ -61,7 +61,7 @@ def nodes():
             env_vars={"MACHINE": "away"},
         )
         ray.init(address=cluster.address, log_to_driver=False)
-        patch.setattr(rayloader.pool, "JOINED_GRACE_S", 0.0)  # what a test has started ends with its loaders
+        patch.setattr(rayloader.driver.pool, "JOINED_GRACE_S", 0.0)  # what a test has started ends with its loaders
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()
         ray.shutdown()

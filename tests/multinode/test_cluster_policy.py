@@ -8,12 +8,12 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import rayloader.placement
+import rayloader.driver.placement
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
 from multinode_waiting import HANG_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
-from rayloader.crew import Crew
-from rayloader.pool import get_pool
+from rayloader.driver.crew import Crew
+from rayloader.driver.pool import get_pool
 
 pytestmark = pytest.mark.multinode
 
@@ -148,7 +148,7 @@ def test_idle_workers_of_other_options_give_up_their_cpus(enough_time, nodes):
 
 def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(enough_time, nodes, monkeypatch):
     """Cluster-wide one CPU is free all the time, but not there."""
-    monkeypatch.setattr(rayloader.placement, "ROOM_PATIENCE_S", 1.0)
+    monkeypatch.setattr(rayloader.driver.placement, "ROOM_PATIENCE_S", 1.0)
     idle = load(2, ray_remote_args={"num_cpus": 1, "resources": {"away": 1}})
     list(idle)
     wait_for_free(1)
@@ -216,7 +216,7 @@ def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
 
 def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
     """Where the user's options name no number: the workers share CPUs, as torch's do, rather than fail."""
-    monkeypatch.setattr(rayloader.placement, "CPU_PATIENCE_S", 1.0)
+    monkeypatch.setattr(rayloader.driver.placement, "CPU_PATIENCE_S", 1.0)
 
     training = training_on_all_cpus()
     try:

@@ -10,7 +10,7 @@ import torch
 
 from multinode_data import AWAY, as_is, origin
 from rayloader import DataLoader, ReplicaError
-from rayloader.pool import get_pool, live_memory_files
+from rayloader.driver.pool import get_pool, live_memory_files
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm_away")]
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from rayloader.replica.image import Image
+from rayloader.replica.opening import open_image
 from rayloader.transport import bulk, codec
-from rayloader.transport.image import open_image
 from rayloader.transport.mapped import Mappings
-from rayloader.transport.replica import Image
 
 MANY = 150
 

@@ -23,7 +23,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayloader.transport import raw, unpicklable
+from rayloader.replica import unpicklable
+from rayloader.transport import raw
 from rayloader.transport.codec import decode, encode, writable_copies
 from rayloader.transport.mapped import Mappings
 

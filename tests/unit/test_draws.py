@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.draws import drawn
+from rayloader.state.draws import drawn
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rayloader.epoch_plan import Begin, EpochPlan, plan
+from rayloader.driver.epoch_plan import Begin, EpochPlan, plan
+from rayloader.driver.pace import MAX_PLACES
 from rayloader.options import Options
-from rayloader.pace import MAX_PLACES
 
 
 def options(**changed: object) -> Options:

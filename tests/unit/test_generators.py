@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader import generators
 from rayloader.errors import ReplayError
-from rayloader.generators import Generators, find_generators, noting
+from rayloader.state import generators
+from rayloader.state.generators import Generators, find_generators, noting
 from rayloader.transport import codec
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rayloader.journal import Journal, Resumed, Told
-from rayloader.snapshot import WorkerState
+from rayloader.state.journal import Journal, Resumed, Told
+from rayloader.state.snapshot import WorkerState
 from rayloader.transport import codec
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayloader.delivery.pinning import PinThread
+from rayloader.driver.pinning import PinThread
 
 HANG_LIMIT_S = 30.0
 

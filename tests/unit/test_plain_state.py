@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.plain_state import _TYPE, pack, unpack
+from rayloader.state.plain_state import _TYPE, pack, unpack
 
 STATES = [
     {"a": 1, "b": [2.5, None, True, (b"x", "y")]},

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.generators import find_generators
-from rayloader.random_state import RandomState, Rewind
+from rayloader.state.generators import find_generators
+from rayloader.state.random_state import RandomState, Rewind
 
 DRAWS = {"python": random.random, "torch": lambda: torch.rand(1).item(), "numpy": np.random.rand}
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from rayloader.redeal import Stage, share
+from rayloader.state.redeal import Stage, share
 
 
 def sampler_of(length, num_replicas, rank, *, shuffle=True, drop_last=False):

@@ -21,11 +21,13 @@ import pytest
 import torch
 
 from rayloader.errors import ReplicaError, ReplicaMemoryError
-from rayloader.transport import codec, memory, replica, unpicklable
-from rayloader.transport.image import open_image
+from rayloader.replica import image as replica
+from rayloader.replica import unpicklable
+from rayloader.replica.image import Image, image_from_contents
+from rayloader.replica.opening import open_image
+from rayloader.transport import codec, memory
 from rayloader.transport.mapped import Mappings, written_pages
 from rayloader.transport.memory_file import MemoryFileError, others_may_open
-from rayloader.transport.replica import Image, image_from_contents
 
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20
@@ -143,7 +145,7 @@ def test_a_copy_elsewhere_is_equal(data_file):
 PSS = """
 import sys, pickle
 from rayloader.transport import codec
-from rayloader.transport.image import open_image
+from rayloader.replica.opening import open_image
 array = codec.decode(*open_image(pickle.loads(bytes.fromhex(sys.stdin.readline()))))
 print(int(array.sum()), flush=True)
 if sys.stdin.readline() == "write\\n":

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rayloader.messages import (
+from rayloader.driver.messages import (
     ANY_WORKER,
     TRANSITIONS,
     BatchTaken,
@@ -37,7 +37,7 @@ from rayloader.messages import (
     WorkerLost,
     WorkerReady,
 )
-from rayloader.schedule import AHEAD, DEATHS, KILLS, Schedule
+from rayloader.driver.schedule import AHEAD, DEATHS, KILLS, Schedule
 
 
 def in_words(commands: list[Command]) -> list[tuple[object, ...]]:

@@ -23,8 +23,6 @@ import ray
 import torch.utils.data._utils.worker as torch_worker
 
 from rayloader import session
-from rayloader.generators import note_modules
-from rayloader.process_state import Baseline
 from rayloader.protocol import (
     Answer,
     Down,
@@ -36,14 +34,16 @@ from rayloader.protocol import (
     WorkerAddress,
     final,
 )
-from rayloader.snapshot import WorkerState
+from rayloader.replica.image import Image, image_from_contents
+from rayloader.replica.opening import ImageAddress
+from rayloader.state.generators import note_modules
+from rayloader.state.process_state import Baseline
+from rayloader.state.snapshot import WorkerState
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.image import ImageAddress
 from rayloader.transport.lanes import Wire, WorkerLane, pack, unpack
 from rayloader.transport.line import Line, LineAddress, LineError, connect
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
-from rayloader.transport.replica import Image, image_from_contents
-from rayloader.worker import Task, Worker
+from rayloader.worker.worker import Task, Worker
 
 # What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
 IN_BAND_BYTES = 1 << 16

@@ -20,32 +20,18 @@ import functools
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection
 
 import ray
 from ray.exceptions import RayError
 
-from rayloader.crew import Actor, ActorState
-from rayloader.janitor import Janitor
+from rayloader.driver.actor import Actor, ActorState, Lease
+from rayloader.driver.janitor import Janitor
 
 # How long an actor that was told to stop may work on: what it does is of no use any more.
 STOP_TIMEOUT_S = 5.0
 # How long a new epoch waits for actors that are stopping: about what a new actor would take to start.
 REUSE_WAIT_S = 1.0
-
-
-class Lease:
-    """A crew's right to its actors.
-
-    Args:
-        ended: called, perhaps in a finalizer, when nobody refers to the lease any more.
-    """
-
-    __slots__ = ("__weakref__", "ref")
-
-    def __init__(self, ended: Callable[[object], object]) -> None:
-        self.ref = weakref.ref(self, ended)  # the actors have it: it outlives the lease, or nobody would be called
 
 
 class Lifetimes:

@@ -13,19 +13,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.exceptions import RayError
 from typing_extensions import override
 
-from rayloader.answers import NONE_YET, Answers
-from rayloader.journal import Resumed, Told
+from rayloader.driver.actor import Actor
+from rayloader.driver.answers import NONE_YET, Answers
 from rayloader.protocol import Down, Served, Up
+from rayloader.state.journal import Resumed, Told
 from rayloader.transport.lanes import Lent, Wire, pack, to_wire, unpack
 from rayloader.transport.line import DriverLine
-
-if TYPE_CHECKING:
-    from rayloader.crew import Actor
 
 # How long Ray may take to say why a process ended whose line has ended, in seconds.
 CAUSE_PATIENCE_S = 2.0

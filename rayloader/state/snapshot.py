@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from rayloader.errors import ReplayError
-from rayloader.generators import Generators
-from rayloader.random_state import RandomState
+from rayloader.state.generators import Generators
+from rayloader.state.random_state import RandomState
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
 SHARE = 0.01

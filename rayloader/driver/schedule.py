@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rayloader.messages import (
+from rayloader.driver.messages import (
     ANY_WORKER,
     TRANSITIONS,
     BatchTaken,

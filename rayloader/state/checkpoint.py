@@ -12,12 +12,12 @@ import itertools
 import reprlib
 from typing import Any
 
-from rayloader import local_state, redeal
 from rayloader.errors import StateError
-from rayloader.local_state import pack_object, unpack_object
-from rayloader.position import Checksums, Position, pack_new_worker
 from rayloader.samplers import RANK, Moment, Samplers
-from rayloader.snapshot import WorkerState
+from rayloader.state import local_state, redeal
+from rayloader.state.local_state import pack_object, unpack_object
+from rayloader.state.position import Checksums, Position, pack_new_worker
+from rayloader.state.snapshot import WorkerState
 
 FORMAT, VERSION = "rayloader", 3
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal"}

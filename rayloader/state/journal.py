@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rayloader.snapshot import WorkerState
+from rayloader.state.snapshot import WorkerState
 from rayloader.transport.codec import Encoded
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from rayloader import skipping
-from rayloader.messages import Task
+from rayloader.driver.messages import Task
 from rayloader.protocol import Result, ResultKind, WorkerAddress
 from rayloader.transport.lanes import from_wire
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import cloudpickle
 
-from rayloader import plain_state
 from rayloader.errors import StateError
-from rayloader.generators import find_generators
-from rayloader.random_state import RandomState
-from rayloader.snapshot import has_state, load_state
+from rayloader.state import plain_state
+from rayloader.state.generators import find_generators
+from rayloader.state.random_state import RandomState
+from rayloader.state.snapshot import has_state, load_state
 
 
 def generators_of(loader: Any) -> list[Any]:

@@ -27,16 +27,16 @@ import ray
 from ray.exceptions import RayError
 
 from rayloader import session
-from rayloader.crew import Actor, ActorState, Crew
+from rayloader.driver.actor import Actor, ActorState, Lease
+from rayloader.driver.janitor import Janitor
+from rayloader.driver.lifetimes import Lifetimes
+from rayloader.driver.placement import Placement, Verdict
 from rayloader.errors import RaySessionError, WorkerStartError
-from rayloader.janitor import Janitor
-from rayloader.lifetimes import Lease, Lifetimes
-from rayloader.placement import Placement, Verdict
+from rayloader.replica.image import Image
 from rayloader.transport.codec import Encoded
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
-from rayloader.transport.replica import Image
-from rayloader.worker_process import WorkerProcess
+from rayloader.worker.process import WorkerProcess
 
 # How long actors are kept when no loader is left that could use them, so that a loader that is made anew for each
 # epoch finds them warm. In a Ray that others use too they hold CPUs that somebody may wait for.
@@ -86,22 +86,12 @@ class Pool:
 
     # ---- for crews
 
-    def acquire(self, loader: object, count: int, remote_args: dict[str, Any], *, fresh: bool, lines: bool) -> Crew:
-        """A crew of `count` actors for an iterator of `loader`: warm ones first, the rest started side by side.
-
-        Does not wait until new ones run. With `fresh` none is reused; with `lines` those on this machine are driven
-        over local sockets.
-        """
+    def begin_lease(self, loader: object, remote_args: dict[str, Any]) -> Lease:
+        """For the crew of an iterator of `loader`, which holds it; the actors that are lent to it come back with it."""
         self.wait()  # what finalizers have left is warm after that
         with self._lock:
             self._register(loader, _key(remote_args))
-        crew = Crew(self, Lease(self._tidy_later), remote_args, fresh=fresh, lines=lines)
-        try:
-            crew.lend(count)
-        except BaseException:  # what Ray says of the options, a warning made an error, Ctrl-C
-            crew.release(busy=False)
-            raise
-        return crew
+        return Lease(self._tidy_later)
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """So many actors, until the lease ends; does not wait until new ones run."""

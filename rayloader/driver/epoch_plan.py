@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from rayloader.driver.pace import MAX_PLACES
 from rayloader.options import Options
-from rayloader.pace import MAX_PLACES
 
 
 class Begin(Enum):

@@ -25,29 +25,30 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from rayloader import session
-from rayloader.checkpoint import goes_on
 from rayloader.collate import changed_collate_fn_map
-from rayloader.crew import Crew
-from rayloader.delivery.opening import Delivery
-from rayloader.epoch import Epoch
-from rayloader.epoch_plan import Begin, EpochPlan, plan
+from rayloader.driver.crew import Crew
+from rayloader.driver.epoch import Epoch
+from rayloader.driver.epoch_plan import Begin, EpochPlan, plan
+from rayloader.driver.opening import Delivery
+from rayloader.driver.pace import Pace
+from rayloader.driver.pool import Pool, get_pool
+from rayloader.driver.schedule import Schedule
 from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
-from rayloader.journal import Resumed
 from rayloader.options import Options
-from rayloader.pace import Pace
-from rayloader.pool import Pool, get_pool
-from rayloader.position import Position
 from rayloader.prefetch import DrawAhead, may_draw_ahead, start
-from rayloader.process_state import ProcessState
 from rayloader.protocol import CARRY, Replica, Setup
-from rayloader.redeal import Stage
+from rayloader.replica import unpicklable
+from rayloader.replica.image import Image
 from rayloader.samplers import Resuming, Samplers
-from rayloader.schedule import Schedule
-from rayloader.transport import codec, unpicklable
+from rayloader.state.checkpoint import goes_on
+from rayloader.state.journal import Resumed
+from rayloader.state.position import Position
+from rayloader.state.process_state import ProcessState
+from rayloader.state.redeal import Stage
+from rayloader.transport import codec
 from rayloader.transport.lanes import ARENAS_VARIABLE
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory import no_collection
-from rayloader.transport.replica import Image
 
 logger = logging.getLogger("rayloader")
 
@@ -206,8 +207,8 @@ class EpochIterator(_BaseDataLoaderIter):
     def _start_crew(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> Crew:
         pool, options = get_pool(), self._options
         lines = options.arenas and os.environ.get(ARENAS_VARIABLE) != "0"
-        crew = pool.acquire(
-            loader, self._num_hosts, options.ray_remote_args, fresh=options.fresh_processes, lines=lines
+        crew = Crew.of(
+            pool, loader, self._num_hosts, options.ray_remote_args, fresh=options.fresh_processes, lines=lines
         )
         try:
             image, carried = self._make_image(loader, pool)
@@ -263,7 +264,7 @@ class EpochIterator(_BaseDataLoaderIter):
             self._num_yielded += 1
         delivery, self._delivery = self._delivery, None
         delivery.data = None  # type: ignore[union-attr]
-        self.position.handed = delivery  # and nothing may be called after it: see NOTE [interrupts] in epoch.py
+        self.position.handed = delivery  # and nothing may be called after it: see NOTE [interrupts] in tables.py
         return data
 
     def _next_data(self) -> Any:

@@ -15,14 +15,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rayloader import plain_state, redeal, skipping
-from rayloader.draws import decoded, drawn
+from rayloader import skipping
 from rayloader.errors import StateError
-from rayloader.journal import Before, Journal, Resumed, Told
-from rayloader.local_state import Stream, pack_object, unpack_object
-from rayloader.random_state import RandomState
 from rayloader.samplers import Moment, OwnState, Samplers
-from rayloader.snapshot import WorkerState, has_state
+from rayloader.state import plain_state, redeal
+from rayloader.state.draws import decoded, drawn
+from rayloader.state.journal import Before, Journal, Resumed, Told
+from rayloader.state.local_state import Stream, pack_object, unpack_object
+from rayloader.state.random_state import RandomState
+from rayloader.state.snapshot import WorkerState, has_state
 from rayloader.transport import codec
 
 

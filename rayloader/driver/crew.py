@@ -9,116 +9,39 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from rayloader import session
-from rayloader.answers import Answers
-from rayloader.channel import ActorLost, Channel, LineCalls, Message, RayCalls
+from rayloader.driver.actor import Actor, Lease, Ref
+from rayloader.driver.answers import Answers
+from rayloader.driver.channel import ActorLost, Channel, LineCalls, Message, RayCalls
+from rayloader.driver.placement import Verdict
+from rayloader.driver.pool import Pool
+from rayloader.driver.worker_slot import WorkerSlot
 from rayloader.errors import RaySessionError
-from rayloader.journal import Journal, Resumed, Told
-from rayloader.placement import Verdict
 from rayloader.protocol import Setup, Source, WorkerAddress
-from rayloader.snapshot import WorkerState
+from rayloader.replica.image import Image
+from rayloader.state.journal import Journal, Resumed, Told
 from rayloader.transport import memory_file
-from rayloader.transport.lanes import ArenaLane, Lent
+from rayloader.transport.lanes import Lent
 from rayloader.transport.line import LineError
-from rayloader.transport.replica import Image
-from rayloader.worker_slot import WorkerSlot
-
-if TYPE_CHECKING:
-    from rayloader.lifetimes import Lease
-    from rayloader.pool import Pool
 
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
 
 logger = logging.getLogger("rayloader")
 
-Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
-
-
 SESSION_ENDED = (
     "Ray was shut down while this iterator was live; its workers are gone: "
     "call iter() on the loader again, which starts anew"
 )
-
-
-class ActorState(Enum):
-    """Who an actor works for; see lifetimes.py."""
-
-    LENT = "lent"  # to the lease of a crew
-    STOPPING = "stopping"  # told to stop, not answered
-    IDLE = "idle"  # warm, free for any loader with the same options
-    GONE = "gone"  # killed, or to be forgotten with its session
-
-
-@dataclass(eq=False, slots=True)
-class Actor:
-    """One actor process; methods that take or give a `Ref` return at once."""
-
-    handle: Any
-    key: bytes  # of the user's options
-    options: dict[str, Any]  # that it was made with
-    hello: Ref  # answered with its address once it runs
-    created_at: float  # time.monotonic()
-    lease: weakref.ref[Lease] | None  # that it is lent to
-    state: ActorState = ActorState.LENT
-    address: WorkerAddress | None = None
-    started_at: float | None = None  # time.monotonic() when it was first seen to run
-    stopped: Ref = None  # answer to `stop`
-    stop_by: float = math.inf  # time.monotonic(); while it is stopping
-    keep_until: float = math.inf  # time.monotonic(); while it is not lent
-    lane: ArenaLane = field(default_factory=ArenaLane)
-    calls: int = 0  # made over a channel
-    no_line: str = ""  # why it can't be reached over one
-    hosted: tuple[str, Ref] | None = None  # the image that it holds for its node: name, answer to `host`
-
-    def has_started(self) -> bool:
-        """Whether it runs by now; notes where. Raises RayError if it never will."""
-        if self.address is None:
-            try:
-                address: Any = ray.get(self.hello, timeout=0)
-            except GetTimeoutError:
-                return False
-            self.address, self.started_at = address, time.monotonic()
-        return True
-
-    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Ref:
-        """`WorkerProcess.start`."""
-        if self.hosted is not None and self.hosted[0] != source.image.name:
-            self.hosted = None
-        return self.handle.start.remote(setup, source, state)
-
-    def host(self, image: Image, contents: Ref) -> Ref:
-        """`WorkerProcess.host`: what the others of its node open."""
-        self.hosted = image.address.name, self.handle.host.remote(image.address.name, image.address, contents)
-        return self.hosted[1]
-
-    def hosts(self, image: Image) -> bool:
-        """Whether it holds that image for its node by now."""
-        if self.hosted is not None and self.hosted[0] == image.address.name:
-            with contextlib.suppress(RayError):  # not yet, or it failed
-                return ray.get(self.hosted[1], timeout=0) is not None
-        return False
-
-    def leave(self, worker_id: int) -> None:
-        """`WorkerProcess.leave`."""
-        self.handle.leave.remote(worker_id)
-
-    def let_go(self) -> None:
-        """The process is gone, or will be: gives up what it shares with this one."""
-        self.lane.close()
 
 
 class Crew:
@@ -144,6 +67,23 @@ class Crew:
         self._dead: list[Actor] = []
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []
+
+    @classmethod
+    def of(
+        cls, pool: Pool, loader: object, count: int, remote_args: dict[str, Any], *, fresh: bool, lines: bool
+    ) -> Crew:
+        """A crew of `count` actors for an iterator of `loader`: warm ones first, the rest started side by side.
+
+        Does not wait until new ones run. With `fresh` none is reused; with `lines` those on this machine are driven
+        over local sockets.
+        """
+        crew = cls(pool, pool.begin_lease(loader, remote_args), remote_args, fresh=fresh, lines=lines)
+        try:
+            crew.lend(count)
+        except BaseException:  # what Ray says of the options, a warning made an error, Ctrl-C
+            crew.release(busy=False)
+            raise
+        return crew
 
     @property
     def usable(self) -> bool:

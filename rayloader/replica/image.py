@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rayloader.replica.opening import ImageAddress, Patch, Place, address_of_buffer, libc
 from rayloader.transport.codec import Encoded
-from rayloader.transport.image import ImageAddress, Patch, Place, address_of_buffer, libc
 from rayloader.transport.mapped import Held, Mappings, Region, written_pages
 from rayloader.transport.memory import check_room
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError

@@ -16,12 +16,9 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from rayloader import skipping
-from rayloader.crew import Actor, Crew
-from rayloader.delivery.opening import Delivery, opened
-from rayloader.delivery.pinning import PinThread
-from rayloader.draws import Drawn, drawn
-from rayloader.errors import BatchTimeoutError, RayloaderError, RaySessionError, SkipLimitError
-from rayloader.messages import (
+from rayloader.driver.actor import Actor
+from rayloader.driver.crew import Crew
+from rayloader.driver.messages import (
     BatchTaken,
     Closed,
     DrawsPutOff,
@@ -35,15 +32,19 @@ from rayloader.messages import (
     Task,
     WorkerLost,
 )
+from rayloader.driver.opening import Delivery, opened
+from rayloader.driver.pace import Pace
+from rayloader.driver.pinning import PinThread
+from rayloader.driver.receiver import Receiver
+from rayloader.driver.recovery import Recovery
+from rayloader.driver.schedule import Schedule
+from rayloader.driver.tables import Tables, changes
+from rayloader.errors import BatchTimeoutError, RayloaderError, RaySessionError, SkipLimitError
 from rayloader.options import Options
-from rayloader.pace import Pace
-from rayloader.position import Position
 from rayloader.prefetch import DrawAhead
 from rayloader.protocol import CARRY
-from rayloader.receiver import Receiver
-from rayloader.recovery import Recovery
-from rayloader.schedule import Schedule
-from rayloader.tables import Tables, changes
+from rayloader.state.draws import Drawn, drawn
+from rayloader.state.position import Position
 
 logger = logging.getLogger("rayloader")
 

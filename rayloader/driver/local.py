@@ -24,16 +24,16 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import skipping
-from rayloader.checkpoint import goes_on
-from rayloader.digest import chain, digest
-from rayloader.draws import drawn
 from rayloader.errors import ReplayError, SkipLimitError
-from rayloader.local_state import Stream, generators_of
-from rayloader.position import Position
-from rayloader.random_state import RandomState, seed_all
-from rayloader.redeal import Stage
 from rayloader.samplers import Resuming, Samplers
-from rayloader.snapshot import has_state, load_state
+from rayloader.state.checkpoint import goes_on
+from rayloader.state.digest import chain, digest
+from rayloader.state.draws import drawn
+from rayloader.state.local_state import Stream, generators_of
+from rayloader.state.position import Position
+from rayloader.state.random_state import RandomState, seed_all
+from rayloader.state.redeal import Stage
+from rayloader.state.snapshot import has_state, load_state
 
 
 class LocalIterator(_SingleProcessDataLoaderIter):

@@ -10,17 +10,17 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from rayloader.channel import ActorLost, LineRefused, Message
-from rayloader.crew import Actor
-from rayloader.messages import Paced, TaskDone, WorkerExhausted
-from rayloader.pace import Pace
-from rayloader.position import Position
+from rayloader.driver.actor import Actor
+from rayloader.driver.channel import ActorLost, LineRefused, Message
+from rayloader.driver.messages import Paced, TaskDone, WorkerExhausted
+from rayloader.driver.pace import Pace
+from rayloader.driver.recovery import Recovery
+from rayloader.driver.tables import Tables, changes
+from rayloader.driver.worker_slot import Call, WorkerSlot
 from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
-from rayloader.recovery import Recovery
-from rayloader.snapshot import WorkerState
-from rayloader.tables import Tables, changes
+from rayloader.state.position import Position
+from rayloader.state.snapshot import WorkerState
 from rayloader.transport.lanes import Lent, unplaced
-from rayloader.worker_slot import Call, WorkerSlot
 
 logger = logging.getLogger("rayloader")
 

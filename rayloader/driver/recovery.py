@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 
-from rayloader.channel import ActorLost
-from rayloader.crew import Actor
-from rayloader.journal import Resumed
-from rayloader.messages import WorkerLost, WorkerReady
-from rayloader.tables import Tables, changes
-from rayloader.worker_slot import Replay, WorkerSlot
+from rayloader.driver.actor import Actor
+from rayloader.driver.channel import ActorLost
+from rayloader.driver.messages import WorkerLost, WorkerReady
+from rayloader.driver.tables import Tables, changes
+from rayloader.driver.worker_slot import Replay, WorkerSlot
+from rayloader.state.journal import Resumed
 
 logger = logging.getLogger("rayloader")
 

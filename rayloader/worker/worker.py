@@ -28,10 +28,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import session, skipping
 from rayloader.collate import stack, stack_into
-from rayloader.digest import chain, digest
 from rayloader.errors import ReplayError, ReplicaMemoryError
-from rayloader.generators import Generators, alive, noting
-from rayloader.process_state import Baseline
 from rayloader.protocol import (
     CARRY,
     ENDS,
@@ -41,11 +38,14 @@ from rayloader.protocol import (
     Setup,
     Source,
 )
-from rayloader.random_state import RandomState, Rewind, seed_all
-from rayloader.snapshot import Recorder, WorkerState, has_state, load_state
+from rayloader.replica.opening import open_image
+from rayloader.state.digest import chain, digest
+from rayloader.state.generators import Generators, alive, noting
+from rayloader.state.process_state import Baseline
+from rayloader.state.random_state import RandomState, Rewind, seed_all
+from rayloader.state.snapshot import Recorder, WorkerState, has_state, load_state
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.image import open_image
 from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
 from rayloader.transport.memory import no_collection
 from rayloader.transport.memory_file import MemoryFileError

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rayloader.journal import Journal
+from rayloader.driver.actor import Actor
 from rayloader.protocol import Setup
+from rayloader.state.journal import Journal
 from rayloader.transport.lanes import Lent
-
-if TYPE_CHECKING:
-    from rayloader.crew import Actor
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rayloader.channel import ActorLost
-from rayloader.crew import Crew
-from rayloader.delivery.opening import describe
-from rayloader.errors import RayloaderError, WorkerDiedError, add_note
-from rayloader.journal import Told
-from rayloader.messages import (
+from rayloader.driver.channel import ActorLost
+from rayloader.driver.crew import Crew
+from rayloader.driver.messages import (
     Deliver,
     DrawIndices,
     Drop,
@@ -38,9 +35,12 @@ from rayloader.messages import (
     Submit,
     Task,
 )
+from rayloader.driver.opening import describe
+from rayloader.driver.schedule import Schedule
+from rayloader.driver.worker_slot import Call, WorkerSlot
+from rayloader.errors import RayloaderError, WorkerDiedError, add_note
 from rayloader.protocol import Result
-from rayloader.schedule import Schedule
-from rayloader.worker_slot import Call, WorkerSlot
+from rayloader.state.journal import Told
 
 logger = logging.getLogger("rayloader")
 

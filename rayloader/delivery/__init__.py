@@ -1,1 +1,0 @@
-"""What happens to a batch between the schedule and the user."""

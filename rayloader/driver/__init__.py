@@ -1,0 +1,1 @@
+"""The trainer's side: what `iter()` returns, the schedule, the actors."""

@@ -1,0 +1,105 @@
+"""One actor as the driver knows it: its process, whom it is lent to, and what it shares with this process.
+
+Promise: nothing here waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from rayloader.protocol import Setup, Source, WorkerAddress
+from rayloader.replica.image import Image
+from rayloader.state.snapshot import WorkerState
+from rayloader.transport.lanes import ArenaLane
+
+Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
+
+
+class Lease:
+    """A crew's right to its actors.
+
+    Args:
+        ended: called, perhaps in a finalizer, when nobody refers to the lease any more.
+    """
+
+    __slots__ = ("__weakref__", "ref")
+
+    def __init__(self, ended: Callable[[object], object]) -> None:
+        self.ref = weakref.ref(self, ended)  # the actors have it: it outlives the lease, or nobody would be called
+
+
+class ActorState(Enum):
+    """Who an actor works for; see lifetimes.py."""
+
+    LENT = "lent"  # to the lease of a crew
+    STOPPING = "stopping"  # told to stop, not answered
+    IDLE = "idle"  # warm, free for any loader with the same options
+    GONE = "gone"  # killed, or to be forgotten with its session
+
+
+@dataclass(eq=False, slots=True)
+class Actor:
+    """One actor process; methods that take or give a `Ref` return at once."""
+
+    handle: Any
+    key: bytes  # of the user's options
+    options: dict[str, Any]  # that it was made with
+    hello: Ref  # answered with its address once it runs
+    created_at: float  # time.monotonic()
+    lease: weakref.ref[Lease] | None  # that it is lent to
+    state: ActorState = ActorState.LENT
+    address: WorkerAddress | None = None
+    started_at: float | None = None  # time.monotonic() when it was first seen to run
+    stopped: Ref = None  # answer to `stop`
+    stop_by: float = math.inf  # time.monotonic(); while it is stopping
+    keep_until: float = math.inf  # time.monotonic(); while it is not lent
+    lane: ArenaLane = field(default_factory=ArenaLane)
+    calls: int = 0  # made over a channel
+    no_line: str = ""  # why it can't be reached over one
+    hosted: tuple[str, Ref] | None = None  # the image that it holds for its node: name, answer to `host`
+
+    def has_started(self) -> bool:
+        """Whether it runs by now; notes where. Raises RayError if it never will."""
+        if self.address is None:
+            try:
+                address: Any = ray.get(self.hello, timeout=0)
+            except GetTimeoutError:
+                return False
+            self.address, self.started_at = address, time.monotonic()
+        return True
+
+    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Ref:
+        """`WorkerProcess.start`."""
+        if self.hosted is not None and self.hosted[0] != source.image.name:
+            self.hosted = None
+        return self.handle.start.remote(setup, source, state)
+
+    def host(self, image: Image, contents: Ref) -> Ref:
+        """`WorkerProcess.host`: what the others of its node open."""
+        self.hosted = image.address.name, self.handle.host.remote(image.address.name, image.address, contents)
+        return self.hosted[1]
+
+    def hosts(self, image: Image) -> bool:
+        """Whether it holds that image for its node by now."""
+        if self.hosted is not None and self.hosted[0] == image.address.name:
+            with contextlib.suppress(RayError):  # not yet, or it failed
+                return ray.get(self.hosted[1], timeout=0) is not None
+        return False
+
+    def leave(self, worker_id: int) -> None:
+        """`WorkerProcess.leave`."""
+        self.handle.leave.remote(worker_id)
+
+    def let_go(self) -> None:
+        """The process is gone, or will be: gives up what it shares with this one."""
+        self.lane.close()

@@ -1,0 +1,1 @@
+"""How the workers get the dataset."""

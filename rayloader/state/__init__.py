@@ -1,0 +1,1 @@
+"""What it takes to go on elsewhere: snapshots, journals, states."""
