@@ -6,14 +6,14 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from multinode_data import CASES, Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import HANG_LIMIT, wait_for_exit, wait_until
+from multinode_waiting import START_LIMIT, wait_for_exit, wait_until
 from rayloader import DataLoader
 
 pytestmark = pytest.mark.multinode
 
 
 def get(reference):
-    return ray.get(reference, timeout=HANG_LIMIT)
+    return ray.get(reference, timeout=START_LIMIT)
 
 
 def pids_of(origins):

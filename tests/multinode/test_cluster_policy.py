@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayloader.driver.placement
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import HANG_LIMIT, wait_until
+from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
 from rayloader.driver.crew import Crew
 from rayloader.driver.pool import get_pool
@@ -18,7 +18,6 @@ from rayloader.driver.pool import get_pool
 pytestmark = pytest.mark.multinode
 
 CPUS = 3  # of the cluster
-START_LIMIT = 120.0  # seconds for a task that starts a loader; on expiry the test fails
 # Three workers or more: torch compares their number with this machine's cores when a loader is made.
 oversubscribed = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
