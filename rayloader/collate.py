@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from rayloader._compat import collate_tensor_fn, default_collate_fn_map
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.raw import storage_over
 

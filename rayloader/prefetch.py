@@ -23,7 +23,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data.dataloader import _InfiniteConstantSampler
+
+from rayloader._compat import InfiniteConstantSampler
 
 # Bytes of batches under way, of all workers together, where the depth is automatic: three calls of batches of 5 MB from
 # each of sixteen workers, and little beside what training takes. More would only hide longer pauses of the workers.
@@ -43,7 +44,7 @@ QUIET_SAMPLERS = {
     SubsetRandomSampler,
     WeightedRandomSampler,
     DistributedSampler,
-    _InfiniteConstantSampler,
+    InfiniteConstantSampler,
 }
 
 # Whose items are what they are: looking one up twice calls nothing of the user's.

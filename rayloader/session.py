@@ -36,6 +36,7 @@ from typing import Any
 import ray
 import ray.util.client
 
+from rayloader._compat import RAY_LOGGER
 from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
 from rayloader.signals import SignalHandlers
@@ -251,7 +252,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_warning_of_signals() -> Iterator[None]:
     """Mutes Ray's warning that it sets no SIGTERM handler outside the main thread: it must not set one."""
-    logger = logging.getLogger("ray._private.worker")
+    logger = logging.getLogger(RAY_LOGGER)
 
     def keep(record: logging.LogRecord) -> bool:
         return "SIGTERM handler is not set" not in record.getMessage()

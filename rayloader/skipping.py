@@ -10,8 +10,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import _DatasetKind
-
+from rayloader._compat import DatasetKind
 from rayloader.errors import SkipLimitError
 
 logger = logging.getLogger("rayloader")
@@ -43,7 +42,7 @@ def fetch(fetcher: Any, kind: int, indices: Any, collate_fn: Callable[[Any], Any
         Exception: what collate_fn raises.
     """
     wanted = indices if fetcher.auto_collation else [indices]
-    samples = (_of_stream if kind == _DatasetKind.Iterable else _by_index)(fetcher, wanted, skipped)
+    samples = (_of_stream if kind == DatasetKind.Iterable else _by_index)(fetcher, wanted, skipped)
     if not samples:
         raise NothingLeft
     return collate_fn(samples if fetcher.auto_collation else samples[0])

@@ -21,6 +21,8 @@ import select
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rayloader._compat import on_completed
+
 NONE_YET: Any = object()
 
 
@@ -36,7 +38,7 @@ class Answers:
         """The answer to this call is to end a wait."""
         if ref not in self._answers:
             self._answers[ref] = NONE_YET
-            ref._on_completed(functools.partial(self._answered, ref))  # Ray has no public name for it
+            on_completed(ref, functools.partial(self._answered, ref))
 
     def __getitem__(self, ref: Any) -> Any:
         """The answer to a watched call, or NONE_YET."""

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
 from rayloader import skipping
+from rayloader._compat import ExceptionWrapper
 from rayloader.driver.actor import Actor
 from rayloader.driver.crew import Crew
 from rayloader.driver.messages import (
@@ -450,4 +449,7 @@ class Epoch:
         with self.tables.lock:
             head = self._schedule.head
         what = f" waiting for {self.tables.describe(head)}" if head is not None else " waiting for pinned memory"
-        return BatchTimeoutError(f"DataLoader timed out after {self._options.timeout} seconds{what}")
+        return BatchTimeoutError(
+            f"DataLoader timed out after {self._options.timeout} seconds{what}. Raise timeout if batches may take so "
+            'long; on_timeout="restart" replaces a worker that hangs'
+        )

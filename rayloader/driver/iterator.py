@@ -18,13 +18,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from rayloader import session
+from rayloader._compat import (
+    BaseIterator,
+    DatasetKind,
+    ExceptionWrapper,
+    pin_memory,
+    profiler_enabled,
+    sharding_worker_init_fn,
+)
 from rayloader.collate import changed_collate_fn_map
 from rayloader.driver.crew import Crew
 from rayloader.driver.epoch import Epoch
@@ -46,14 +51,14 @@ from rayloader.state.position import Position
 from rayloader.state.process_state import ProcessState
 from rayloader.state.redeal import Stage
 from rayloader.transport import codec
-from rayloader.transport.lanes import ARENAS_VARIABLE
+from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory import no_collection
 
 logger = logging.getLogger("rayloader")
 
 
-class EpochIterator(_BaseDataLoaderIter):
+class EpochIterator(BaseIterator):
     """Iterates over a loader's batches, as torch's iterators do.
 
     There is one for each `iter()`, or one for all with persistent workers. It is not to be pickled, and of no use in a
@@ -82,9 +87,9 @@ class EpochIterator(_BaseDataLoaderIter):
         self._worker_init_fn = loader.worker_init_fn
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._worker_init_fn = functools.partial(
-                _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
+                sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
             )
-        self._iterable = self._dataset_kind == _DatasetKind.Iterable
+        self._iterable = self._dataset_kind == DatasetKind.Iterable
         self.position = Position(Samplers(loader), int(self._base_seed), self.num_workers, iterable=self._iterable)
         self._redeal = state["redeal"] if state is not None else None
         self._saved: Any = None  # the sampler's iterator of an epoch that is to be gone on with
@@ -206,7 +211,7 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def _start_crew(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> Crew:
         pool, options = get_pool(), self._options
-        lines = options.arenas and os.environ.get(ARENAS_VARIABLE) != "0"
+        lines = options.arenas and not switched_off()
         crew = Crew.of(
             pool, loader, self._num_hosts, options.ray_remote_args, fresh=options.fresh_processes, lines=lines
         )
@@ -257,7 +262,7 @@ class EpochIterator(_BaseDataLoaderIter):
             raise
 
     def __next__(self) -> Any:
-        if torch._C._autograd._profiler_enabled() or self._IterableDataset_len_called is not None:
+        if profiler_enabled() or self._IterableDataset_len_called is not None:
             data = super().__next__()
         else:  # spares what torch does for its profiler, as much as a small batch's whole way here
             data = self._next_data()

@@ -17,13 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data._utils.worker import _generate_state
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import skipping
+from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.samplers import Resuming, Samplers
 from rayloader.state.checkpoint import goes_on
@@ -36,7 +34,7 @@ from rayloader.state.redeal import Stage
 from rayloader.state.snapshot import has_state, load_state
 
 
-class LocalIterator(_SingleProcessDataLoaderIter):
+class LocalIterator(SingleProcessIterator):
     """Iterates over a loader's batches in this process.
 
     Args:
@@ -46,15 +44,15 @@ class LocalIterator(_SingleProcessDataLoaderIter):
 
     def __init__(self, loader: Any, state: dict[str, Any] | None) -> None:
         saved, _ = goes_on(loader, state, 0)
-        self._iterable = loader._dataset_kind == _DatasetKind.Iterable
+        self._iterable = loader._dataset_kind == DatasetKind.Iterable
         self.position = position = Position(Samplers(loader), 0, 0, iterable=self._iterable)
         if saved is None:
             position.begins(False)
         # The class between has a constructor that makes the dataset's iterator: what must be known then is not yet.
-        _BaseDataLoaderIter.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
+        BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
         if self._timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+            raise AssertionError("SingleProcessIterator requires timeout == 0")
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             apply_sharding(self._dataset, self._world_size, self._rank)
         self._generators = generators_of(loader) if self._iterable or saved is not None else []
@@ -88,7 +86,7 @@ class LocalIterator(_SingleProcessDataLoaderIter):
     def _iterate(self, stream: Stream) -> None:
         """Has the dataset make its iterator."""
         with self._seeded_as_worker():
-            self._dataset_fetcher = _DatasetKind.create_fetcher(
+            self._dataset_fetcher = DatasetKind.create_fetcher(
                 self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
             )
         if self._iterable and has_state(self._dataset_fetcher.dataset_iter):
@@ -233,7 +231,7 @@ class LocalIterator(_SingleProcessDataLoaderIter):
         before = RandomState.capture([])
         random.seed(self.position.base_seed)
         torch.manual_seed(self.position.base_seed)
-        np.random.seed(_generate_state(self.position.base_seed, 0))
+        np.random.seed(numpy_seed(self.position.base_seed, 0))
         try:
             yield
         finally:

@@ -6,9 +6,8 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
 from rayloader import skipping
+from rayloader._compat import ExceptionWrapper
 from rayloader.driver.messages import Task
 from rayloader.protocol import Result, ResultKind, WorkerAddress
 from rayloader.transport.lanes import from_wire

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from rayloader import session
+from rayloader._compat import may_autoscale
 from rayloader.errors import WorkerStartError
 
 logger = logging.getLogger("rayloader")
@@ -55,7 +56,7 @@ class Placement:
             wanted: how many workers this process has, including these.
         """
         # Ray has no public answer to this one question: would more nodes start if they were asked for?
-        self._autoscaling = ray._private.state.state.get_max_resources_from_cluster_config() is not None
+        self._autoscaling = may_autoscale(ray)
         options: dict[str, Any] = {"scheduling_strategy": "DEFAULT", "enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
             options["num_cpus"] = self._cpus_per_worker(count, wanted)
@@ -141,8 +142,8 @@ class Placement:
     @property
     def limit(self) -> float:
         """How long an actor may wait for its place, in seconds."""
-        text = os.environ.get(START_TIMEOUT_VARIABLE)
-        if text is None:
+        text = os.environ.get(START_TIMEOUT_VARIABLE, "")
+        if not text:
             return AUTOSCALING_START_TIMEOUT_S if self._autoscaling else START_TIMEOUT_S
         try:
             limit = float(text)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayloader._compat import no_torch_function
 from rayloader.transport import plain
 from rayloader.transport.codec import Encoded
 from rayloader.transport.raw import memory
@@ -65,7 +66,7 @@ class _Walk:
         if isinstance(obj, (bytes, bytearray)):
             return zlib.crc32(_sample(obj), before)
         if isinstance(obj, torch.Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 return _tensor(obj, before)
         if isinstance(obj, (np.ndarray, np.generic)):
             return self._array(np.asarray(obj), before, depth)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data._utils.collate import default_collate_fn_map
+
+from rayloader._compat import default_collate_fn_map
 
 
 @dataclass(frozen=True, slots=True)

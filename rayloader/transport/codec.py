@@ -39,8 +39,8 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 from torch.multiprocessing import reductions
-from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 
+from rayloader._compat import DataPipeWrapper, no_torch_function, rebuild_from_type, state_of_subclass
 from rayloader.state import generators
 from rayloader.transport import bulk, classes, plain
 from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
@@ -291,7 +291,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
-        if self.mapped is not None and issubclass(kind, _DataPipeSerializationWrapper):
+        if self.mapped is not None and issubclass(kind, DataPipeWrapper):
             return kind, (obj._datapipe,)  # its own way is plain pickle's, which leaves what __main__ has to __main__
         if self.mapped is not None and issubclass(kind, generators.KINDS):
             return generators.reduce_generator(obj, self._reduced)
@@ -335,10 +335,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         own_pickling = kind.__reduce_ex__ is not Tensor.__reduce_ex__
         if own_pickling or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             if (place := self._place(tensor)) is None:
                 return NotImplemented
-            return _tensor, (*place, kind), torch._utils._get_obj_state(tensor), None, None, _set_state
+            return _tensor, (*place, kind), state_of_subclass(tensor), None, None, _set_state
 
     def _place(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """The arguments of `_tensor`, or None if `tensor` is not just a strided view of CPU memory."""
@@ -411,7 +411,7 @@ def _tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad: boo
     if kind is not Tensor:
         tensor = tensor.as_subclass(kind)
     if grad:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             tensor.requires_grad_()
     return tensor
 
@@ -421,7 +421,7 @@ def _carried(obj: Any) -> Any:
 
 
 def _set_state(tensor: Tensor, state: object) -> None:
-    torch._tensor._rebuild_from_type_v2(lambda: tensor, type(tensor), (), state)
+    rebuild_from_type(lambda: tensor, type(tensor), (), state)
 
 
 def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:

@@ -11,6 +11,7 @@ actor's arena; no wait ever depends on room in it.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from collections.abc import Sequence
 from pickle import PickleBuffer
@@ -36,6 +37,18 @@ SPOILED_BYTES = 1 << 28
 # buffer is a `Place` in a slot of its own; or the size of a small one, side by side in their slot; or the bytes
 # themselves.
 Wire = tuple[bytes, list[Any], list[Any], Slot | None]
+
+
+def switched_off() -> bool:
+    """Whether the environment switches arenas off.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    text = os.environ.get(ARENAS_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{ARENAS_VARIABLE} must be 0 or 1, got {text!r}; leave it out for 1")
+    return text == "0"
 
 
 class Room(NamedTuple):

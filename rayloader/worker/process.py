@@ -20,9 +20,9 @@ from collections import deque
 from typing import Any
 
 import ray
-import torch.utils.data._utils.worker as torch_worker
 
 from rayloader import session
+from rayloader._compat import set_worker_info
 from rayloader.protocol import (
     Answer,
     Down,
@@ -243,7 +243,7 @@ class WorkerProcess:
         self._hang_up()
         self._hosted.clear()
         self._at_work = None
-        torch_worker._worker_info = None
+        set_worker_info(None)
         self._baseline.restore()
         gc.collect()
 

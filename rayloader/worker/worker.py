@@ -19,14 +19,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 import torch
-import torch.utils.data._utils.worker as torch_worker
 from ray.exceptions import RayError
-from torch._utils import ExceptionWrapper
-from torch.utils.data import IterDataPipe, _DatasetKind
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import session, skipping
+from rayloader._compat import (
+    DatasetKind,
+    ExceptionWrapper,
+    default_collate_fn_map,
+    numpy_seed,
+    set_worker_info,
+    torch_worker,
+)
 from rayloader.collate import stack, stack_into
 from rayloader.errors import ReplayError, ReplicaMemoryError
 from rayloader.protocol import (
@@ -221,7 +226,7 @@ class Worker:
         """This worker is to work again."""
         assert self._parked is not None
         self._parked.restore([])
-        torch_worker._worker_info = self._worker_info
+        set_worker_info(self._worker_info)
 
     def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
         """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again.
@@ -360,7 +365,7 @@ class Worker:
 
     @property
     def _is_iterable(self) -> bool:
-        return self._setup.dataset_kind == _DatasetKind.Iterable
+        return self._setup.dataset_kind == DatasetKind.Iterable
 
     @property
     def _iterator(self) -> Any:
@@ -381,11 +386,12 @@ class Worker:
         torch.set_num_threads(1)
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(torch_worker._generate_state(setup.base_seed, setup.worker_id))
+        np.random.seed(numpy_seed(setup.base_seed, setup.worker_id))
         self._shuffle_datapipe(setup.shared_seed)
-        torch_worker._worker_info = self._worker_info = torch_worker.WorkerInfo(
+        self._worker_info = torch_worker.WorkerInfo(
             id=setup.worker_id, num_workers=setup.num_workers, seed=seed, dataset=self._dataset
         )
+        set_worker_info(self._worker_info)
 
     def _shuffle_datapipe(self, shared_seed: int | None) -> None:
         if isinstance(self._dataset, IterDataPipe):
@@ -398,7 +404,7 @@ class Worker:
         setup = self._setup
         if self._is_iterable:
             self._recorder.iterator_begins()
-        self._fetcher = _DatasetKind.create_fetcher(
+        self._fetcher = DatasetKind.create_fetcher(
             setup.dataset_kind, self._dataset, setup.auto_collation, self._collate_fn, setup.drop_last
         )
 

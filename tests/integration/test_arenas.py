@@ -754,3 +754,9 @@ def test_breaking_off_while_pinning():
             assert torch.equal(batch, expected(number))
             if number == 7:
                 break
+
+
+def test_what_the_environment_says_is_checked(monkeypatch):
+    monkeypatch.setenv(lanes.ARENAS_VARIABLE, "false")
+    with pytest.raises(ValueError, match="RAYLOADER_ARENAS must be 0 or 1, got 'false'"):
+        iter(batches_of(4))

@@ -120,6 +120,34 @@ def test_no_imports_go_in_circles() -> None:
     assert not waiting
 
 
+def private_names(source: str) -> set[str]:
+    """Private modules, and private names of modules, of the packages that rayloader is built on."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names = {ast.unparse(node)}
+        else:
+            continue
+        found |= {name for name in names if re.match(r"(torch|ray|cloudpickle)\..*?\b_(?!_)", name)}
+    return found
+
+
+@pytest.mark.parametrize(
+    "source", ["from torch import _utils", "import ray._private", "x = torch._C.f()", "from torch._utils import f"]
+)
+def test_every_private_name_is_seen(source: str) -> None:
+    assert private_names(source)
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_private_names_of_others_are_in_one_file(path: str) -> None:
+    assert bool(private_names((ROOT / path).read_text())) == (path == "rayloader/_compat.py")
+
+
 @pytest.mark.parametrize("path", SOURCES)
 def test_only_the_files_that_know_ray_import_it(path: str) -> None:
     if path not in MAY_IMPORT_RAY:

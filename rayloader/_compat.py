@@ -1,0 +1,64 @@
+"""Every private name of torch and Ray that rayloader uses: where to look when a new version of one of them differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
+from torch._utils import ExceptionWrapper
+from torch._utils import _get_obj_state as state_of_subclass
+from torch.utils.data import _DatasetKind as DatasetKind
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data._utils.worker import _generate_state as numpy_seed
+from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseIterator
+from torch.utils.data.dataloader import _InfiniteConstantSampler as InfiniteConstantSampler
+from torch.utils.data.dataloader import _sharding_worker_init_fn as sharding_worker_init_fn
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SingleProcessIterator
+from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper as DataPipeWrapper
+
+__all__ = [
+    "RAY_LOGGER",
+    "BaseIterator",
+    "DataPipeWrapper",
+    "DatasetKind",
+    "ExceptionWrapper",
+    "InfiniteConstantSampler",
+    "SingleProcessIterator",
+    "collate_tensor_fn",
+    "default_collate_fn_map",
+    "may_autoscale",
+    "no_torch_function",
+    "numpy_seed",
+    "on_completed",
+    "pin_memory",
+    "profiler_enabled",
+    "rebuild_from_type",
+    "set_worker_info",
+    "sharding_worker_init_fn",
+    "state_of_subclass",
+    "torch_worker",
+]
+
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+RAY_LOGGER = "ray._private.worker"
+
+
+def set_worker_info(info: Any) -> None:
+    """What `get_worker_info()` gives in this process."""
+    torch_worker._worker_info = info
+
+
+def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
+    """Has a thread of Ray's call this with the answer of a call, or with Ray's error."""
+    ref._on_completed(callback)
+
+
+def may_autoscale(ray: ModuleType) -> bool:
+    """Whether the cluster that Ray is connected to has an autoscaler."""
+    return ray._private.state.state.get_max_resources_from_cluster_config() is not None
