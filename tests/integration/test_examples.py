@@ -124,7 +124,7 @@ def test_what_sigkill_ended_goes_on_in_another_process(
 
     capsys.readouterr()
     train_here(tmp_path, 2, 20)
-    assert capsys.readouterr().out.startswith("going on after batch 60, ")
+    assert capsys.readouterr().out.startswith("continuing after batch 60, ")
     assert (tmp_path / "batches.log").read_text().splitlines() == whole_log
 
 

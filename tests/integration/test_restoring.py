@@ -301,7 +301,7 @@ def samples(monkeypatch):
         return index
 
     for module in ("epoch", "receiver", "recovery"):
-        monkeypatch.setattr(f"rayloader.{module}.time", Clock)
+        monkeypatch.setattr(f"rayloader.driver.{module}.time", Clock)
     return sample
 
 
