@@ -19,6 +19,7 @@ import collections
 import contextlib
 import functools
 import gc
+import itertools
 import random
 import sys
 import types
@@ -197,11 +198,11 @@ class Generators:
         unknown = {id(engine(generator)) for generator in alive()} - others - seen
         known = len(followed)
         if unknown:
-            reached: dict[int, tuple[list[Path], Any]] = {}
-            for path, generator in _walk(self._roots()):
-                if id(engine(generator)) in unknown:
-                    reached.setdefault(id(generator), ([], generator))[0].append(path)
-            followed += [(tuple(paths), generator, new_last) for paths, generator in reached.values()]
+            # The modules take much longer, and mostly hold none.
+            reached = self._reached(unknown, self._replica_roots())
+            if {id(engine(generator)) for _, generator in reached} != unknown:
+                reached = self._reached(unknown, itertools.chain(self._replica_roots(), self._module_roots()))
+            followed += [(paths, generator, new_last) for paths, generator in reached]
         self.settled = len(followed) == known
         self._later = followed
         return tuple(
@@ -234,9 +235,19 @@ class Generators:
                 ) from error
             self._later.append((paths, generator, lasting))
 
-    def _roots(self) -> Iterator[tuple[_Node, Any]]:
+    def _reached(self, wanted: set[int], roots: Iterable[tuple[_Node, Any]]) -> list[tuple[tuple[Path, ...], Any]]:
+        """Those of the wanted generators that are reached from some objects, with the paths to each."""
+        reached: dict[int, tuple[list[Path], Any]] = {}
+        for path, generator in _walk(roots):
+            if id(engine(generator)) in wanted:
+                reached.setdefault(id(generator), ([], generator))[0].append(path)
+        return [(tuple(paths), generator) for paths, generator in reached.values()]
+
+    def _replica_roots(self) -> Iterator[tuple[_Node, Any]]:
         for name, obj in self._replica.items():
             yield (None, ("root", name)), obj
+
+    def _module_roots(self) -> Iterator[tuple[_Node, Any]]:
         for name, module in list(sys.modules.items()):
             if isinstance(module, types.ModuleType) and name != __name__:
                 node = (None, ("module", name))
