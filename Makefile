@@ -7,12 +7,11 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 
-# Two pytest processes run side by side, for a Ray that starts or ends leaves cores idle. Each has a Ray of its own,
-# whose start costs much: folders share a process where one has not enough to do for itself.
-ALONE := tests/integration tests/multinode
+# Two processes run side by side, for a Ray that starts or ends leaves cores idle; what takes longest begins first. Each
+# has a Ray of its own, whose start costs much: folders share a process where one has not enough to do for itself.
+ALONE := tests/integration tests/multinode tests/unit
 FOLDERS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))
-TOGETHER := tests/unit tests/faults
-TOGETHER += $(filter-out $(ALONE) $(TOGETHER),$(FOLDERS))
+TOGETHER := $(filter-out $(ALONE),$(FOLDERS))
 PYTEST := $(PY) -m pytest $(SELECTED)
 
 .DEFAULT_GOAL := help
@@ -27,11 +26,11 @@ help: ## list the targets
 demo: $(READY) ## train on real images with two Ray workers and check the batches against torch's
 	@$(PY) examples/digits.py
 
-test: lint types ## lint, types, tests (sampled where a full run takes long) and bench-check; what CI runs
+test: lint ## lint, types, tests (sampled where a full run takes long) and bench-check; what CI runs
 	$(call run_tests,-m 'not full')
 	@$(PY) benchmarks/check.py
 
-test-full: lint types ## the same with every test
+test-full: lint ## the same with every test
 	$(call run_tests,)
 	@$(PY) benchmarks/check.py
 
@@ -65,7 +64,8 @@ clean: ## remove build output and caches; keeps .venv
 # The output of a process comes in one piece when its tests have ended. All run whatever the first ones say, so that one
 # run shows every failure.
 define run_tests
-@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(ALONE) together \
+@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
+	tests/integration tests/multinode together tests/unit types \
 	SIDE_BY_SIDE=1 SELECTED="$(1)"
 endef
 
