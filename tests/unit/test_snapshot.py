@@ -1,0 +1,96 @@
+"""What a snapshot tells, when it is due, and what it is restored to."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rayloader import ReplayError
+from rayloader.state.generators import Generators
+from rayloader.state.random_state import RandomState
+from rayloader.state.snapshot import SHARE, Recorder, WorkerState
+
+
+class Counts:
+    """Tells its own state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self):
+        if self.count < 0:
+            raise ValueError("no state")
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def recorder(dataset=None, *generators: random.Random) -> Recorder:
+    return Recorder(dataset, Generators({"dataset": dataset}, list(generators)), RandomState.capture([]))
+
+
+def test_only_what_has_changed_is_told():
+    dataset = Counts()
+    told = recorder(dataset)
+    first, second = told.snapshot(None, tasks=1), told.snapshot(None, tasks=2)
+    assert first.dataset is not None
+    assert (second.dataset, second.tasks) == (None, 2)
+    dataset.count = 5
+    assert told.snapshot(None).dataset not in (None, first.dataset)
+
+
+def test_a_snapshot_over_the_one_before_is_whole():
+    dataset, own = Counts(), random.Random(1)
+    told = recorder(dataset, own)
+    whole = told.snapshot(None)
+    own.random()
+    whole = told.snapshot(None, tasks=3).over(whole)
+    assert (whole.dataset is not None, whole.tasks) == (True, 3)
+    after = own.random()
+    recorder(dataset, own).restore(whole.random)
+    assert own.random() == after
+
+
+def test_what_may_not_have_been_heard_is_told_again():
+    told = recorder(Counts())
+    told.snapshot(None)
+    told.forget()
+    assert told.snapshot(None).dataset is not None
+
+
+def test_a_dataset_that_cannot_tell_its_state_is_told_of():
+    dataset = Counts()
+    dataset.count = -1
+    assert "ValueError: no state" in recorder(dataset).snapshot(None).error
+
+
+def test_the_next_one_is_due_when_it_costs_its_share_of_the_work():
+    told = recorder(Counts())
+    assert told.is_due
+    told.snapshot(None)
+    cost = told._cost
+    told.worked(0.9 * cost / SHARE)
+    assert not told.is_due
+    told.worked(0.2 * cost / SHARE)
+    assert told.is_due
+
+
+def test_a_dataset_with_other_generators_is_refused():
+    state = recorder(None, random.Random(1)).snapshot(None)
+    with pytest.raises(ReplayError, match="1 random generators, this one has 2"):
+        recorder(None, random.Random(1), random.Random(2)).restore(state.random)
+
+
+@pytest.mark.parametrize(
+    ("state", "proven"),
+    [
+        (WorkerState(), True),
+        (WorkerState(dataset=b"x"), False),
+        (WorkerState(iterator=b"x"), False),
+        (WorkerState(exhausted=True), False),
+    ],
+)
+def test_what_must_be_proven(state, proven):
+    assert state.is_to_be_proven is proven
