@@ -30,6 +30,7 @@ __all__ = [
     "InfiniteConstantSampler",
     "SingleProcessIterator",
     "collate_tensor_fn",
+    "connection_of",
     "default_collate_fn_map",
     "may_autoscale",
     "no_torch_function",
@@ -57,6 +58,12 @@ def set_worker_info(info: Any) -> None:
 def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
     """Has a thread of Ray's call this with the answer of a call, or with Ray's error."""
     ref._on_completed(callback)
+
+
+def connection_of(ray: ModuleType) -> Any:
+    """An object that stands for this process's connection to a cluster, and goes with it; None if there is none."""
+    worker = ray._private.worker.global_worker
+    return worker.node if worker.connected else None
 
 
 def may_autoscale(ray: ModuleType) -> bool:

@@ -30,13 +30,14 @@ import logging
 import os
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import ray
 import ray.util.client
 
-from rayloader._compat import RAY_LOGGER
+from rayloader._compat import RAY_LOGGER, connection_of
 from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
 from rayloader.signals import SignalHandlers
@@ -59,6 +60,7 @@ START_TICK_S = 1.0
 # Session and job; unique over time and clusters.
 SessionName = tuple[str, str]
 
+_connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
 _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first need of a Ray until that Ray is shut down
 _forked = False  # whether this process was forked from one that was connected to Ray
@@ -67,10 +69,18 @@ _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread 
 
 def current() -> SessionName | None:
     """The session that this process is connected to; None if it is not."""
+    global _connected
+    connection = connection_of(ray)
+    connected = _connected
+    if connection is not None and connected is not None and connected[0]() is connection:
+        return connected[1]  # asked for with each batch: what follows takes Ray several microseconds
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    return context.get_session_name(), context.get_job_id()
+    session = context.get_session_name(), context.get_job_id()
+    if connection is not None:
+        _connected = weakref.ref(connection), session
+    return session
 
 
 def ensure() -> SessionName:
