@@ -291,6 +291,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
+        if kind is io.TextIOWrapper and obj is not sys.stdout and obj is not sys.stderr:
+            # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.
+            raise TypeError(f"cannot pickle {kind.__name__!r} object: an open file")
         if self.mapped is not None and issubclass(kind, DataPipeWrapper):
             return kind, (obj._datapipe,)  # its own way is plain pickle's, which leaves what __main__ has to __main__
         if self.mapped is not None and issubclass(kind, generators.KINDS):
