@@ -146,8 +146,8 @@ def checked_num_workers(num_workers: Any) -> int:
 def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
     if prefetch_factor is None:
         raise TypeError(
-            f"prefetch_factor must be a whole number where num_workers={num_workers}, got None: the loader "
-            "was made with num_workers=0; set its prefetch_factor too, or make it with num_workers"
+            f"prefetch_factor must be a whole number where num_workers={num_workers}, got None: None means automatic "
+            "depth only where a loader is made with workers; set its prefetch_factor too, or make it with num_workers"
         )
     number = _as_index(prefetch_factor)
     if number is None:

@@ -159,7 +159,7 @@ def test_a_state_says_how_many_workers_the_epoch_has_whatever_num_workers_was_se
 def test_num_workers_that_cannot_be_are_refused_by_iter():
     loader = DataLoader(NUMBERS)
     loader.num_workers = 2
-    with pytest.raises(TypeError, match=r"prefetch_factor .* got None: the loader was made with num_workers=0"):
+    with pytest.raises(TypeError, match=r"prefetch_factor .* got None: None means automatic depth only"):
         iter(loader)
     for value in (-1, 1.5, "2"):
         loader = DataLoader(NUMBERS, num_workers=1)
