@@ -52,8 +52,11 @@ class Pace:
     def saw(self, seconds: float, nbytes: int) -> bool:
         """Takes in what a task took, and the bytes of its batch; whether `places` or `ahead` changed."""
         self._turn.append((seconds, nbytes))
-        if len(self._turn) < self._tasks_per_turn:
+        grown = nbytes * TURNS_UNDER_WAY * self._tasks_per_turn > 2 * self.worker_bytes  # so many would be too much
+        if len(self._turn) < self._tasks_per_turn and not grown:
             return False
+        if grown:
+            self._nbytes = max(nbytes, self._nbytes)
         self._seconds.append(sum(seconds for seconds, _ in self._turn) / len(self._turn))
         self._nbytes = max(sum(nbytes for _, nbytes in self._turn) / len(self._turn), 0.9 * self._nbytes)
         self._turn.clear()
@@ -61,7 +64,7 @@ class Pace:
         fitting = self.worker_bytes / max(self._nbytes, 1.0)  # batches
         # At most twice as many as now: one quick turn is no proof. A small change is not worth one.
         wanted = min(TURN_SECONDS / max(usual, 1e-9), fitting / TURNS_UNDER_WAY)
-        tasks = max(1, min(int(wanted), 2 * self._tasks_per_turn, MAX_TASKS_PER_TURN))
+        tasks = max(1, int(min(wanted, 2 * self._tasks_per_turn, MAX_TASKS_PER_TURN)))
         if abs(tasks - self._tasks_per_turn) * 4 > self._tasks_per_turn:
             self._tasks_per_turn = tasks
         return self._set(fitting)

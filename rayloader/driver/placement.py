@@ -131,12 +131,17 @@ class Placement:
         total, free = ray.cluster_resources(), ray.available_resources()
         interesting = [name for name in total if not name.startswith(("node:", "object_store"))]
         free_text = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in sorted(interesting))
+        remedies = ["lower num_workers", "ask in ray_remote_args for what the nodes have"]
+        if options.get("num_cpus"):
+            remedies[1:] = [
+                "leave CPUs free for the workers (training may hold them all)",
+                'ask for less with ray_remote_args={"num_cpus": 0}',
+            ]
         return WorkerStartError(
             f"{number} of {of} DataLoader workers found no place in the Ray cluster within {self.limit:g} s. "
-            f"Each asks for {_in_words(options)}; free now: {free_text}. "
-            f"Lower num_workers, leave CPUs free for the workers (training may hold them all), ask for less with "
-            f'ray_remote_args={{"num_cpus": 0}}, or, if nodes are still starting, raise the environment variable '
-            f"{START_TIMEOUT_VARIABLE} (seconds)"
+            f"Each asks for {_in_words(options)}; free now: {free_text}. Remedies: {'; '.join(remedies)}; if nodes or "
+            f"processes are still starting, raise the environment variable {START_TIMEOUT_VARIABLE} (seconds). If "
+            "there is room for all, Ray's log says why a process did not start"
         )
 
     @property
@@ -150,7 +155,9 @@ class Placement:
         except ValueError:
             limit = -1.0
         if not limit >= 0:
-            raise ValueError(f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}")
+            raise ValueError(
+                f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}; leave it out for the default"
+            )
         return limit
 
 

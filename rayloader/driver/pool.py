@@ -31,7 +31,7 @@ from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.janitor import Janitor
 from rayloader.driver.lifetimes import Lifetimes
 from rayloader.driver.placement import Placement, Verdict
-from rayloader.errors import RaySessionError, WorkerStartError
+from rayloader.errors import RaySessionError, WorkerStartError, add_note
 from rayloader.replica.image import Image
 from rayloader.transport.codec import Encoded
 from rayloader.transport.mapped import Mappings
@@ -228,9 +228,12 @@ class Pool:
         probe = self._probe.address if self._probe is not None else None
         actors = []
         for _ in range(count):
-            handle = _remote_worker.options(
-                **options
-            ).remote()  # Ray ends it if an interrupt comes before the next line
+            try:
+                # Ray ends it if an interrupt comes before it is noted below.
+                handle = _remote_worker.options(**options).remote()
+            except Exception as error:  # whatever Ray says of the user's options
+                add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
+                raise
             actor = Actor(handle, key, options, handle.hello.remote(probe), time.monotonic(), lease.ref)
             self._lifetimes.actors.append(actor)
             actors.append(actor)

@@ -62,9 +62,10 @@ class MemoryFile:
         MemoryFileError: this system has no memory files, or no room for one.
     """
 
+    fd: int = -1  # for `close` too, where an interrupt came before the constructor's first line
+
     def __init__(self, kind: str, nbytes: int) -> None:
         name = f"rayloader-{kind}-{secrets.token_hex(16)}"
-        self.fd = -1
         try:
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, nbytes)

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from rayloader.transport import arena as module
 from rayloader.transport import codec
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
+from rayloader.transport.memory_file import MemoryFile
 from rayloader.transport.slots import CHUNK, COLD_AFTER, PAGE
 
 ROOT = Path(__file__).parents[2]
@@ -929,3 +930,7 @@ def test_without_room_there_is_none_and_it_is_known():
     assert pair.writer.full
     del held
     assert pair.empty
+
+
+def test_a_memory_file_whose_constructor_was_interrupted_at_once_is_dropped_without_an_error():
+    MemoryFile.__new__(MemoryFile, "arena", 1).close()

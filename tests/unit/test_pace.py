@@ -60,3 +60,11 @@ def test_slower_tasks_make_it_shallower():
     pace = Pace(math.inf)
     settle(pace, TURN_SECONDS / 50)
     assert settle(pace, 1.0) == 0
+
+
+def test_batches_that_grow_make_it_shallower_at_once():
+    pace = Pace(1 << 20)
+    deep = settle(pace, 1e-6, nbytes=64)
+    assert deep == TURNS_UNDER_WAY * MAX_TASKS_PER_TURN
+    assert pace.saw(1e-6, 1 << 18)
+    assert pace.places <= 4
