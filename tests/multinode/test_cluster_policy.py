@@ -184,9 +184,8 @@ def test_workers_without_a_place_are_an_error_that_explains(remote_args, asked, 
     assert text.startswith("2 of 2 DataLoader workers found no place in the Ray cluster within 2 s. Each asks for ")
     assert asked in text
     assert "free now: CPU 3 of 3, away 4 of 4, here 4 of 4," in text
-    for remedy in ("num_workers", "ray_remote_args", "RAYLOADER_START_TIMEOUT"):
+    for remedy in ("num_workers", 'ray_remote_args={"num_cpus": 0}', "RAYLOADER_START_TIMEOUT"):
         assert remedy in text
-    assert ('ray_remote_args={"num_cpus": 0}' in text) == ("CPU" in asked)
 
 
 def training_on_all_cpus():
