@@ -464,7 +464,9 @@ def test_a_timeout_names_batch_and_worker_and_iteration_may_go_on(tmp_path):
     with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 2 seconds\b") as caught:
         next(iterator)
     assert type(caught.value) is rayloader.BatchTimeoutError
-    assert re.search(r"batch 2 from worker 0 \(pid \d+ on \S+, node \w+\), indices 2\. Raise timeout if", str(caught.value))
+    assert re.search(
+        r"batch 2 from worker 0 \(pid \d+ on \S+, node \w+\), indices 2\. Raise timeout if", str(caught.value)
+    )
     gate.open()
     assert list(iterator) == [2, 3, 4, 5]
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rayloader import ReplayError
-from rayloader.state.generators import Generators
+from rayloader.state.generators import Generators, alive
 from rayloader.state.random_state import RandomState
 from rayloader.state.snapshot import SHARE, Recorder, WorkerState
 
@@ -28,7 +28,8 @@ class Counts:
 
 
 def recorder(dataset=None, *generators: random.Random) -> Recorder:
-    return Recorder(dataset, Generators({"dataset": dataset}, list(generators)), RandomState.capture([]))
+    found = Generators({"dataset": dataset}, list(generators), alive())  # other tests have left some in this process
+    return Recorder(dataset, found, RandomState.capture([]))
 
 
 def test_only_what_has_changed_is_told():
