@@ -45,7 +45,7 @@ class EpochPlan:
         return MAX_PLACES if self.elastic and self.carries_over else 0
 
 
-def plan(
+def plan_epoch(
     options: Options,
     *,
     lives: bool,

@@ -33,7 +33,7 @@ from rayloader._compat import (
 from rayloader.collate import changed_collate_fn_map
 from rayloader.driver.crew import Crew
 from rayloader.driver.epoch import Epoch
-from rayloader.driver.epoch_plan import Begin, EpochPlan, plan
+from rayloader.driver.epoch_plan import Begin, EpochPlan, plan_epoch
 from rayloader.driver.opening import Delivery
 from rayloader.driver.pace import Pace
 from rayloader.driver.pool import Pool, get_pool
@@ -128,7 +128,7 @@ class EpochIterator(BaseIterator):
         lives = self._crew is not None and self._crew.usable
         if not lives and not first_iter:
             self.position.restarts()
-        epoch_plan = plan(
+        plan = plan_epoch(
             self._options,
             lives=lives,
             saved=self._saved is not None,
@@ -139,8 +139,8 @@ class EpochIterator(BaseIterator):
             may_draw_ahead=lambda goes_on: may_draw_ahead(self._index_sampler, resumed=goes_on),
         )
         if self._epoch is not None:
-            self._epoch.close(resuming=lives and epoch_plan.carries_over)
-        return epoch_plan
+            self._epoch.close(resuming=lives and plan.carries_over)
+        return plan
 
     def _begin_epoch(self, loader: TorchDataLoader[Any], first_iter: bool, plan: EpochPlan) -> None:
         """A new epoch, drawn by a new iterator of the sampler's."""

@@ -44,8 +44,10 @@ class Recovery:
         for slot in slots:
             slot.drop_calls()
             blameless = at_work not in (None, slot)
-            lost = WorkerLost(slot.worker_id, cause, suspect, admitted) if not blameless else None
-            self.tables.handle(lost or WorkerLost(slot.worker_id, cause, blameless=True))
+            if blameless:
+                self.tables.handle(WorkerLost(slot.worker_id, cause, blameless=True))
+            else:
+                self.tables.handle(WorkerLost(slot.worker_id, cause, suspect, admitted))
 
     @changes
     def have_moved(self, slots: list[WorkerSlot]) -> None:

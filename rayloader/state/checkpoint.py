@@ -16,7 +16,7 @@ from rayloader.errors import StateError
 from rayloader.samplers import RANK, Moment, Samplers
 from rayloader.state import local_state, redeal
 from rayloader.state.local_state import pack_object, unpack_object
-from rayloader.state.position import Checksums, Position, pack_new_worker
+from rayloader.state.position import Checksums, Position, pack_worker
 from rayloader.state.snapshot import WorkerState
 
 FORMAT, VERSION = "rayloader", 3
@@ -116,7 +116,7 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     is_map = state["fits"]["dataset_kind"] == "map"
     if loader.seeding == "batch" and is_map and not any(worker["remembers"] for worker in position["workers"]):
         new = WorkerState(epoch=position["epoch"]) if position["epoch"] and not position["finished"] else None
-        workers: list[Any] = [pack_new_worker(new) for _ in range(num_workers)]
+        workers: list[Any] = [pack_worker(new) for _ in range(num_workers)]
         return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
     return (None, num_workers) if position["finished"] else (position, state["num_workers"])
 

@@ -259,13 +259,13 @@ class Position:
             "stages": [stage.taken for stage in self.stages],
             "stream": None if self.stream is None else self.stream.pack(),
             "workers": [
-                {
-                    **pack_new_worker(journal.base),
-                    "replay": [[told.task_id, told.digest] for told in journal.replay],
+                pack_worker(
+                    journal.base,
+                    journal.replay,
                     # Streams are read again from the epoch's start, and compared as a whole.
-                    "before": None if self.iterable or journal.before is None else _pack_before(journal.before),
-                    "remembers": journal.remembers,
-                }
+                    None if self.iterable else journal.before,
+                    remembers=journal.remembers,
+                )
                 for journal in self.journals
             ],
         }  # fmt: skip
@@ -300,7 +300,7 @@ class Position:
         for journal, worker in zip(self.journals, packed["workers"], strict=True):
             # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
             replay = [Told(t, encoded, digest) for t, digest in worker["replay"] if (encoded := told[t])]
-            base = _unpack_worker(worker["state"])
+            base = _unpack_state(worker["state"])
             if base is not None:  # what it is given from now on comes after what it has built, whatever its number
                 base = base._replace(last_task=min(base.last_task, self.next_task - 1))
             journal.starts_at(base, replay)
@@ -345,12 +345,19 @@ class Position:
         return iterator
 
 
-def pack_new_worker(state: WorkerState | None) -> dict[str, Any]:
-    """A worker that has built nothing since this snapshot, as part of a position."""
-    return {"state": _pack_worker(state), "replay": [], "before": None, "remembers": False}
+def pack_worker(
+    base: WorkerState | None, replay: Iterable[Told] = (), before: Before | None = None, *, remembers: bool = False
+) -> dict[str, Any]:
+    """Where a worker is, as part of a position; see `Journal` for what these are."""
+    return {
+        "state": _pack_state(base),
+        "replay": [[told.task_id, told.digest] for told in replay],
+        "before": None if before is None else _pack_before(before),
+        "remembers": remembers,
+    }
 
 
-def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
+def _pack_state(state: WorkerState | None) -> dict[str, Any] | None:
     if state is None:
         return None
     if state.error:
@@ -364,7 +371,7 @@ def _pack_worker(state: WorkerState | None) -> dict[str, Any] | None:
     }
 
 
-def _unpack_worker(packed: dict[str, Any] | None) -> WorkerState | None:
+def _unpack_state(packed: dict[str, Any] | None) -> WorkerState | None:
     if packed is None:
         return None
     return WorkerState(
@@ -384,7 +391,7 @@ def _pack_before(before: Before) -> dict[str, Any]:
         for entry in before.entries
     ]
     kinds = [type(entry).__name__ for entry in before.entries]
-    return {"state": _pack_worker(before.state), "kinds": kinds, "entries": entries}
+    return {"state": _pack_state(before.state), "kinds": kinds, "entries": entries}
 
 
 def _unpack_before(packed: dict[str, Any]) -> Before:
@@ -395,4 +402,4 @@ def _unpack_before(packed: dict[str, Any]) -> Before:
         else:
             task_id, indices, digest = values
             entries.append(Told(task_id, codec.encode(plain_state.unpack(indices)), digest))
-    return Before(_unpack_worker(packed["state"]), tuple(entries))
+    return Before(_unpack_state(packed["state"]), tuple(entries))

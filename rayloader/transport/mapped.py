@@ -56,7 +56,7 @@ class SharedStorage:
     """A storage that fills a region; see NOTE [Torch's shared memory]."""
 
     nbytes: int
-    has_descriptor: bool  # torch keeps the file open, for who wants to send the storage on
+    has_descriptor: bool  # torch keeps the file open, so that the storage can be sent on
     manager: bytes = b""  # the address of the process that counts the users of `handle`; none if nobody counts
     handle: bytes = b""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayloader.driver.epoch_plan import Begin, EpochPlan, plan
+from rayloader.driver.epoch_plan import Begin, EpochPlan, plan_epoch
 from rayloader.driver.pace import MAX_PLACES
 from rayloader.options import Options
 
@@ -31,7 +31,7 @@ def options(**changed: object) -> Options:
 
 def planned(given: Options | None = None, *, may: bool = True, **facts: bool) -> EpochPlan:
     usual = dict.fromkeys(("lives", "saved", "finished", "redealt", "persistent", "iterable"), False)
-    return plan(given or options(), **{**usual, **facts}, may_draw_ahead=lambda goes_on: may)
+    return plan_epoch(given or options(), **{**usual, **facts}, may_draw_ahead=lambda goes_on: may)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_who_may_prefetch_deeper_than_torch(changed, facts, elastic):
 def test_the_sampler_is_asked_early_only_if_that_works_from_where_it_is():
     seen = []
     facts = dict.fromkeys(("lives", "finished", "redealt", "persistent", "iterable"), False)
-    plan(options(), saved=True, **facts, may_draw_ahead=lambda goes_on: bool(seen.append(goes_on)))
+    plan_epoch(options(), saved=True, **facts, may_draw_ahead=lambda goes_on: bool(seen.append(goes_on)))
     assert seen == [True]
 
 
