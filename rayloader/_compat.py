@@ -32,6 +32,7 @@ __all__ = [
     "collate_tensor_fn",
     "connection_of",
     "default_collate_fn_map",
+    "has_process",
     "may_autoscale",
     "no_torch_function",
     "numpy_seed",
@@ -64,6 +65,11 @@ def connection_of(ray: ModuleType) -> Any:
     """An object that stands for this process's connection to a cluster, and goes with it; None if there is none."""
     worker = ray._private.worker.global_worker
     return worker.node if worker.connected else None
+
+
+def has_process(ray: ModuleType, actor: Any) -> bool:
+    """Whether Ray has found a place for an actor and a process there, which need not run the actor yet."""
+    return bool(ray._private.state.actors(actor._actor_id.hex()).get("Pid"))
 
 
 def may_autoscale(ray: ModuleType) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from rayloader._compat import has_process
 from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.state.snapshot import WorkerState
@@ -59,6 +60,7 @@ class Actor:
     lease: weakref.ref[Lease] | None  # that it is lent to
     state: ActorState = ActorState.LENT
     address: WorkerAddress | None = None
+    placed_at: float | None = None  # time.monotonic() when it was first seen to have a place
     started_at: float | None = None  # time.monotonic() when it was first seen to run
     stopped: Ref = None  # answer to `stop`
     stop_by: float = math.inf  # time.monotonic(); while it is stopping
@@ -67,6 +69,12 @@ class Actor:
     calls: int = 0  # made over a channel
     no_line: str = ""  # why it can't be reached over one
     hosted: tuple[str, Ref] | None = None  # the image that it holds for its node: name, answer to `host`
+
+    def has_place(self) -> bool:
+        """Whether Ray has a process for it by now: it waits for nothing that others hold, only for its imports."""
+        if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):
+            self.placed_at = time.monotonic()
+        return self.placed_at is not None
 
     def has_started(self) -> bool:
         """Whether it runs by now; notes where. Raises RayError if it never will."""

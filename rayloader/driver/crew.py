@@ -419,6 +419,7 @@ class Crew:
         hosts = [actor for actor in self.actors if actor not in pending and actor not in self._dead]
         match self._pool.verdict(pending, self._remote_args):
             case Verdict.SHARE_CPUS:
+                pending = [actor for actor in pending if not actor.has_place()]
                 hosts = self.lend(len(pending), fresh=True)
             case Verdict.GIVE_UP if hosts:
                 self._pool.gave_up(pending, len(self.actors))

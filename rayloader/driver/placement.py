@@ -89,17 +89,22 @@ class Placement:
         """Whether this many actors may have to wait for CPUs now."""
         return bool(ray.available_resources().get("CPU", 0) < count * (remote_args.get("num_cpus", 1) or 0))
 
-    def verdict(self, waited: float, key: bytes, remote_args: dict[str, Any], options: dict[str, Any]) -> Verdict:
-        """What to do about actors that have found no place for `waited` seconds.
+    def verdict(
+        self, waited: float, key: bytes, remote_args: dict[str, Any], options: dict[str, Any], *, homeless: bool
+    ) -> Verdict:
+        """What to do about actors that have not started for `waited` seconds.
 
         Args:
-            waited: seconds since they were made, or since another actor of this process started: starts queue.
+            waited: seconds since they were made, or since any actor of this process got a place or started: starts
+                queue.
             key: identifies the user's options.
             remote_args: the user's options.
             options: the options with which the actors were made.
+            homeless: whether one of them has no place yet. The others hold what they asked for, however long they
+                take to start.
         """
         limit = self.limit
-        if "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
+        if homeless and "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
             no_cpu_is_free = waited >= min(CPU_PATIENCE_S, limit) and ray.available_resources().get("CPU", 0) < 1
             if no_cpu_is_free:
                 self._others_have_the_cpus = True

@@ -134,9 +134,11 @@ class Pool:
         for actor in self.actors:  # others' too: where many start at once each has to wait for its turn
             with contextlib.suppress(RayError):
                 actor.has_started()
-        starts = [actor.started_at for actor in self.actors if actor.started_at is not None]
-        waited = time.monotonic() - max([min(actor.created_at for actor in pending), *starts])
-        verdict = self._placement.verdict(waited, pending[0].key, remote_args, pending[0].options)
+                actor.has_place()
+        news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
+        waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
+        homeless = any(actor.placed_at is None for actor in pending)
+        verdict = self._placement.verdict(waited, pending[0].key, remote_args, pending[0].options, homeless=homeless)
         if verdict is Verdict.MAKE_ROOM:
             self.later(self._lifetimes.kill_spare)
         return verdict

@@ -12,7 +12,9 @@ import rayloader.driver.placement
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
+from rayloader.driver.actor import Lease
 from rayloader.driver.crew import Crew
+from rayloader.driver.placement import Verdict
 from rayloader.driver.pool import get_pool
 
 pytestmark = pytest.mark.multinode
@@ -225,6 +227,19 @@ def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
             ray.kill(actor)
     assert ["ask for none from now on" in record.getMessage() for record in caplog.records] == [True]
     rayloader.shutdown()  # the pool has learned it for good
+    wait_for_free(CPUS)
+
+
+@oversubscribed
+def test_cpus_that_slow_workers_of_our_own_hold_are_not_others(monkeypatch):
+    """As on a busy machine, where a process takes longer than the patience to import torch."""
+    monkeypatch.setattr(rayloader.driver.placement, "CPU_PATIENCE_S", 0.0)
+    pool = get_pool()
+    lease = Lease(print)
+    actors = pool.lend(lease, {}, CPUS, fresh=True)
+    wait_until(lambda: all(actor.has_place() for actor in actors) and free() == 0, "all have a place")
+    assert pool.verdict(actors, {}) is Verdict.WAIT
+    pool.end(lease, busy=False, reuse=False)
     wait_for_free(CPUS)
 
 
