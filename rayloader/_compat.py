@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -34,6 +36,7 @@ __all__ = [
     "default_collate_fn_map",
     "has_process",
     "may_autoscale",
+    "newline_of",
     "no_torch_function",
     "numpy_seed",
     "on_completed",
@@ -54,6 +57,26 @@ RAY_LOGGER = "ray._private.worker"
 def set_worker_info(info: Any) -> None:
     """What `get_worker_info()` gives in this process."""
     torch_worker._worker_info = info
+
+
+def newline_of(file: io.TextIOWrapper) -> str | None:
+    """The argument `newline` that a text file was made with, which has no attribute. Only directly after a `seek`.
+
+    Raises:
+        TypeError: this interpreter does not tell.
+    """
+    for newline in _NEWLINES:
+        if _newline_of(io.TextIOWrapper(io.BytesIO(), newline=newline)) != newline:
+            raise TypeError("cannot pickle a text file: this Python does not tell its newline argument; open it binary")
+    return _newline_of(file)
+
+
+_NEWLINES = None, "", "\n", "\r", "\r\n"
+
+
+def _newline_of(file: io.TextIOWrapper) -> str | None:
+    found = [held for held in gc.get_referents(file) if isinstance(held, str) and held in _NEWLINES]
+    return found[0] if found else None
 
 
 def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rayloader.transport import codec
+from rayloader.transport.mapped import Mappings
 
 
 def explain(obj: object, name: str) -> str | None:
@@ -24,22 +25,24 @@ def explain(obj: object, name: str) -> str | None:
         At most 2000 objects and 6 levels are searched, and nothing is raised.
     """
     try:
-        return _culprit(obj, name, 6, iter(range(2000)), [])
+        return _culprit(obj, name, 6, iter(range(2000)), [], Mappings())
     except Exception:  # the user's objects may raise anything, and this only helps an error that is on its way
         return None
 
 
-def _culprit(obj: object, path: str, depth: int, budget: Iterator[int], above: list[object]) -> str | None:
+def _culprit(
+    obj: object, path: str, depth: int, budget: Iterator[int], above: list[object], mapped: Mappings
+) -> str | None:
     if any(obj is one for one in above) or next(budget, None) is None:
         return None
     try:
-        codec.encode(obj)
+        codec.encode(obj, mapped=mapped)
         return None
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     with contextlib.suppress(Exception):  # what can't even be taken apart is the culprit itself
         for suffix, part in _parts(obj) if depth else ():
-            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj]):
+            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj], mapped):
                 return found
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
     remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"

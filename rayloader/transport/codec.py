@@ -42,7 +42,7 @@ from torch.multiprocessing import reductions
 
 from rayloader._compat import DataPipeWrapper, no_torch_function, rebuild_from_type, state_of_subclass
 from rayloader.state import generators
-from rayloader.transport import bulk, classes, plain
+from rayloader.transport import bulk, classes, handles, plain
 from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 
 if TYPE_CHECKING:
@@ -288,6 +288,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _memmap, ({k: v for k, v in vars(obj).items() if k != "_mmap"}, *reduced[1])
         if kind is types.FunctionType and obj.__module__ == __name__:
             return NotImplemented  # spares our own functions cloudpickle's search
+        if self.mapped is not None and (reduction := handles.reduce(obj, kind)) is not None:
+            return reduction
         if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
             # Its pickle is the number of a descriptor, which is another one's elsewhere.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")

@@ -3,10 +3,14 @@
 import gc
 import os
 import re
+import tarfile
+import threading
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from zipfile import ZipFile
 
+import h5py
 import numpy as np
 import pytest
 import ray
@@ -323,3 +327,42 @@ def test_a_host_that_dies_is_done_without(monkeypatch):
 
 def lost_host():
     os._exit(1)
+
+
+# ---- locks and open files
+
+
+def looked_up(data):
+    with data["lock"]:
+        line = data["text"].readline()
+        return (
+            line,
+            data["zip"].read("b"),
+            data["tar"].extractfile("b").read(),
+            int(data["h5"]["x"][3]),
+            data["cut"].read(2),
+        )
+
+
+def test_locks_and_open_files_are_each_workers_own(tmp_path):
+    """Under fork the workers of torch's loader would move one offset together."""
+    (tmp_path / "lines").write_text("one\ntwo\nthree\n")
+    with ZipFile(tmp_path / "zip", "w") as archive, tarfile.open(tmp_path / "tar", "w") as tar:
+        archive.writestr("b", "zipped")
+        tar.add(tmp_path / "lines", "b")
+    with h5py.File(tmp_path / "h5", "w") as file:
+        file["x"] = np.arange(10)
+    with (
+        ZipFile(tmp_path / "zip") as archive,
+        tarfile.open(tmp_path / "tar") as tar,
+        h5py.File(tmp_path / "h5") as h5,
+        (tmp_path / "lines").open() as text,
+        (tmp_path / "lines").open("rb") as cut,
+    ):
+        assert text.readline() == "one\n"
+        cut.seek(2)
+        data = {"lock": threading.Lock(), "zip": archive, "tar": tar, "h5": h5, "text": text, "cut": cut}
+        expected = ("two\n", b"zipped", b"one\ntwo\nthree\n", 3, b"e\n")
+        assert list(holding(data, looked_up)) == [expected, expected]
+        text.readline()
+        assert [batch[0] for batch in holding(data, looked_up)] == ["three\n", "three\n"], "where it is by now"

@@ -8,6 +8,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -701,30 +702,34 @@ class Drops(Holder):
 
 
 class Slots:
-    __slots__ = ("a", "lock")
+    __slots__ = ("a", "stream")
 
     def __init__(self):
-        self.a, self.lock = 1, threading.Lock()
+        self.a, self.stream = 1, iter_nothing()
+
+
+def iter_nothing():
+    return (i for i in ())
 
 
 def culprits():
-    lock = threading.Lock()
-    cyclic = Holder(lock=lock)
+    stream = iter_nothing()
+    cyclic = Holder(stream=stream)
     cyclic.me = Holder(back=cyclic)
     return {
-        "dataset.lock: _thread.lock": Holder(a=torch.ones(2), lock=lock),
-        "dataset.inner['x'][1].lock: _thread.lock": Holder(inner={"x": [1, Holder(lock=lock)]}),
-        "dataset.open: _thread.lock": Drops(dropped=threading.Lock(), open=lock),
-        "dataset.lock: _thread.RLock": Holder(lock=threading.RLock()),
+        "dataset.stream: builtins.generator": Holder(a=torch.ones(2), stream=stream),
+        "dataset.inner['x'][1].stream: builtins.generator": Holder(inner={"x": [1, Holder(stream=stream)]}),
+        "dataset.open: builtins.generator": Drops(dropped=iter_nothing(), open=stream),
+        "dataset.db: sqlite3.Connection": Holder(db=sqlite3.connect(":memory:")),
         "dataset.g: builtins.generator": Holder(g=(i for i in ())),
         "dataset.file: _io.BufferedWriter": Holder(file=io.BufferedWriter(io.BytesIO())),
         "dataset.n: multiprocessing.sharedctypes.Synchronized": Holder(n=multiprocessing.Value("i")),
-        "dataset.<closure>.lock: _thread.lock": lambda: lock,
-        "dataset.__self__.lock: _thread.lock": Holder(lock=lock).__init__,
-        "dataset.lock: _thread.lock ": Slots(),
-        "dataset.lock: _thread.lock  ": cyclic,
-        "dataset[0]: _thread.lock": functools.partial(print, lock),
-        "dataset.key: _thread.lock": functools.partial(print, key=lock),
+        "dataset.<closure>.stream: builtins.generator": lambda: stream,
+        "dataset.__self__.stream: builtins.generator": Holder(stream=stream).__init__,
+        "dataset.stream: builtins.generator ": Slots(),
+        "dataset.stream: builtins.generator  ": cyclic,
+        "dataset[0]: builtins.generator": functools.partial(print, stream),
+        "dataset.key: builtins.generator": functools.partial(print, key=stream),
     }
 
 
@@ -732,7 +737,7 @@ def culprits():
 def test_explains_what_cannot_be_pickled(index):
     path, obj = list(culprits().items())[index]
     with pytest.raises((TypeError, RuntimeError, pickle.PicklingError)):
-        encode(obj)
+        encode(obj, mapped=Mappings())
     text = unpicklable.explain(obj, "dataset")
     assert text.startswith(path.strip() + " can't be sent to a worker (")
     assert "__getstate__" in text

@@ -524,15 +524,11 @@ def test_a_pipe_is_refused_and_the_remedy_named():
     assert "share_memory_()" in text
 
 
-def test_an_open_text_file_is_refused(tmp_path):
+def test_an_open_text_file_in_a_batch_is_refused(tmp_path):
     """A StringIO, which cloudpickle would send, has other offsets than the file."""
-    (tmp_path / "lines.txt").write_text("lauft\nl\u00e4uft\n\u00fcber\n", encoding="utf-8")
-    with (tmp_path / "lines.txt").open(encoding="utf-8") as file:
-        with pytest.raises(TypeError, match="TextIOWrapper"):
-            codec.encode({"file": file})
-        text = unpicklable.explain({"file": file}, "dataset")
-    assert text.startswith("dataset['file']: _io.TextIOWrapper")
-    assert "worker_init_fn" in text
+    (tmp_path / "lines.txt").write_text("one\n")
+    with (tmp_path / "lines.txt").open() as file, pytest.raises(TypeError, match="TextIOWrapper"):
+        codec.encode({"file": file})
 
 
 def test_this_process_may_be_looked_into():

@@ -1,0 +1,239 @@
+"""Locks and open files of a replica: what a forked worker would inherit and pickle refuses, made anew in each worker.
+
+Promise: a file is opened again by its path where the driver's is at that moment, for reading only, with an offset that
+no other process moves. Locks arrive unlocked. What cannot be the same there is refused with a TypeError: files that are
+open for writing, that have no path any more, or that something else reads ahead in. Nothing is imported that the
+program has not imported; any thread may call.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import os
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rayloader._compat import newline_of
+
+Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def reduce(obj: Any, kind: type) -> Reduction | None:
+    """How to make a lock or an open file anew, for a pickler; None if `obj` is nothing of the kind.
+
+    Raises:
+        TypeError: it cannot be had in another process.
+    """
+    if (reducer := _REDUCERS.get(kind)) is not None:
+        return reducer(obj)
+    if kind.__module__.startswith("h5py."):
+        return _h5py(obj, sys.modules["h5py"])
+    if kind is getattr(sys.modules.get("lmdb"), "Environment", None):
+        return _lmdb(obj)
+    if issubclass(kind, threading.Thread):
+        raise _refusal(obj, "a thread of this process")
+    if kind.__module__ == tempfile.__name__ and hasattr(obj, "delete"):
+        raise _refusal(obj, "a file that is deleted with this object")
+    return None
+
+
+def _refusal(obj: Any, why: str) -> TypeError:
+    return TypeError(f"cannot pickle {type(obj).__name__!r} object: {why}")
+
+
+# ---- locks
+
+
+def _lock(_: Any) -> Reduction:
+    return threading.Lock, ()
+
+
+def _rlock(_: Any) -> Reduction:
+    return threading.RLock, ()
+
+
+def _local(local: threading.local) -> Reduction:
+    return _new_local, (dict(vars(local)),)
+
+
+def _new_local(values: dict[str, Any]) -> threading.local:
+    local = threading.local()
+    vars(local).update(values)
+    return local
+
+
+# ---- files
+
+
+def _path(file: Any) -> str:
+    """Of the regular file that is open there."""
+    descriptor = file.fileno()
+    here = os.fstat(descriptor)
+    if not stat.S_ISREG(here.st_mode):
+        raise _refusal(file, "not a regular file")
+    names = [os.path.abspath(os.fsdecode(file.name))] if isinstance(file.name, (str, bytes)) else []
+    with_links = f"/proc/self/fd/{descriptor}"
+    names += [os.readlink(with_links)] if os.path.islink(with_links) else []
+    for name in names:
+        if os.path.exists(name) and os.path.samestat(os.stat(name), here):
+            return name
+    raise _refusal(file, f"{file.name!r} was removed, or is another file by now")
+
+
+def _there(path: str) -> str:
+    """The path, if this machine has it."""
+    if not os.path.exists(path):
+        reason = "a file that the dataset has open in the trainer must be on the node of each worker, at the same path"
+        raise FileNotFoundError(errno.ENOENT, reason, path)
+    return path
+
+
+def _raw(file: io.FileIO) -> Reduction:
+    if file.closed:
+        return _closed, (io.FileIO, file.name, file.mode)
+    return _open_binary, (_readable(file), file.tell(), 0)
+
+
+def _buffered(file: io.BufferedReader) -> Reduction:
+    if type(file.raw) is not io.FileIO:
+        raise _refusal(file, f"it reads from a {type(file.raw).__name__}")
+    if file.closed:
+        return _closed, (io.BufferedReader, file.raw.name, file.raw.mode)
+    return _open_binary, (_readable(file.raw), file.tell(), -1)
+
+
+def _readable(file: io.FileIO) -> str:
+    if file.mode != "rb":
+        raise _refusal(file, f"open for writing (mode {file.mode!r})")
+    return _path(file)
+
+
+def _open_binary(path: str, position: int, buffering: int) -> Any:
+    file = open(_there(path), "rb", buffering)  # noqa: SIM115 (the dataset closes it)
+    file.seek(position)
+    return file
+
+
+def _written(file: Any) -> Reduction:
+    if not file.closed:
+        raise _refusal(file, "open for writing")
+    return _closed, (type(file), file.raw.name, file.raw.mode)
+
+
+def _text(file: io.TextIOWrapper) -> Reduction | None:
+    if file is sys.stdout or file is sys.stderr:
+        return None  # the worker has its own
+    if file.closed:
+        raw = getattr(file.buffer, "raw", None)
+        if type(raw) is not io.FileIO:
+            raise _refusal(file, "a closed file without a descriptor")
+        return _closed, (io.TextIOWrapper, raw.name, raw.mode)
+    if type(file.buffer) in (io.BufferedWriter, io.BufferedRandom):
+        raise _refusal(file, "open for writing")
+    if type(file.buffer) not in (io.BufferedReader, gzip.GzipFile):
+        raise _refusal(file, f"it reads from a {type(file.buffer).__name__}")
+    try:
+        position = file.tell()
+    except OSError as error:
+        raise _refusal(file, f"its place is not known within `for line in file` ({error}); use readline()") from error
+    file.seek(position)  # it reads ahead anew
+    return _open_text, (file.buffer, file.encoding, file.errors, newline_of(file), vars(file), position)
+
+
+def _open_text(
+    buffer: Any, encoding: str, errors: str | None, newline: str | None, attributes: dict[str, Any], position: int
+) -> io.TextIOWrapper:
+    file = io.TextIOWrapper(buffer, encoding, errors, newline)
+    vars(file).update(attributes)  # `mode`, where `open` made it
+    file.seek(position)
+    return file
+
+
+def _closed(kind: type, name: Any, mode: str) -> Any:
+    """A file that is closed, as the driver's is: who uses it gets the same error."""
+    raw = io.FileIO(os.devnull, "rb" if mode == "rb" else "rb+")
+    raw.name = name
+    file: Any = raw
+    if kind is io.TextIOWrapper:
+        file = io.TextIOWrapper(io.BufferedReader(raw))
+        file.mode = mode.replace("b", "")
+    elif kind is not io.FileIO:
+        file = kind(raw)
+    file.close()
+    return file
+
+
+def _gzip(file: gzip.GzipFile) -> Reduction:
+    if file.closed or not file.readable():
+        raise _refusal(file, "closed" if file.closed else "open for writing")
+    if file.myfileobj is None:
+        raise _refusal(file, "it reads from a file of the program's, whose begin is not known")
+    return _open_gzip, (_path(file.myfileobj), file.tell())
+
+
+def _open_gzip(path: str, position: int) -> gzip.GzipFile:
+    file = gzip.GzipFile(_there(path), "rb")
+    file.seek(position)
+    return file
+
+
+# ---- packages that the program may have imported
+
+
+def _h5py(obj: Any, h5py: Any) -> Reduction | None:
+    if isinstance(obj, h5py.File):
+        if not obj or obj.mode != "r" or obj.driver not in ("sec2", "stdio"):
+            raise _refusal(obj, "closed, open for writing, or with a driver of its own" if obj else "closed")
+        _, slots, nbytes, w0 = obj.id.get_access_plist().get_cache()
+        cache = {"rdcc_nslots": slots, "rdcc_nbytes": nbytes, "rdcc_w0": w0}
+        return _open_h5py, (os.path.abspath(obj.filename), obj.driver, bool(obj.swmr_mode), cache)
+    if isinstance(obj, (h5py.Group, h5py.Dataset)):
+        if not obj or obj.name is None:
+            raise _refusal(obj, "closed, or without a name in its file")
+        return _h5py_item, (obj.file, obj.name)
+    return None
+
+
+def _open_h5py(path: str, driver: str, swmr: bool, cache: dict[str, Any]) -> Any:
+    import h5py
+
+    return h5py.File(_there(path), "r", driver=driver, swmr=swmr, **cache)
+
+
+def _h5py_item(file: Any, name: str) -> Any:
+    return file[name]
+
+
+def _lmdb(obj: Any) -> Reduction:
+    flags = obj.flags()
+    if not flags["readonly"]:
+        raise _refusal(obj, "open for writing; open it with readonly=True")
+    options = {name: flags[name] for name in ("subdir", "readonly", "readahead", "lock")}
+    options["map_size"] = obj.info()["map_size"]
+    return _open_lmdb, (os.path.abspath(os.fsdecode(obj.path())), options)
+
+
+def _open_lmdb(path: str, options: dict[str, Any]) -> Any:
+    import lmdb
+
+    # How many databases were to be opened is not to be had. So many cost nothing.
+    return lmdb.open(_there(path), create=False, max_dbs=64, **options)
+
+
+_REDUCERS: dict[type, Callable[[Any], Reduction | None]] = {
+    type(threading.Lock()): _lock,
+    type(threading.RLock()): _rlock,
+    threading.local: _local,
+    io.FileIO: _raw,
+    io.BufferedReader: _buffered,
+    io.BufferedWriter: _written,
+    io.BufferedRandom: _written,
+    io.TextIOWrapper: _text,
+    gzip.GzipFile: _gzip,
+}
