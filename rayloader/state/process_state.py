@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rayloader._compat import default_collate_fn_map
+from rayloader.state.module_globals import ModuleGlobals
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class ProcessState:
     inference_mode: bool
     deterministic: tuple[bool, bool]  # torch.use_deterministic_algorithms: on, and warn only
     sharing_strategy: str  # of torch.multiprocessing
+    module_globals: ModuleGlobals
 
     @classmethod
     def capture(cls, node_id: str) -> ProcessState:
@@ -56,6 +58,7 @@ class ProcessState:
             inference_mode=torch.is_inference_mode_enabled(),
             deterministic=_deterministic(),
             sharing_strategy=torch.multiprocessing.get_sharing_strategy(),
+            module_globals=ModuleGlobals.capture(),
         )
 
 
@@ -96,6 +99,7 @@ class Baseline:
         torch.set_default_dtype(state.default_dtype)
         _use_deterministic(state.deterministic)
         torch.multiprocessing.set_sharing_strategy(state.sharing_strategy)
+        state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())
         self._modes.enter_context(np.errstate())
         self._modes.enter_context(torch.inference_mode(state.inference_mode))

@@ -1,0 +1,69 @@
+"""Globals of the program's modules in real workers: as the program has set them, as after a fork."""
+
+import importlib
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from probes import as_is
+from rayloader import DataLoader
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+CONFIG = """
+from argparse import Namespace
+SIZE = 1
+NAMES = ["default"]
+OPTIONS = {}
+ARGS = Namespace(lr=0.1)
+ROOT = None
+MODEL = None
+ALIAS = NAMES
+"""
+DATA = """
+from {package}.config import NAMES, SIZE
+
+class Data:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        from {package} import config
+        later = __import__("{package}.later", fromlist=["LIMIT"])
+        return [SIZE, config.SIZE, NAMES, config.NAMES is NAMES, config.ALIAS, config.OPTIONS, vars(config.ARGS),
+                config.ROOT, later.LIMIT, later.__loader__ is later.__spec__.loader, hasattr(later.__loader__, "path")]
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A package of the program's own: its modules `config`, `data` and `later`."""
+    package = f"program_{abs(hash(tmp_path))}"
+    (tmp_path / package).mkdir()
+    sources = {"__init__": "", "config": CONFIG, "data": DATA.format(package=package), "later": "LIMIT = 1\n"}
+    for name, source in sources.items():
+        (tmp_path / package / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield [importlib.import_module(f"{package}.{name}") for name in ("config", "data", "later")]
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        del sys.modules[name]
+
+
+def batches(data, **options):
+    return list(DataLoader(data.Data(), None, num_workers=2, collate_fn=as_is, **options))
+
+
+def test_modules_are_as_the_program_has_set_them(program):
+    config, data, later = program
+    config.SIZE, config.ROOT, later.LIMIT = 64, Path("/data"), 5
+    config.NAMES.append("more")
+    config.OPTIONS["depth"] = [1, {"two": (2.0, None)}]
+    config.ARGS.lr = 0.5
+    names = ["default", "more"]
+    expected = [1, 64, names, True, names, config.OPTIONS, {"lr": 0.5}, Path("/data"), 5, True, True]
+    assert batches(data) == [expected, expected]
+    config.SIZE, data.SIZE, config.NAMES, config.ARGS = 65, 66, ["other"], Namespace(wd=1)
+    expected = [66, 65, names, False, names, config.OPTIONS, {"wd": 1}, Path("/data"), 5, True, True]
+    assert batches(data) == [expected, expected], "the processes are warm and have the modules"
+    assert batches(data, fresh_processes=True) == [expected, expected]

@@ -1,0 +1,114 @@
+"""Which globals of which modules travel, and what is said of the others."""
+
+import argparse
+import collections
+import enum
+import importlib
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from rayloader.state.module_globals import ModuleGlobals
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of the program's own."""
+    (tmp_path / "own_settings.py").write_text("VALUE = 1\nSAME = []\nNOTHING = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield importlib.import_module("own_settings")
+    sys.modules.pop("own_settings", None)
+
+
+def in_a_worker(state):
+    """The module as a process has it that imports it after it has adopted the state."""
+    del sys.modules["own_settings"]
+    state.adopt()
+    return importlib.import_module("own_settings")
+
+
+PLAIN = [
+    *(True, -1, 0.5, 1j, "text", b"bytes", None, (1, [2]), {1, 2}, frozenset("a"), {"a": {1: None}}),
+    *(Path("/data"), torch.float16, torch.device("cuda:1")),
+    *(argparse.Namespace(a=[1]), types.SimpleNamespace(b=argparse.Namespace())),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_values_travel(module, value):
+    module.VALUE = value
+    new = in_a_worker(ModuleGlobals.capture())
+    assert (new.VALUE, type(new.VALUE)) == (value, type(value))
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def recursive():
+    values = []
+    values.append(values)
+    return values
+
+
+OTHERS = [Colour.RED, [Colour.RED], torch.ones(1), collections.OrderedDict(), numpy.int64(1), object()]
+OTHERS += [recursive(), list(range(20_000))]
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_what_cannot_travel_is_said_by_name_once(module, number, caplog, monkeypatch):
+    value = OTHERS[number]
+    module.VALUE, module.NOTHING = 2, value
+    monkeypatch.setattr("rayloader.state.module_globals._finder._told", set())
+    state = ModuleGlobals.capture()
+    with caplog.at_level(logging.WARNING, "rayloader"):
+        new = in_a_worker(state)
+        state.adopt()
+    assert (new.VALUE, new.NOTHING) == (2, None)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    (record,) = caplog.records
+    assert f"NOTHING ({kind}) of the module own_settings" in record.getMessage()
+    assert "pass what the dataset needs to its constructor" in record.getMessage()
+
+
+def test_what_is_equal_stays_the_same_object(module):
+    state = ModuleGlobals.capture()
+    before = module.SAME
+    state.adopt()
+    assert module.SAME is before
+    module.SAME, module.VALUE = [True], True
+    state = ModuleGlobals.capture()
+    module.SAME, module.VALUE = [1], 1
+    state.adopt()
+    assert [type(module.SAME[0]), type(module.VALUE)] == [bool, bool], "1 is equal, and is not the same"
+
+
+def test_what_two_names_share_is_shared_again(module):
+    module.VALUE = module.SAME = {"a": 1}
+    new = in_a_worker(ModuleGlobals.capture())
+    assert new.VALUE is new.SAME
+
+
+def test_definitions_and_modules_of_others_are_left_alone(module, monkeypatch, caplog):
+    module.NOTHING, module.VALUE = print, Colour
+    monkeypatch.setattr(json, "SIZE", 5, raising=False)
+    monkeypatch.setattr(torch, "SIZE", 5, raising=False)
+    state = ModuleGlobals.capture()
+    json.SIZE = torch.SIZE = 6
+    new = in_a_worker(state)
+    assert (new.NOTHING, new.VALUE, json.SIZE, torch.SIZE) == (None, 1, 6, 6)
+    assert not caplog.records
+
+
+def test_a_module_imported_in_a_worker_looks_as_ever(module):
+    loader, spec = module.__loader__, module.__spec__
+    new = in_a_worker(ModuleGlobals.capture())
+    assert type(new.__loader__) is type(new.__spec__.loader) is type(loader)
+    assert (new.__spec__.name, new.__spec__.origin) == (spec.name, spec.origin)
