@@ -74,8 +74,9 @@ class DataLoader(TorchDataLoader[_T_co]):
             default. At least two batches per worker are under way, whatever their size.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
             NumPy anew before each batch, from the base seed, the epoch and the batch's number, so that random
-            augmentation does not depend on the number of workers, none included. An iterable dataset without workers
-            is read as by one worker.
+            augmentation does not depend on the number of workers, none included. Generators that the dataset holds
+            are not seeded, and go on from batch to batch of their worker. An iterable dataset without workers is read
+            as by one worker.
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
             whichever worker is idle, so that a slow sample does not hold up the others. Batches still come in order.
             "dynamic" needs `seeding="batch"` and a map-style dataset.
