@@ -719,6 +719,7 @@ def culprits():
         "dataset.g: builtins.generator": Holder(g=(i for i in ())),
         "dataset.file: _io.BufferedWriter": Holder(file=io.BufferedWriter(io.BytesIO())),
         "dataset.n: multiprocessing.sharedctypes.Synchronized": Holder(n=multiprocessing.Value("i")),
+        "dataset.grown: torch.Tensor": Holder(grown=torch.ones(2, requires_grad=True) * 2),
         "dataset.<closure>.lock: _thread.lock": lambda: lock,
         "dataset.__self__.lock: _thread.lock": Holder(lock=lock).__init__,
         "dataset.lock: _thread.lock ": Slots(),
@@ -728,7 +729,7 @@ def culprits():
     }
 
 
-@pytest.mark.parametrize("index", range(13))
+@pytest.mark.parametrize("index", range(14))
 def test_explains_what_cannot_be_pickled(index):
     path, obj = list(culprits().items())[index]
     with pytest.raises((TypeError, RuntimeError, pickle.PicklingError)):
