@@ -198,7 +198,6 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _get_local_iterator(self) -> Any:
         from rayloader.driver.local import LocalIterator
 
-        check(self)
         iterator = LocalIterator(self, self._state)
         self._state, self._of_other_workers = None, False
         self._position, self._last_iterator = iterator.position, None
@@ -268,8 +267,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             num_workers: at least 1. More than the loader was made with bring no benefit.
 
         Raises:
-            ValueError: `num_workers` is not a whole number >= 1.
-            TypeError: it is a bool.
+            ValueError: `num_workers` is less than 1.
+            TypeError: it is not a whole number.
             StateError: the loader has no workers.
         """
         if self.num_workers == 0:
