@@ -74,8 +74,9 @@ class DataLoader(TorchDataLoader[_T_co]):
             default. At least two batches per worker are under way, whatever their size.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
             NumPy anew before each batch, from the base seed, the epoch and the batch's number, so that random
-            augmentation does not depend on the number of workers, none included. An iterable dataset without workers
-            is read as by one worker.
+            augmentation does not depend on the number of workers, none included. Generators that the dataset holds
+            are not seeded, and go on from batch to batch of their worker. An iterable dataset without workers is read
+            as by one worker.
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
             whichever worker is idle, so that a slow sample does not hold up the others. Batches still come in order.
             "dynamic" needs `seeding="batch"` and a map-style dataset.
@@ -197,7 +198,6 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _get_local_iterator(self) -> Any:
         from rayloader.driver.local import LocalIterator
 
-        check(self)
         iterator = LocalIterator(self, self._state)
         self._state, self._of_other_workers = None, False
         self._position, self._last_iterator = iterator.position, None
@@ -267,8 +267,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             num_workers: at least 1. More than the loader was made with bring no benefit.
 
         Raises:
-            ValueError: `num_workers` is not a whole number >= 1.
-            TypeError: it is a bool.
+            ValueError: `num_workers` is less than 1.
+            TypeError: it is not a whole number.
             StateError: the loader has no workers.
         """
         if self.num_workers == 0:

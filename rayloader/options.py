@@ -35,7 +35,7 @@ RESERVED_REMOTE_ARGS = {
 class Options:
     """The arguments of a loader as they were when its iterator was made; see `DataLoader` for what they mean."""
 
-    prefetch_factor: int
+    prefetch_factor: int  # 0 without workers
     automatic_depth: bool  # `prefetch_factor` was not given
     prefetch_bytes: int
     in_order: bool
@@ -52,7 +52,7 @@ class Options:
 
     @classmethod
     def of(cls, loader: Any) -> Options:
-        """Reads and checks those of a loader with workers.
+        """Reads and checks them.
 
         Raises:
             ValueError: one is out of range, or contradicts another.
@@ -60,7 +60,9 @@ class Options:
         """
         check(loader)
         return cls(
-            prefetch_factor=_checked_prefetch_factor(loader.prefetch_factor, loader.num_workers),
+            prefetch_factor=_checked_prefetch_factor(loader.prefetch_factor, loader.num_workers)
+            if loader.num_workers
+            else 0,
             automatic_depth=isinstance(loader.prefetch_factor, AutomaticPrefetch),
             prefetch_bytes=loader.prefetch_bytes,
             in_order=loader.in_order,
@@ -115,7 +117,9 @@ def check(loader: Any) -> None:
     _check_choice(loader, "on_error", ("raise", "skip"))
     _check_choice(loader, "seeding", ("worker", "batch"))
     _check_choice(loader, "scheduling", ("static", "dynamic"))
-    if not isinstance(loader.timeout, Real) or not float(loader.timeout) >= 0:
+    if not isinstance(loader.timeout, Real):
+        raise TypeError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 is for ever")
+    if not float(loader.timeout) >= 0:  # NaN is not
         raise ValueError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 is for ever")
     if loader.on_timeout == "restart" and not loader.timeout:
         raise ValueError('on_timeout="restart" needs a timeout > 0: the seconds after which a worker counts as hung')
@@ -135,10 +139,13 @@ def checked_num_workers(num_workers: Any) -> int:
     """The number of workers of a loader that has some; NumPy's integers too, and True, as in torch.
 
     Raises:
-        ValueError: it is not a whole number >= 1.
+        ValueError: it is less than 1.
+        TypeError: it is not a whole number.
     """
     number = _as_index(num_workers)
-    if number is None or number < 1:
+    if number is None:
+        raise TypeError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
+    if number < 1:
         raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
     return number
 

@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from rayloader.errors import StateError
 from rayloader.prefetch import QUIET_SAMPLERS
 from rayloader.state import redeal
-from rayloader.state.generators import find_generators
+from rayloader.state.generators import find_generators, suit
 from rayloader.state.random_state import RandomState
 from rayloader.state.snapshot import has_state
 
@@ -166,10 +166,10 @@ class Samplers:
         ]
 
     def _check_generators(self, random: RandomState) -> None:
-        if random.others is not None and len(random.others) != len(self._generators):
+        if random.others is not None and not suit(self._generators, random.others):
             raise StateError(
                 f"the state is of a loader whose sampler has {len(random.others)} random generators of its own, this "
-                f"one has {len(self._generators)}; make the loader as the one that was saved"
+                f"one has {len(self._generators)}, or others; make the loader as the one that was saved"
             )
 
     def check(self, saved: Moment, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:

@@ -30,7 +30,9 @@ class EpochPlan:
         starts_workers: there are none that could go on.
         elastic: the depth is automatic, and indices may be drawn earlier than torch would draw them.
         goes_on: the sampler's iterator is not at its start: it has given what another run's was given.
-        carries_over: what a worker has built shows in what it builds in the next epoch.
+        carries_over: what a worker has built may show in what it builds in the next epoch (by its random streams, or
+            by a generator of the dataset's), and torch's worker would have built the same. Dynamic scheduling promises
+            nothing of that: who builds what depends on who was idle.
     """
 
     begin: Begin
@@ -79,4 +81,4 @@ def plan_epoch(
         and may_draw_ahead(goes_on)
     )
     begin = Begin.RESUMED if resumed else Begin.NEXT if lives or finished else Begin.FRESH
-    return EpochPlan(begin, not lives, elastic, goes_on, not options.seeds_batches)
+    return EpochPlan(begin, not lives, elastic, goes_on, carries_over=not options.dynamic)

@@ -144,7 +144,8 @@ class EpochIterator(BaseIterator):
 
     def _begin_epoch(self, loader: TorchDataLoader[Any], first_iter: bool, plan: EpochPlan) -> None:
         """A new epoch, drawn by a new iterator of the sampler's."""
-        self.position.begins(self._persistent_workers and plan.begin is Begin.NEXT)
+        # torch's argument may be any object that is true or false.
+        self.position.begins(bool(self._persistent_workers) and plan.begin is Begin.NEXT)
         super()._reset(loader, first_iter)
         redeal, self._redeal = self._redeal, None
         if redeal is not None:

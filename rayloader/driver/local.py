@@ -23,6 +23,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from rayloader import skipping
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
 from rayloader.errors import ReplayError, SkipLimitError
+from rayloader.options import Options
 from rayloader.samplers import Resuming, Samplers
 from rayloader.state.checkpoint import goes_on
 from rayloader.state.digest import chain, digest
@@ -43,6 +44,7 @@ class LocalIterator(SingleProcessIterator):
     """
 
     def __init__(self, loader: Any, state: dict[str, Any] | None) -> None:
+        self._options = Options.of(loader)  # before torch draws anything
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
         self.position = position = Position(Samplers(loader), 0, 0, iterable=self._iterable)
@@ -56,9 +58,6 @@ class LocalIterator(SingleProcessIterator):
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             apply_sharding(self._dataset, self._world_size, self._rank)
         self._generators = generators_of(loader) if self._iterable or saved is not None else []
-        self._seeds_batches: bool = loader.seeding == "batch"
-        self._skips_errors: bool = loader.on_error == "skip"
-        self._max_skipped: int = loader.max_skipped
         self._failure: SkipLimitError | None = None
         if saved is None:
             position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
@@ -193,7 +192,7 @@ class LocalIterator(SingleProcessIterator):
     def _build(self, task: int, indices: Any, skipped: list[skipping.Skipped]) -> Any:
         fetcher = self._dataset_fetcher
         with self._seeded(task):
-            if self._skips_errors:
+            if self._options.skips_errors:
                 data = skipping.fetch(fetcher, self._dataset_kind, indices, self._collate_fn, skipped)
             else:
                 data = fetcher.fetch(indices)
@@ -203,7 +202,7 @@ class LocalIterator(SingleProcessIterator):
 
     def _count_skipped(self, skipped: list[skipping.Skipped]) -> None:
         try:
-            self.position.skip(skipped, self._max_skipped)
+            self.position.skip(skipped, self._options.max_skipped)
         except SkipLimitError as error:
             self._failure = error
             raise
@@ -212,7 +211,7 @@ class LocalIterator(SingleProcessIterator):
 
     @contextlib.contextmanager
     def _seeded(self, task: int) -> Iterator[None]:
-        if not self._seeds_batches:
+        if not self._options.seeds_batches:
             yield
             return
         before = RandomState.capture([])
@@ -225,7 +224,7 @@ class LocalIterator(SingleProcessIterator):
     @contextlib.contextmanager
     def _seeded_as_worker(self) -> Iterator[None]:
         """A stream may draw when it begins: what the only worker would have drawn."""
-        if not (self._seeds_batches and self._iterable):
+        if not (self._options.seeds_batches and self._iterable):
             yield
             return
         before = RandomState.capture([])

@@ -17,10 +17,11 @@ from rayloader.samplers import RANK, Moment, Samplers
 from rayloader.state import local_state, redeal
 from rayloader.state.local_state import pack_object, unpack_object
 from rayloader.state.position import Checksums, Position, pack_worker
+from rayloader.state.seal import check_seal, sealed
 from rayloader.state.snapshot import WorkerState
 
-FORMAT, VERSION = "rayloader", 3
-KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal"}
+FORMAT, VERSION = "rayloader", 4
+KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
 # What a state and a loader must have in common: with another value of these, the stream is another one.
 _FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
 
@@ -43,21 +44,23 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
             stateful = position.stateful
             if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
                 packed = position.pack()
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
-        "fits": _fits(loader, samplers),
-        **_program(loader, samplers, stateful=stateful),
-        "position": packed,
-        "redeal": None,
-    }
+    return sealed(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
+            "fits": _fits(loader, samplers),
+            **_program(loader, samplers, stateful=stateful),
+            "position": packed,
+            "redeal": None,
+        }
+    )
 
 
 def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
     samplers = Samplers(loader)
-    return {**copy.deepcopy(state), **_program(loader, samplers, stateful=state["sampler"]["tells"])}
+    return sealed({**copy.deepcopy(state), **_program(loader, samplers, stateful=state["sampler"]["tells"])})
 
 
 def _program(loader: Any, samplers: Samplers, *, stateful: bool) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
     ]
     state = make_state(loader, None, states[0]["num_workers"])
     now = Moment.unpack(state["now"]).with_epoch(epoch).pack()
-    return {**state, "now": now, "redeal": {"epoch": epoch, "stages": [*stages, taken]}}
+    return sealed({**state, "now": now, "redeal": {"epoch": epoch, "stages": [*stages, taken]}})
 
 
 def _epoch_of(position: dict[str, Any]) -> tuple[int | None, list[list[redeal.Ranges]]]:
@@ -216,9 +219,7 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
         raise StateError(
             f"the state has version {state.get('version')!r}, this rayloader reads {VERSION}; use the one that wrote it"
         )
-    missing = sorted(KEYS - state.keys())
-    if missing:
-        raise StateError(f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}")
+    check_seal(state, KEYS)
     samplers = Samplers(loader)
     saved, own = state["fits"], _fits(loader, samplers)
     for name, value in own.items():

@@ -24,7 +24,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +74,11 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def suit(generators: list[Any], states: Sequence[Any]) -> bool:
+    """Whether these states can be of these generators: of as many, each of its kind."""
+    return len(generators) == len(states) and all(map(_suits, generators, states))
 
 
 def distinct(found: Iterable[Any]) -> list[Any]:
@@ -322,7 +327,8 @@ def _kind(generator: Any) -> str:
 
 
 def _suits(generator: Any, state: Any) -> bool:
-    return not isinstance(state, dict) or state["bit_generator"] == type(engine(generator)).__name__
+    own = state_of(generator)
+    return type(own) is type(state) and (type(own) is not dict or own["bit_generator"] == state["bit_generator"])
 
 
 def _make(kind: str, state: Any) -> Any:

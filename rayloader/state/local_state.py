@@ -15,7 +15,7 @@ import cloudpickle
 
 from rayloader.errors import StateError
 from rayloader.state import plain_state
-from rayloader.state.generators import find_generators
+from rayloader.state.generators import find_generators, suit
 from rayloader.state.random_state import RandomState
 from rayloader.state.snapshot import has_state, load_state
 
@@ -42,11 +42,11 @@ def restore(loader: Any, packed: dict[str, Any]) -> None:
         StateError: the dataset holds other generators than the one that was saved.
     """
     generators, random = generators_of(loader), RandomState.unpack(packed["random"])
-    if random.others is not None and len(random.others) != len(generators):
+    if random.others is not None and not suit(generators, random.others):
         raise StateError(
             f"the state is of a dataset and collate_fn with {len(random.others)} random generators of their own, these "
-            f"have {len(generators)}; make them as those that were saved, with all their generators, or give the "
-            "dataset state_dict() and load_state_dict()"
+            f"have {len(generators)}, or others; make them as those that were saved, with all their generators, or "
+            "give the dataset state_dict() and load_state_dict()"
         )
     random.restore(generators)
     load_state(loader.dataset, unpack_object(packed["dataset"]))

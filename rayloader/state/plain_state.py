@@ -64,7 +64,7 @@ def _rebuilt(name: str, packed: dict[str, Any]) -> Any:
     match name:
         case "array" | "scalar":
             count = math.prod(packed["shape"])
-            array = np.frombuffer(bytearray(packed["content"].numpy().tobytes()), packed["dtype"], count)
+            array = np.frombuffer(bytearray(packed["content"].cpu().numpy().tobytes()), packed["dtype"], count)
             return array.reshape(packed["shape"])[() if name == "scalar" else ...]
         case "dtype":
             return np.dtype(packed["dtype"])

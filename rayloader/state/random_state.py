@@ -87,7 +87,7 @@ class RandomState(NamedTuple):
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> RandomState:
         """The inverse of `pack`."""
-        content = b"" if packed["content"] is None else packed["content"].numpy().tobytes()
+        content = b"" if packed["content"] is None else packed["content"].cpu().numpy().tobytes()
         names = ("python", "torch", "numpy", "others", "later")
         python, torch_, numpy, others, later = (_unpack(packed[name], content) for name in names)
         numpy = None if numpy is None else (b"", numpy)

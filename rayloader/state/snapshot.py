@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from rayloader.errors import ReplayError
-from rayloader.state.generators import Generators
+from rayloader.state.generators import Generators, suit
 from rayloader.state.random_state import RandomState
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
@@ -117,14 +117,14 @@ class Recorder:
             ReplayError: the dataset has other generators.
         """
         random = random.over(self._seeded)
-        given = len(self._generators.given)
-        if random.others is not None and len(random.others) not in (0, given):
+        given = self._generators.given
+        if random.others and not suit(given, random.others):
             raise ReplayError(
-                f"the snapshot is of a dataset with {len(random.others)} random generators, this one has {given}; make "
-                "the dataset, collate_fn and worker_init_fn as those that were saved"
+                f"the snapshot is of a dataset with {len(random.others)} random generators, this one has {len(given)}, "
+                "or others; make the dataset, collate_fn and worker_init_fn as those that were saved"
             )
         self._random = random
-        random._replace(others=random.others or None).restore(self._generators.given)
+        random._replace(others=random.others or None).restore(given)
         self._generators.put_back(random.later or ())
 
     def is_at(self, random: RandomState) -> bool:

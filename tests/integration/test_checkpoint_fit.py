@@ -1,5 +1,8 @@
 """What a state holds and whom it fits: samplers of every kind, its size, and loaders that refuse it."""
 
+import copy
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -174,3 +177,105 @@ def test_a_state_of_an_unknown_version_is_refused():
     assert isinstance(state["version"], int)
     with pytest.raises(StateError, match="version"):
         loader.load_state_dict({**state, "version": state["version"] + 1})
+
+
+DAMAGED = {
+    "map-style": lambda: {"dataset": data.Augmented(), "shuffle": True},
+    "iterable": lambda: {"dataset": data.Shuffled()},
+    "iterable with a state": lambda: {"dataset": data.StatefulStream()},
+    "without workers": lambda: {"dataset": data.OwnGenerators(), "shuffle": True, "num_workers": 0},
+    "seeded by batch": lambda: {"dataset": data.Noise(), "shuffle": True, "seeding": "batch"},
+    "distributed": lambda: {"dataset": data.Noise(), "sampler": DistributedSampler(INDICES, 2, 1), "shuffle": None},
+}
+LOST, MORE = object(), object()
+
+
+def places(part, way=()):
+    """The way to each thing that a state holds."""
+    entries = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    for key, inner in entries:
+        yield (*way, key)
+        yield from places(inner, (*way, key))
+
+
+def damaged(state, way, value):
+    """The state with another value at a place; None if it has that already."""
+    state = copy.deepcopy(state)
+    holder = state
+    for key in way[:-1]:
+        holder = holder[key]
+    held = holder[way[-1]]
+    if value is LOST:
+        del holder[way[-1]]
+    elif value is not MORE:
+        holder[way[-1]] = value
+        return None if type(held) is type(value) and held == value else state
+    elif isinstance(held, dict):
+        held["more"] = 1
+    elif isinstance(held, list):
+        held.append(1)
+    else:
+        return None
+    return state
+
+
+def generators():
+    return random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_state_is_refused_and_changes_nothing(kind):
+    """Whatever is lost, more, or another value, at any place of a state."""
+    loader = make(DAMAGED[kind], 2)
+    iterator = batches(loader)
+    next(iterator), next(iterator)
+    state = read(save(loader))
+    rest = list(iterator)
+    loader = make(DAMAGED[kind], 2, seed=2)
+    before = generators()
+    for way in places(state):
+        for value in (LOST, MORE, None, 7, "text", [1], {}):
+            if (other := damaged(state, way, value)) is None:
+                continue
+            with pytest.raises(StateError) as caught:
+                loader.load_state_dict(other)
+            assert way[0] in str(caught.value) or way[0] in ("format", "seal"), way
+    assert generators() == before
+    loader.load_state_dict(state)
+    assert list(batches(loader)) == rest
+
+
+def test_what_the_program_puts_beside_a_states_own_parts_is_left_alone():
+    loader = small()
+    expected = list(batches(loader))
+    loader.load_state_dict({**small().state_dict(), "step": 7})
+    assert list(batches(loader)) == expected
+
+
+class Holds(data.Sized):
+    """Holds a generator; a dataset, or a sampler."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+@pytest.mark.parametrize("holder", ["dataset", "sampler"])
+def test_a_state_of_other_kinds_of_generators_is_refused_and_changes_nothing(holder):
+    def loader_with(generator):
+        return make(lambda: {"dataset": INDICES, "sampler": INDICES, holder: Holds(generator)}, 0)
+
+    saved = save(loader_with(random.Random(1)))
+    for other in (np.random.default_rng(1), np.random.RandomState(1), torch.Generator()):
+        loader = loader_with(other)
+        torch.manual_seed(3)
+        before = generators()
+        with pytest.raises(StateError, match="generators"):
+            loader.load_state_dict(read(saved))
+        assert generators() == before

@@ -161,11 +161,24 @@ def test_num_workers_that_cannot_be_are_refused_by_iter():
     loader.num_workers = 2
     with pytest.raises(TypeError, match=r"prefetch_factor .* got None: None means automatic depth only"):
         iter(loader)
-    for value in (-1, 1.5, "2"):
+    for value, error in ((-1, ValueError), (1.5, TypeError), ("2", TypeError), (None, TypeError)):
         loader = DataLoader(NUMBERS, num_workers=1)
         loader.num_workers = value
-        with pytest.raises(ValueError, match="num_workers must be a whole number >= 1"):
+        with pytest.raises(error, match="num_workers must be a whole number >= 1"):
             iter(loader)
+
+
+@oversubscribed
+@pytest.mark.parametrize("value", [1.5, float("nan"), float("inf"), numpy.float64(2)])
+def test_num_workers_that_are_no_whole_number_are_refused_by_iter_with_torchs_type(value):
+    with pytest.raises(TypeError, match="num_workers must be a whole number >= 1"):
+        iter(DataLoader(NUMBERS, num_workers=value))
+
+
+@pytest.mark.parametrize("persistent", [None, [], 0, 1, "yes"])
+def test_persistent_workers_may_be_anything_that_is_true_or_false_as_in_torch(ray_session, persistent):
+    loader = DataLoader(range(3), None, num_workers=1, persistent_workers=persistent)
+    assert [list(loader), list(loader)] == [[0, 1, 2], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("number", [numpy.int64(1), True])
@@ -372,6 +385,9 @@ def test_a_plain_dataset_object_is_enough(ray_session):
         ("on_error", "ignore", ValueError),
         ("max_skipped", -1, ValueError),
         ("timeout", -1, ValueError),
+        ("timeout", float("nan"), ValueError),
+        ("timeout", None, TypeError),
+        ("timeout", "1", TypeError),
         ("prefetch_bytes", 0, ValueError),
         ("arenas", 1, TypeError),
     ],

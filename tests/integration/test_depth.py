@@ -171,14 +171,27 @@ def noisy(_):
     return random.random(), torch.rand(1).item(), np.random.rand()
 
 
+@pytest.mark.parametrize("seeding", ["worker", "batch"])
 @pytest.mark.parametrize("depth", [3, 15])
 @pytest.mark.parametrize("taken", [1, 6, 17])
-def test_persistent_workers_go_on_from_where_torchs_would_be(depth_of, depth, taken):
-    """The strict bound of `prefetch_factor=2` is torch's depth; the automatic one must not show."""
+def test_persistent_workers_go_on_from_where_torchs_would_be(depth_of, depth, taken, seeding):
+    """The strict bound of `prefetch_factor=2` is torch's depth; the automatic one must not show.
+
+    Seeding by batch does not reach the dataset's own generator: that goes on from what the worker has built.
+    """
 
     def epochs(**options):
         torch.manual_seed(3)
-        loader = load(noisy, 30, num_workers=2, persistent_workers=True, **options)
+        own = np.random.default_rng(5)
+        loader = DataLoader(
+            Calls(lambda index: (*noisy(index), own.random()), 30),
+            None,
+            num_workers=2,
+            collate_fn=as_is,
+            persistent_workers=True,
+            seeding=seeding,
+            **options,
+        )
         found = []
         for _ in range(3):
             iterator = iter(loader)

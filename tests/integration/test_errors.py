@@ -1,5 +1,6 @@
 """What goes wrong in the user's code and how it arrives: type, torch's text, place; and what works afterwards."""
 
+import asyncio
 import ctypes
 import os
 import pickle
@@ -346,9 +347,23 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-EXITS = {
+def cancel():
+    raise asyncio.CancelledError
+
+
+def close():
+    raise GeneratorExit
+
+
+# What is no Exception ends torch's worker too.
+RAISED = {
     "SystemExit": lambda: sys.exit(3),
     "KeyboardInterrupt": interrupt,
+    "CancelledError": cancel,
+    "GeneratorExit": close,
+}
+EXITS = {
+    **RAISED,
     "os._exit": lambda: os._exit(3),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segmentation fault": lambda: ctypes.string_at(0),
@@ -356,7 +371,7 @@ EXITS = {
 
 
 # What Ray says of a process that is gone is the same however it went; the table of faults has all ways.
-ALIKE = {"os._exit", "segmentation fault"}
+ALIKE = {"os._exit", "segmentation fault", "CancelledError"}
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.full if way in ALIKE else ()) for way in EXITS])
@@ -381,7 +396,7 @@ def test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_work
     assert type(caught.value) is rayloader.WorkerDiedError
     assert caught.value.worker_id == 1
     assert str(caught.value).startswith(f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker 1 on ")
-    if way in ("SystemExit", "KeyboardInterrupt"):  # the cause is told with its traceback
+    if way in RAISED:  # the cause is told with its traceback
         assert f'File "{__file__}", line ' in str(caught.value)
         assert f", in {EXITS[way].__name__}\n" in str(caught.value)
         assert way in str(caught.value).splitlines()[-1]

@@ -110,7 +110,7 @@ PARITY = {
     "StopIteration out of a map-style dataset ends quietly": [
         "errors::test_stop_iteration_out_of_a_map_style_dataset_ends_the_epoch_quietly",
     ],
-    "SystemExit and KeyboardInterrupt are a worker that exited": [
+    "what is raised and is no Exception is a worker that exited": [
         "errors::test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_works",
     ],
     "the timeout's text, and the process ends after it": [

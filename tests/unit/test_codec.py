@@ -724,6 +724,7 @@ def culprits():
         "dataset.g: builtins.generator": Holder(g=(i for i in ())),
         "dataset.file: _io.BufferedWriter": Holder(file=io.BufferedWriter(io.BytesIO())),
         "dataset.n: multiprocessing.sharedctypes.Synchronized": Holder(n=multiprocessing.Value("i")),
+        "dataset.grown: torch.Tensor": Holder(grown=torch.ones(2, requires_grad=True) * 2),
         "dataset.<closure>.stream: builtins.generator": lambda: stream,
         "dataset.__self__.stream: builtins.generator": Holder(stream=stream).__init__,
         "dataset.stream: builtins.generator ": Slots(),
@@ -733,7 +734,7 @@ def culprits():
     }
 
 
-@pytest.mark.parametrize("index", range(13))
+@pytest.mark.parametrize("index", range(14))
 def test_explains_what_cannot_be_pickled(index):
     path, obj = list(culprits().items())[index]
     with pytest.raises((TypeError, RuntimeError, pickle.PicklingError)):
