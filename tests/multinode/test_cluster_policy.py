@@ -234,7 +234,8 @@ def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
 @oversubscribed
 def test_cpus_that_slow_workers_of_our_own_hold_are_not_others(monkeypatch):
     """As on a busy machine, where a process takes longer than the patience to import torch."""
-    monkeypatch.setattr(rayloader.driver.placement, "CPU_PATIENCE_S", 0.0)
+    for patience in ("CPU_PATIENCE_S", "ROOM_PATIENCE_S"):
+        monkeypatch.setattr(rayloader.driver.placement, patience, 0.0)
     pool = get_pool()
     lease = Lease(print)
     actors = pool.lend(lease, {}, CPUS, fresh=True)
