@@ -441,7 +441,7 @@ add(
     script=scripts.abandon(2, None),
 )
 add("abandoned_holding", "2 2p", partial(shuffled_noise, prefetch_factor=2), script=scripts.abandon_holding)
-add("interleaved", "0 1 2 3", partial(shuffled_noise, prefetch_factor=2), script=scripts.interleave)
+add("interleaved", "0 1 2 3", partial(shuffled_noise, prefetch_factor=2), scripts.interleave, sample={"0", "2"})
 add(
     "interleaved_generator",
     "0 2",
