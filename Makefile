@@ -11,7 +11,8 @@ BENCH_READY := $(VENV)/.ready-bench
 # has a Ray of its own, whose start costs much: folders share a process where one has not enough to do for itself.
 ALONE := tests/integration tests/multinode tests/unit
 FOLDERS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))
-TOGETHER := $(filter-out $(ALONE),$(FOLDERS))
+# The conformance tests come last: torch's side of them runs beside the tests before.
+TOGETHER := $(filter-out $(ALONE) tests/conformance,$(FOLDERS)) tests/conformance
 PYTEST := $(PY) -m pytest $(SELECTED)
 
 .DEFAULT_GOAL := help

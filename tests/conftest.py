@@ -117,14 +117,15 @@ def check_threads(before):
 def check_files(before):
     """Waits for what finalizers have left to the janitor: actors that stop, or are killed, give up their files then."""
     deadline = time.monotonic() + EXIT_LIMIT
+    waited = False
     while left := our_files() - before:
-        gc.collect()  # a batch in a cycle lets go of its memory when it is collected
+        assert time.monotonic() < deadline, f"memory files left open or mapped: {sorted(left)}\n{holders()}"
+        if waited:
+            gc.collect()  # a batch in a cycle lets go of its memory when it is collected
         pool = sys.modules.get("rayloader.driver.pool")
         if pool is not None and pool._pool is not None:
             pool._pool.wait()
-        left &= our_files()
-        in_time = not left or time.monotonic() < deadline
-        assert in_time, f"memory files left open or mapped: {sorted(left)}\n{holders()}"
+        waited = True
 
 
 def holders():

@@ -30,8 +30,9 @@ from rayloader.driver.janitor import Janitor
 
 # How long an actor that was told to stop may work on: what it does is of no use any more.
 STOP_TIMEOUT_S = 5.0
-# How long a new epoch waits for actors that are stopping: about what a new actor would take to start.
-REUSE_WAIT_S = 1.0
+# How long a new epoch waits for actors that are stopping: about what a new actor would take to start, most of it CPU
+# time for the import of torch, so that on a busy machine both take longer.
+REUSE_WAIT_S = 2.5
 
 
 class Lifetimes:

@@ -117,7 +117,7 @@ class Placement:
                 return Verdict.SHARE_CPUS
         if waited >= (min(ROOM_PATIENCE_S, limit) if key in self._without_place else limit):
             return Verdict.GIVE_UP
-        return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
+        return Verdict.MAKE_ROOM if homeless and waited > ROOM_PATIENCE_S else Verdict.WAIT
 
     def gave_up(self, key: bytes, number: int, of: int, hosts: int) -> None:
         """Notes that some actors were given up: the next ones with the same options need not wait as long."""

@@ -191,7 +191,7 @@ def test_a_tensor_that_is_kept_keeps_only_its_memory_when_the_workers_have_ended
     def get(index):
         return torch.full((1 << 18,), index), torch.full((1 << 18,), -index)
 
-    batches = list(batches_of(8, get, fresh_processes=True))
+    batches = list(batches_of(8, get, num_workers=1, fresh_processes=True))
     (ended,) = {name for extent, name in mappings() if batches[3][1].data_ptr() in extent}
     assert ended in orphans()
     assert all((batch + negative == 0).all() for batch, negative in batches)

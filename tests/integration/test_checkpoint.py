@@ -457,7 +457,7 @@ def test_worker_init_fn_and_collate_fn_go_with_the_workers():
 # ---- other orders of delivery
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_dynamic_scheduling(num_workers):
     def arguments():
         return {"dataset": data.Indices(90), "shuffle": True, "seeding": "batch", "scheduling": "dynamic"} | {
@@ -469,7 +469,7 @@ def test_dynamic_scheduling(num_workers):
         check(epochs, point, make(arguments, num_workers, seed=2))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_order_no_sample_is_lost_or_repeated(tmp_path, stream, num_workers):
     """The first batch is held back until others have been taken; then all states are taken."""

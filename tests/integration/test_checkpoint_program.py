@@ -196,13 +196,12 @@ PROGRAMS = [
 
 
 def options():
-    """Persistent workers or not; automatic depth or torch's."""
+    """Persistent workers or not; automatic depth or torch's: a sample has one of the four for each program, in turn."""
     for number, program in enumerate(PROGRAMS):
         for place, (persistent, depth) in enumerate(itertools.product([True, False], [None, 2])):
-            in_sample = place in (number % 4, 3 - number % 4)
             given = {"persistent_workers": persistent, "prefetch_factor": depth}
             name = f"{program.__name__}{'-persistent' if persistent else ''}{'-torch' if depth else ''}"
-            yield pytest.param(program, given, id=name, marks=() if in_sample else pytest.mark.full)
+            yield pytest.param(program, given, id=name, marks=() if place == number % 4 else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("program", "options"), list(options()))

@@ -21,6 +21,7 @@ NUMBERS = range(10)
 SAMPLER = SequentialSampler(NUMBERS)
 BATCH_SAMPLER = BatchSampler(SAMPLER, 2, False)
 STREAM = Stream(range)
+ANY_CPU = {"num_cpus": 0}  # options of workers
 
 OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling", "max_worker_restarts"]
 OURS += ["on_timeout", "on_error", "max_skipped", "arenas"]
@@ -202,9 +203,19 @@ def test_signature_is_torchs_spelled_out_with_ours_after_it():
     assert [(p.name, p.kind) for p in ours[len(torchs) :]] == [(n, inspect.Parameter.KEYWORD_ONLY) for n in OURS]
 
 
-def test_every_parameter_is_an_attribute_from_which_a_framework_can_rebuild_the_loader(ray_session):
+@pytest.fixture(scope="module")
+def warm(ray_session):
+    """Keeps an actor of the options `ANY_CPU` warm, for all tests here."""
+    keeper = DataLoader(range(1), num_workers=1, ray_remote_args=ANY_CPU)
+    list(keeper)
+    yield
+    del keeper
+
+
+@pytest.mark.usefixtures("warm")
+def test_every_parameter_is_an_attribute_from_which_a_framework_can_rebuild_the_loader():
     loader = DataLoader(
-        range(6), 2, num_workers=1, ray_remote_args={"num_cpus": 0}, timeout=60, in_order=False, prefetch_factor=3
+        range(6), 2, num_workers=1, ray_remote_args=ANY_CPU, timeout=60, in_order=False, prefetch_factor=3
     )
     parameters = inspect.signature(type(loader)).parameters
     arguments = {name: getattr(loader, name) for name in parameters if name != "shuffle"}
@@ -212,7 +223,7 @@ def test_every_parameter_is_an_attribute_from_which_a_framework_can_rebuild_the_
     assert arguments.pop("drop_last") is False
     assert arguments.pop("sampler") is loader.sampler
     rebuilt = type(loader)(**arguments)
-    assert (rebuilt.ray_remote_args, rebuilt.timeout, rebuilt.prefetch_factor) == ({"num_cpus": 0}, 60, 3)
+    assert (rebuilt.ray_remote_args, rebuilt.timeout, rebuilt.prefetch_factor) == (ANY_CPU, 60, 3)
     assert sorted(batch.tolist() for batch in rebuilt) == [[0, 1], [2, 3], [4, 5]]
 
 
@@ -310,16 +321,15 @@ def test_after_an_error_too_the_loader_is_collected_by_reference_count(ray_sessi
     assert dead() is None
 
 
-def test_a_loader_may_be_pickled_fresh_and_used(ray_session):
-    loader = DataLoader(
-        range(6), 2, num_workers=1, collate_fn=as_is, prefetch_factor=3, ray_remote_args={"num_cpus": 0}
-    )
+@pytest.mark.usefixtures("warm")
+def test_a_loader_may_be_pickled_fresh_and_used():
+    loader = DataLoader(range(6), 2, num_workers=1, collate_fn=as_is, prefetch_factor=3, ray_remote_args=ANY_CPU)
     fresh = pickle.loads(pickle.dumps(loader))
     expected = list(loader)
     used = pickle.loads(pickle.dumps(loader))
     assert expected == [[0, 1], [2, 3], [4, 5]]
     assert list(fresh) == list(used) == expected
-    assert (used.prefetch_factor, used.ray_remote_args) == (3, {"num_cpus": 0})
+    assert (used.prefetch_factor, used.ray_remote_args) == (3, ANY_CPU)
 
 
 def test_an_iterator_refuses_to_be_pickled_as_torchs_does(ray_session):

@@ -155,6 +155,13 @@ def test_ray_and_rayloader_may_be_shut_down_under_live_iterators(sessions_script
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
+def test_a_ray_of_the_users_is_left_running():
+    output, errors = finish(script := start("script_sessions.py", "users"))
+    assert (script.returncode, output) == (0, ["the end"]), errors
+    assert "Traceback" not in errors
+
+
 def test_accelerate_saves_and_resumes_a_loader_without_workers():
     output, errors = finish(script := start("script_accelerate.py"))
     assert (script.returncode, output) == (0, ["the end"]), errors

@@ -23,7 +23,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 import rayloader.driver.pool
-from multinode_data import AWAY
+from multinode_data import AWAY, ON_EACH
 from multinode_waiting import wait_until
 from rayloader import DataLoader
 
@@ -48,6 +48,7 @@ def nodes():
         folder = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: Ray puts sockets below it
         patch.setenv("RAY_TMPDIR", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_worker_niceness", "0")  # else other tests that run beside these leave their workers no time
         # For Ray's own workers: the tests send them tasks of these modules, which use the package that is tested here.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
         cluster = Cluster(
@@ -77,15 +78,20 @@ def reference(tmp_path_factory):
     return torch.load(path, weights_only=False)
 
 
-@pytest.fixture(scope="module")
-def warm_away(nodes, keepers):
-    """Keeps two actors of the options `AWAY` warm, for all tests of a module."""
-    loader = DataLoader(range(2), num_workers=2, ray_remote_args=AWAY)
-    list(loader)
-    keepers.append(loader)
+@pytest.fixture(scope="session")
+def warm(nodes, keepers):
+    """Keeps two actors of the options `AWAY` warm, and two of `ON_EACH`.
+
+    The modules that use it come after those that count what is free in the cluster.
+    """
+    loaders = [DataLoader(range(2), num_workers=2, ray_remote_args=options) for options in (AWAY, ON_EACH)]
+    for loader in loaders:
+        list(loader)
+        keepers.append(loader)
     yield
-    keepers.remove(loader)
-    del loader
+    for loader in loaders:
+        keepers.remove(loader)
+    del loader, loaders
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_w
 
 EPOCHS = 3
 AWAY = {"num_cpus": 0, "resources": {"away": 0.01}}  # options of workers on the node that the driver is not on
+ON_EACH = {"num_cpus": 0, "resources": {"single": 1}}  # of two workers, one on each node
 
 
 class Augmented(Dataset):

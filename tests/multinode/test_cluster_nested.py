@@ -58,6 +58,7 @@ def test_in_a_task(reference):
     wait_for_all_cpus()
 
 
+@pytest.mark.full
 def test_a_loader_as_argument_of_a_task(reference):
     recorded, origins = get(train_with.remote(DataLoader(**traced("stream"))))
     assert difference(recorded, reference["stream"]) is None
@@ -96,7 +97,7 @@ def test_workers_are_not_captured_by_a_placement_group(reference):
         def inside(_):
             return ray.util.get_current_placement_group() is not None
 
-        loader = DataLoader(Calls(inside, 2), None, num_workers=2, collate_fn=as_is)
+        loader = DataLoader(Calls(inside, 2), None, num_workers=1, collate_fn=as_is)
         return ray.util.get_current_placement_group() is not None, list(loader)
 
     try:

@@ -117,9 +117,9 @@ def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, d
 
 
 def test_a_node_that_goes_between_epochs(doomed, nodes):
-    """Its warm workers are replaced."""
+    """Its warm worker is replaced."""
     loader = DataLoader(
-        Calls(lambda _: origin(), 4), None, num_workers=2, collate_fn=as_is, ray_remote_args=doomed.remote_args
+        Calls(lambda _: origin(), 4), None, num_workers=1, collate_fn=as_is, ray_remote_args=doomed.remote_args
     )
     assert {node_id for node_id, _ in loader} == {doomed.node_id}
     doomed.remove(graceful=True)

@@ -48,12 +48,13 @@ def wait_for_free(expected, name="CPU"):
 @pytest.fixture
 def short_limit(monkeypatch):
     """For workers that have no place."""
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "2")
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
 
 
 @pytest.fixture
-def enough_time(monkeypatch):
-    """For workers that get one: a failure need not take the whole minute."""
+def room_is_made(monkeypatch):
+    """For workers that get a place, soon; a failure need not take the whole minute."""
+    monkeypatch.setattr(rayloader.driver.placement, "ROOM_PATIENCE_S", 1.0)
     monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "20")
 
 
@@ -114,6 +115,7 @@ def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
     wait_for_free(CPUS)
 
 
+@pytest.mark.full
 def test_training_and_validation_share_warm_workers_which_give_up_their_cpus_when_both_are_gone():
     training, validation = load(2), load(2)
     seen = set()
@@ -139,7 +141,7 @@ def test_fractions_of_a_cpu_and_of_a_resource():
 # ---- idle workers make room
 
 
-def test_idle_workers_of_other_options_give_up_their_cpus(enough_time, nodes):
+def test_idle_workers_of_other_options_give_up_their_cpus(room_is_made, nodes):
     idle = load(2)
     list(idle)
     wait_for_free(1)
@@ -147,9 +149,8 @@ def test_idle_workers_of_other_options_give_up_their_cpus(enough_time, nodes):
     assert len(list(idle)) == 8
 
 
-def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(enough_time, nodes, monkeypatch):
+def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(room_is_made, nodes):
     """Cluster-wide one CPU is free all the time, but not there."""
-    monkeypatch.setattr(rayloader.driver.placement, "ROOM_PATIENCE_S", 1.0)
     idle = load(2, ray_remote_args={"num_cpus": 1, "resources": {"away": 1}})
     list(idle)
     wait_for_free(1)
@@ -158,7 +159,7 @@ def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(enough_time,
 
 
 @pytest.mark.full
-def test_idle_workers_give_up_custom_resources(enough_time, nodes):
+def test_idle_workers_give_up_custom_resources(room_is_made, nodes):
     idle = load(2, ray_remote_args={"num_cpus": 0, "resources": {"away": 2}})
     list(idle)
     wait_for_free(0, "away")
@@ -172,7 +173,7 @@ def test_idle_workers_give_up_custom_resources(enough_time, nodes):
     ("remote_args", "asked"),
     [
         ({"num_cpus": 64}, "CPU 64"),
-        ({"resources": {"away": 5}}, "away 5"),
+        pytest.param({"resources": {"away": 5}}, "away 5", marks=pytest.mark.full),
         ({"label_selector": {"place": "moon"}}, "moon"),
         pytest.param({"resources": {"nowhere": 1}}, "nowhere 1", marks=pytest.mark.full),
         pytest.param({"accelerator_type": "A100"}, "A100", marks=pytest.mark.full),
@@ -183,7 +184,7 @@ def test_workers_without_a_place_are_an_error_that_explains(remote_args, asked, 
     with pytest.raises(WorkerStartError) as caught:
         list(load(2, ray_remote_args=remote_args))
     text = str(caught.value)
-    assert text.startswith("2 of 2 DataLoader workers found no place in the Ray cluster within 2 s. Each asks for ")
+    assert text.startswith("2 of 2 DataLoader workers found no place in the Ray cluster within 1 s. Each asks for ")
     assert asked in text
     assert "free now: CPU 3 of 3, away 4 of 4, here 4 of 4," in text
     for remedy in ("num_workers", 'ray_remote_args={"num_cpus": 0}', "RAYLOADER_START_TIMEOUT"):
@@ -206,7 +207,7 @@ def training_on_all_cpus():
 def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
     training = training_on_all_cpus()
     loader = load(1, ray_remote_args={"num_cpus": 1})
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "2")
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
     with pytest.raises(WorkerStartError, match="Each asks for CPU 1; free now: CPU 0 of 3"):
         list(loader)
     for actor in training:
@@ -233,7 +234,8 @@ def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
 @oversubscribed
 def test_cpus_that_slow_workers_of_our_own_hold_are_not_others(monkeypatch):
     """As on a busy machine, where a process takes longer than the patience to import torch."""
-    monkeypatch.setattr(rayloader.driver.placement, "CPU_PATIENCE_S", 0.0)
+    for patience in ("CPU_PATIENCE_S", "ROOM_PATIENCE_S"):
+        monkeypatch.setattr(rayloader.driver.placement, patience, 0.0)
     pool = get_pool()
     lease = Lease(print)
     actors = pool.lend(lease, {}, CPUS, fresh=True)
@@ -247,13 +249,13 @@ def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
     """One node has two CPUs, the other one."""
     first = load(1, ray_remote_args={"num_cpus": 2})
     assert len(list(first)) == 4  # its actor is warm: the limit is for the other one
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "2")
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
     loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"num_cpus": 2})
     for _ in range(2):
         batches = list(loader)
         assert [index for index, *_ in batches] == list(range(8))
         assert len({pid for *_, pid in batches}) == 1
-    text = "1 of 2 worker processes found no place in the Ray cluster within 2 s; their work is done by the other 1"
+    text = "1 of 2 worker processes found no place in the Ray cluster within 1 s; their work is done by the other 1"
     assert [text in record.getMessage() for record in caplog.records] == [True, True]
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from multinode_data import AWAY, as_is, origin
+from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
 from rayloader.driver.pool import get_pool, live_memory_files
 
-pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm_away")]
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
 TOTAL = 299_999 * 150_000
 
@@ -66,7 +66,7 @@ def tuple_of(seen):
 
 
 def test_workers_of_both_nodes():
-    loader = holding(torch.arange(300_000), look, ray_remote_args={"num_cpus": 0, "resources": {"single": 1}})
+    loader = holding(torch.arange(300_000), look, ray_remote_args=ON_EACH)
     seen = list(loader)
     assert [total for total, *_ in seen] == [TOTAL] * 2
     assert len({node for _, (node, _), _ in seen}) == 2

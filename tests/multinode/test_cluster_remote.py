@@ -8,10 +8,10 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from multinode_data import AWAY, Calls, as_is, difference, epochs, origin, tensors, traced, untraced
+from multinode_data import AWAY, ON_EACH, Calls, as_is, difference, epochs, origin, tensors, traced, untraced
 from rayloader import DataLoader
 
-pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm_away")]
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
 ON_BOTH = [{"num_cpus": 0, "resources": {"here": 0.01}}, AWAY]
 ANSWER_LIMIT = 10  # seconds; turns a hang of user code in a worker into an error
@@ -63,9 +63,7 @@ def test_batches_from_another_node_are_writable(reference):
 
 
 def test_a_loader_with_workers_on_both_nodes(nodes, reference):
-    """Each has one of the resource."""
-    remote_args = {"num_cpus": 0, "resources": {"single": 1}}
-    recorded, origins = untraced(epochs(DataLoader(**traced("augmented"), ray_remote_args=remote_args)))
+    recorded, origins = untraced(epochs(DataLoader(**traced("augmented"), ray_remote_args=ON_EACH)))
     assert difference(recorded, reference["augmented"]) is None
     assert {node_id for node_id, _ in origins[0]} == {nodes.here, nodes.away}
 
