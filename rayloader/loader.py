@@ -26,6 +26,15 @@ _T_co = TypeVar("_T_co", covariant=True)
 _warned_about_multiprocessing_context = False
 
 
+class WorkerCount(int):
+    """`num_workers` of a loader: says whose, wherever it is passed on to. See `frameworks.py`."""
+
+    loader: weakref.ref[DataLoader[Any]]
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
 class DataLoader(TorchDataLoader[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
@@ -172,6 +181,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = AutomaticPrefetch(self.prefetch_factor)
+        self._sign_num_workers()
         if multiprocessing_context is not None:
             _warn_about_multiprocessing_context()
 
@@ -278,6 +288,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         num_workers = checked_num_workers(num_workers)
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
+        self._sign_num_workers()
         iterator = self._last_iterator() if self._last_iterator is not None else None
         if iterator is not None:
             iterator.resize(num_workers)
@@ -287,8 +298,17 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self.num_workers != self._known_workers:
             self._stream_workers = self._known_workers = self.num_workers
 
+    def _sign_num_workers(self) -> None:
+        if isinstance(self.num_workers, int):
+            self.num_workers = WorkerCount(self.num_workers)
+            self.num_workers.loader = weakref.ref(self)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_position": None, "_last_iterator": None}  # of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._sign_num_workers()
 
 
 def shutdown() -> None:
