@@ -188,6 +188,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def __iter__(self) -> Any:
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
             self._iterator, self._of_other_workers = None, False
+        note_first_attributes(self)  # of samplers that were put in since the loader was made
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
@@ -198,6 +199,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         # What the program may have set since the loader was made counts from this `iter()` on, as torch has it.
         self.num_workers = checked_num_workers(self.num_workers)
         self._note_num_workers()
+        self._sign_num_workers()
         self.check_worker_number_rationality()
         iterator = EpochIterator(self, int(self._stream_workers), self._state)
         self._state, self._of_other_workers = None, iterator.num_workers != self._stream_workers
