@@ -21,6 +21,9 @@ from rayloader.state.snapshot import WorkerState
 
 FORMAT, VERSION = "rayloader", 3
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal"}
+# Batches taken of the epoch that is under way, by torchdata's name: Accelerate lowers it where it has fetched batches
+# that are not dispatched to other processes yet.
+TAKEN = "_num_yielded"
 # What a state and a loader must have in common: with another value of these, the stream is another one.
 _FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
 
@@ -51,7 +54,12 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         **_program(loader, samplers, stateful=stateful),
         "position": packed,
         "redeal": None,
+        TAKEN: _taken(packed),
     }
+
+
+def _taken(position: dict[str, Any] | None) -> int:
+    return 0 if position is None or position["finished"] else position["delivered"]
 
 
 def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +227,12 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
     missing = sorted(KEYS - state.keys())
     if missing:
         raise StateError(f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}")
+    if ahead := _taken(state["position"]) - state.get(TAKEN, _taken(state["position"])):
+        raise StateError(
+            f"the state is ahead of what was dispatched, by {ahead} of {_taken(state['position'])} batches: with "
+            "dispatch_batches=True (Accelerate's default for iterable datasets) one process fetches the batches of "
+            "all; use dispatch_batches=False, or save between two epochs"
+        )
     samplers = Samplers(loader)
     saved, own = state["fits"], _fits(loader, samplers)
     for name, value in own.items():

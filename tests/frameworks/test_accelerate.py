@@ -1,6 +1,14 @@
 """Hugging Face's Accelerate makes each loader anew, calls `state_dict` before each batch, and reads one batch ahead."""
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import ray
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -16,6 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # which torchdata's constructor calls
 ]
 
+SCRIPT = Path(__file__).parent / "script_ranks.py"
+HANG_LIMIT = 300  # seconds for the script; on expiry it is killed and the test fails
 OWN = {"on_error": "skip", "max_skipped": 4}
 
 
@@ -154,3 +164,23 @@ def test_without_a_patch_one_warning_names_the_remedy(monkeypatch):
         _, loader = prepared(rayloader.DataLoader, 2)
     assert type(loader.base_dataloader) is DataLoader
     prepared(rayloader.DataLoader, 2)
+
+
+@full
+def test_two_ranks():
+    """Batches, losses and resumption are those of torch's loaders; see the script."""
+    environment = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = launcher.communicate(timeout=HANG_LIMIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+    assert (launcher.returncode, output.splitlines()) == (0, ["the end"] * 2), errors
