@@ -100,6 +100,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         arenas: drive workers on this machine over local sockets, and have them build batches in memory that this
             process has mapped, so that large tensors arrive without a copy. If False, every task and every batch goes
             through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all loaders.
+        snapshot_every_n_steps: accepted for code that was written for torchdata's StatefulDataLoader, and without
+            effect: a state always tells the last batch that was taken, and a worker takes snapshots as often as that
+            costs one percent of its time.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -141,6 +144,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         on_error: str = "raise",
         max_skipped: int = 100,
         arenas: bool = True,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         self._stream_workers = num_workers  # that the batches depend on
         self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
@@ -158,6 +162,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.on_error = on_error
         self.max_skipped = max_skipped
         self.arenas = arenas
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         super().__init__(
             dataset,
             batch_size,
@@ -262,14 +267,15 @@ class DataLoader(TorchDataLoader[_T_co]):
         Args:
             state_dict: the result of `state_dict()`. With torch's DistributedSampler each rank saves its own. Given the
                 list of all of them, saved at the same step, the number of ranks may differ: what no rank has taken of
-                the epoch is dealt out again, with new random streams in the workers.
+                the epoch is dealt out again, with new random streams in the workers. After an empty dict, which
+                torchdata's StatefulDataLoader accepts, the next `iter()` begins an epoch.
 
         Raises:
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
         from rayloader.state.checkpoint import load
 
-        self._state = load(self, state_dict)
+        self._state = load(self, state_dict) if state_dict != {} else None
         self._iterator = None
 
     def resize(self, num_workers: int) -> None:

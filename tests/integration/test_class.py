@@ -23,7 +23,7 @@ BATCH_SAMPLER = BatchSampler(SAMPLER, 2, False)
 STREAM = Stream(range)
 
 OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling", "max_worker_restarts"]
-OURS += ["on_timeout", "on_error", "max_skipped", "arenas"]
+OURS += ["on_timeout", "on_error", "max_skipped", "arenas", "snapshot_every_n_steps"]
 
 
 class NoLength:
