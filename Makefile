@@ -6,6 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
+FULL_READY := $(VENV)/.ready-full
 
 # Two processes run side by side, for a Ray that starts or ends leaves cores idle; what takes longest begins first. Each
 # has a Ray of its own, whose start costs much: folders share a process where one has not enough to do for itself.
@@ -31,7 +32,7 @@ test: lint ## lint, types, tests (sampled where a full run takes long) and bench
 	$(call run_tests,-m 'not full')
 	@$(PY) benchmarks/check.py
 
-test-full: lint ## the same with every test
+test-full: lint $(FULL_READY) ## the same with every test
 	$(call run_tests,)
 	@$(PY) benchmarks/check.py
 
@@ -88,6 +89,11 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch, Ray and the development tools; this takes a minute or more, once."
 	@"$(PY)" -c 'import pip' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
 	@"$(PY)" -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(FULL_READY): $(READY)
+	@echo "Adding the trainers that only the full tests run."
+	@"$(PY)" -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,trainers]'
 	@touch $@
 
 $(BENCH_READY): $(READY)

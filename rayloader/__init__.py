@@ -12,12 +12,14 @@ from rayloader.errors import (
     WorkerDiedError,
     WorkerStartError,
 )
+from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, shutdown
 from rayloader.shared_list import SharedList
 
 __all__ = [
     "BatchTimeoutError",
     "DataLoader",
+    "Patch",
     "RaySessionError",
     "RayloaderError",
     "ReplayError",
@@ -28,6 +30,7 @@ __all__ = [
     "StateError",
     "WorkerDiedError",
     "WorkerStartError",
+    "patch",
     "shutdown",
 ]
 __version__ = "0.1.0"

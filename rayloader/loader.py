@@ -26,6 +26,15 @@ _T_co = TypeVar("_T_co", covariant=True)
 _warned_about_multiprocessing_context = False
 
 
+class WorkerCount(int):
+    """`num_workers` of a loader: says whose, wherever it is passed on to. See `frameworks.py`."""
+
+    loader: weakref.ref[DataLoader[Any]]
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
 class DataLoader(TorchDataLoader[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
@@ -92,6 +101,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         arenas: drive workers on this machine over local sockets, and have them build batches in memory that this
             process has mapped, so that large tensors arrive without a copy. If False, every task and every batch goes
             through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all loaders.
+        snapshot_every_n_steps: accepted for code that was written for torchdata's StatefulDataLoader, and without
+            effect: a state always tells the last batch that was taken, and a worker takes snapshots as often as that
+            costs one percent of its time.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -133,6 +145,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         on_error: str = "raise",
         max_skipped: int = 100,
         arenas: bool = True,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         self._stream_workers = num_workers  # that the batches depend on
         self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
@@ -150,6 +163,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.on_error = on_error
         self.max_skipped = max_skipped
         self.arenas = arenas
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         super().__init__(
             dataset,
             batch_size,
@@ -173,12 +187,14 @@ class DataLoader(TorchDataLoader[_T_co]):
         note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = AutomaticPrefetch(self.prefetch_factor)
+        self._sign_num_workers()
         if multiprocessing_context is not None:
             _warn_about_multiprocessing_context()
 
     def __iter__(self) -> Any:
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
             self._iterator, self._of_other_workers = None, False
+        note_first_attributes(self)  # of samplers that were put in since the loader was made
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
@@ -189,6 +205,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         # What the program may have set since the loader was made counts from this `iter()` on, as torch has it.
         self.num_workers = checked_num_workers(self.num_workers)
         self._note_num_workers()
+        self._sign_num_workers()
         self.check_worker_number_rationality()
         iterator = EpochIterator(self, int(self._stream_workers), self._state)
         self._state, self._of_other_workers = None, iterator.num_workers != self._stream_workers
@@ -250,14 +267,15 @@ class DataLoader(TorchDataLoader[_T_co]):
         Args:
             state_dict: the result of `state_dict()`. With torch's DistributedSampler each rank saves its own. Given the
                 list of all of them, saved at the same step, the number of ranks may differ: what no rank has taken of
-                the epoch is dealt out again, with new random streams in the workers.
+                the epoch is dealt out again, with new random streams in the workers. After an empty dict, which
+                torchdata's StatefulDataLoader accepts, the next `iter()` begins an epoch.
 
         Raises:
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
         from rayloader.state.checkpoint import load
 
-        self._state = load(self, state_dict)
+        self._state = load(self, state_dict) if state_dict != {} else None
         self._iterator = None
 
     def resize(self, num_workers: int) -> None:
@@ -278,6 +296,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         num_workers = checked_num_workers(num_workers)
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
+        self._sign_num_workers()
         iterator = self._last_iterator() if self._last_iterator is not None else None
         if iterator is not None:
             iterator.resize(num_workers)
@@ -287,8 +306,17 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self.num_workers != self._known_workers:
             self._stream_workers = self._known_workers = self.num_workers
 
+    def _sign_num_workers(self) -> None:
+        if isinstance(self.num_workers, int):
+            self.num_workers = WorkerCount(self.num_workers)
+            self.num_workers.loader = weakref.ref(self)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_position": None, "_last_iterator": None}  # of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._sign_num_workers()
 
 
 def shutdown() -> None:

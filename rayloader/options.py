@@ -113,6 +113,9 @@ def check(loader: Any) -> None:
     for name in ("max_worker_restarts", "max_skipped"):
         if not _is_whole(value := getattr(loader, name)) or value < 0:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
+    steps = loader.snapshot_every_n_steps
+    if steps is not None and (not _is_whole(steps) or steps < 1):
+        raise ValueError(f"snapshot_every_n_steps must be a whole number >= 1 or None, got {steps!r}; it has no effect")
     _check_choice(loader, "on_timeout", ("raise", "restart"))
     _check_choice(loader, "on_error", ("raise", "skip"))
     _check_choice(loader, "seeding", ("worker", "batch"))

@@ -95,10 +95,9 @@ class Samplers:
         self.is_stock = type(innermost) in QUIET_SAMPLERS and all(type(s) is BatchSampler for s in self._chain[:-1])
         own = loader.generator is not None and getattr(innermost, "generator", loader.generator) is not None
         self._needs_global = not (self.is_stock and own)
-        self._generators: list[Any] = [] if loader.generator is None else [loader.generator]
-        for sampler in self._chain:
-            inner = {k: v for k, v in _vars(sampler).items() if k not in ("data_source", "dataset", "sampler")}
-            self._generators += [g for g in find_generators(inner) if all(g is not known for known in self._generators)]
+        self._loaders_own = loader.generator
+        self._makes_generator = [_makes_generator(sampler) for sampler in self._chain]
+        self._generators = self._find_generators()
 
     @property
     def name(self) -> str:
@@ -121,8 +120,26 @@ class Samplers:
 
     # ---- generators and attributes
 
+    def _find_generators(self) -> list[Any]:
+        found = [] if self._loaders_own is None else [self._loaders_own]
+        for sampler in self._chain:
+            inner = {k: v for k, v in _vars(sampler).items() if k not in ("data_source", "dataset", "sampler")}
+            found += [g for g in find_generators(inner) if all(g is not known for known in found)]
+        return found
+
+    def _has_made(self, moment: Moment) -> None:
+        """Samplers that make their generator when they are first asked have one, or none, as at that moment."""
+        for sampler, simple, makes in zip(self._chain, moment.attributes, self._makes_generator, strict=True):
+            if makes and "generator" in simple:
+                sampler.generator = None
+            elif makes and sampler.generator is None:
+                sampler.generator = torch.Generator()
+        self._generators = self._find_generators()
+
     def capture(self) -> Moment:
         """The generators that `iter()` and the samplers draw from, and the samplers' attributes."""
+        if any(self._makes_generator):
+            self._generators = self._find_generators()
         random = RandomState.capture(self._generators)
         if self.is_stock:
             random = random._replace(python=None, numpy=None)
@@ -133,8 +150,8 @@ class Samplers:
     def restore(self, moment: Moment, progress: list[list[str]]) -> None:
         """Puts the generators back, and of the attributes those that `progress` names for each sampler."""
         changed = [
-            {name: simple[name] for name in names if name in simple}
-            for simple, names in zip(moment.attributes, progress, strict=True)
+            {name: value for name, value in simple.items() if name in names or (makes and name == "generator")}
+            for simple, names, makes in zip(moment.attributes, progress, self._makes_generator, strict=True)
         ]
         self.move_to(Moment(moment.random, changed))
 
@@ -150,12 +167,13 @@ class Samplers:
 
     def move_to(self, moment: Moment) -> None:
         """All is as it was at that moment."""
+        self._has_made(moment)
         for sampler, simple in zip(self._chain, moment.attributes, strict=True):
             if "epoch" in simple and hasattr(sampler, "set_epoch") and sampler.epoch != simple["epoch"]:
                 sampler.set_epoch(simple["epoch"])
             if sampler is not self._stateful:  # else its state_dict() says what it is
                 _vars(sampler).update(simple)
-        self._check_generators(moment.random)
+        self._check_generators(moment)
         moment.random.restore(self._generators)
 
     def progress(self) -> list[list[str]]:
@@ -165,10 +183,11 @@ class Samplers:
             for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
         ]
 
-    def _check_generators(self, random: RandomState) -> None:
-        if random.others is not None and not suit(self._generators, random.others):
+    def _check_generators(self, moment: Moment) -> None:
+        others = moment.random.others
+        if others is not None and not suit(self._generators, others):
             raise StateError(
-                f"the state is of a loader whose sampler has {len(random.others)} random generators of its own, this "
+                f"the state is of a loader whose sampler has {len(others)} random generators of its own, this "
                 f"one has {len(self._generators)}, or others; make the loader as the one that was saved"
             )
 
@@ -186,7 +205,8 @@ class Samplers:
         Returns:
             The progress, there or here.
         """
-        self._check_generators(saved.random)
+        self._has_made(saved)
+        self._check_generators(saved)
         both = [sorted({*theirs, *ours}) for theirs, ours in zip(progress, self.progress(), strict=True)]
         for sampler, simple, moves in zip(self._chain, saved.attributes, both, strict=True):
             own = _simple(sampler)
@@ -294,6 +314,12 @@ def _vars(obj: Any) -> dict[str, Any]:
 
 def _simple(sampler: Any) -> dict[str, Any]:
     return {name: value for name, value in _vars(sampler).items() if type(value) in _SIMPLE}
+
+
+def _makes_generator(sampler: Any) -> bool:
+    """Whether it makes its generator when it is first asked, as Accelerate's does."""
+    had: Any = _first_attributes(sampler).get("generator", sampler)
+    return had is None and type(sampler) not in QUIET_SAMPLERS
 
 
 def _same(a: Any, b: Any) -> bool:

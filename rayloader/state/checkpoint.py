@@ -22,6 +22,9 @@ from rayloader.state.snapshot import WorkerState
 
 FORMAT, VERSION = "rayloader", 4
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
+# Batches taken of the epoch that is under way, by torchdata's name: Accelerate lowers it where it has fetched batches
+# that are not dispatched to other processes yet.
+TAKEN = "_num_yielded"
 # What a state and a loader must have in common: with another value of these, the stream is another one.
 _FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
 
@@ -44,23 +47,26 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
             stateful = position.stateful
             if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
                 packed = position.pack()
-    return sealed(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
-            "fits": _fits(loader, samplers),
-            **_program(loader, samplers, stateful=stateful),
-            "position": packed,
-            "redeal": None,
-        }
-    )
+    state = {
+        "format": FORMAT,
+        "version": VERSION,
+        "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
+        "fits": _fits(loader, samplers),
+        **_program(loader, samplers, stateful=stateful),
+        "position": packed,
+        "redeal": None,
+    }
+    return {**sealed(state, KEYS), TAKEN: _taken(packed)}
+
+
+def _taken(position: dict[str, Any] | None) -> int:
+    return 0 if position is None or position["finished"] else position["delivered"]
 
 
 def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
     samplers = Samplers(loader)
-    return sealed({**copy.deepcopy(state), **_program(loader, samplers, stateful=state["sampler"]["tells"])})
+    return sealed({**copy.deepcopy(state), **_program(loader, samplers, stateful=state["sampler"]["tells"])}, KEYS)
 
 
 def _program(loader: Any, samplers: Samplers, *, stateful: bool) -> dict[str, Any]:
@@ -200,7 +206,7 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
     ]
     state = make_state(loader, None, states[0]["num_workers"])
     now = Moment.unpack(state["now"]).with_epoch(epoch).pack()
-    return sealed({**state, "now": now, "redeal": {"epoch": epoch, "stages": [*stages, taken]}})
+    return sealed({**state, "now": now, "redeal": {"epoch": epoch, "stages": [*stages, taken]}}, KEYS)
 
 
 def _epoch_of(position: dict[str, Any]) -> tuple[int | None, list[list[redeal.Ranges]]]:
@@ -220,6 +226,13 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
             f"the state has version {state.get('version')!r}, this rayloader reads {VERSION}; use the one that wrote it"
         )
     check_seal(state, KEYS)
+    taken = _taken(state["position"])
+    if (dispatched := state.get(TAKEN, taken)) != taken:
+        raise StateError(
+            f"the state tells {taken} batches that were taken, and {dispatched} that were dispatched: with "
+            "dispatch_batches=True (Accelerate's default for iterable datasets) one process fetches the batches of "
+            "all; use dispatch_batches=False, or save between two epochs"
+        )
     samplers = Samplers(loader)
     saved, own = state["fits"], _fits(loader, samplers)
     for name, value in own.items():

@@ -18,9 +18,9 @@ from rayloader.errors import StateError
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """The state, with the checksums of its parts in place of earlier ones."""
-    return {**state, "seal": _checksums({name: part for name, part in state.items() if name != "seal"})}
+def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """The state, with the checksums of the parts of these names in place of earlier ones; others are the program's."""
+    return {**state, "seal": _checksums({name: state[name] for name in names - {"seal"}})}
 
 
 def check_seal(state: dict[str, Any], names: set[str]) -> None:

@@ -1,0 +1,170 @@
+"""Loaders that frameworks make: how they become ours, and how a loader of ours that becomes torch's is noticed.
+
+Promise: while a patch is installed, whoever calls torch's DataLoader, under whatever name, gets a loader of ours. When
+the last patch is removed, torch's class is what it was before the first.
+
+NOTE [The class stays]: frameworks import torch's class by name, check `isinstance` against it, derive from it, and may
+be imported before a patch or after it. So no name is replaced: the class remains torch's, and its constructor makes the
+object one of ours, which derives from it. Classes that derive from torch's are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from rayloader.errors import StateError
+from rayloader.loader import DataLoader, WorkerCount
+
+_OWN = inspect.signature(DataLoader).parameters.keys() - inspect.signature(TorchDataLoader).parameters.keys()
+
+_installed: list[Patch] = []  # in the order in which they were
+_constructors: dict[type, tuple[Any, Any]] = {}  # of patched classes: the one before the first patch, and ours
+
+_warned = False
+
+
+class Patch:
+    """A patch, in force until `remove` is called, or the `with` block ends. Made by `patch`."""
+
+    def __init__(self, defaults: dict[str, Any]) -> None:
+        self.defaults = defaults
+        self.install()
+
+    def install(self) -> None:
+        """Puts it in force (again), on top of those that are."""
+        if not _installed:
+            for loader_class in _replaced_classes():
+                _replace_constructor(loader_class)
+        if self not in _installed:
+            _installed.append(self)
+
+    def remove(self) -> None:
+        """Takes it out of force; others stay. Loaders that were made remain ours. It may be called more than once."""
+        if self in _installed:
+            _installed.remove(self)
+        if not _installed:
+            for loader_class, (before, ours) in _constructors.items():
+                if vars(loader_class)["__init__"] is ours:  # else somebody has wrapped it since, and will put it back
+                    loader_class.__init__ = before  # type: ignore[misc]
+            _constructors.clear()
+
+    def __enter__(self) -> Patch:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def patch(**defaults: Any) -> Patch:
+    """Has every framework of this process make loaders of ours in place of torch's.
+
+    From this call on, `torch.utils.data.DataLoader(...)` gives a `rayloader.DataLoader`, under whatever name it is
+    called, and so does torchdata's `StatefulDataLoader(...)`. A loader of ours that a framework makes anew keeps its
+    own arguments. Classes that derive from torch's, and loaders that exist already, are left alone.
+
+        with rayloader.patch(seeding="batch"):
+            trainer.train()
+
+    Without `with`, the patch holds until its `remove()` is called. Several may be in force: each default is that of the
+    latest patch that has it.
+
+    Args:
+        defaults: arguments that torch's DataLoader does not have, for loaders that are made as torch's.
+
+    Raises:
+        TypeError: one is not an argument of `DataLoader`, or is torch's; or its value is of the wrong type.
+        ValueError: a value is out of range, or contradicts another.
+    """
+    if wrong := sorted(defaults.keys() - _OWN):
+        raise TypeError(
+            f"patch() takes arguments that rayloader.DataLoader has and torch's has not, got {', '.join(wrong)}; "
+            f"choose from {', '.join(sorted(_OWN))}"
+        )
+    DataLoader((), timeout=1, **{**_defaults(), **defaults})  # type: ignore[arg-type]  # checks them
+    return Patch(defaults)
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: value for patched in _installed for name, value in patched.defaults.items()}
+
+
+def _replaced_classes() -> list[type]:
+    classes: list[type] = [TorchDataLoader]
+    with contextlib.suppress(ImportError):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        classes.append(StatefulDataLoader)
+    return classes
+
+
+def _replace_constructor(loader_class: type) -> None:
+    before: Any = vars(loader_class)["__init__"]
+
+    @functools.wraps(before)
+    def make_ours(loader: Any, *args: Any, **kwargs: Any) -> None:
+        if type(loader) is not loader_class or not _installed:
+            before(loader, *args, **kwargs)
+            return
+        own = _own_arguments((*args, *kwargs.values()))
+        loader.__class__ = DataLoader
+        DataLoader.__init__(loader, *args, **{**own, **kwargs})  # type: ignore[arg-type]
+
+    loader_class.__init__ = make_ours  # type: ignore[misc]
+    _constructors[loader_class] = before, make_ours
+
+
+def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
+    """Those of the loader of ours that is made anew; the defaults of the patches where none is.
+
+    Raises:
+        StateError: that loader has loaded a state, which would be lost.
+    """
+    source = next((value.loader() for value in given if isinstance(value, WorkerCount)), None)
+    if source is None:
+        return _defaults()
+    if source._state is not None:
+        raise StateError(
+            "load_state_dict() was called on a loader that a framework now makes anew, and the state would be lost; "
+            "load it into the new loader, for instance into what prepare() returns"
+        )
+    return {name: getattr(source, name) for name in _OWN}
+
+
+class _Watched:
+    """A method of torch's DataLoader that its constructor calls, and torchdata's too, which does not call torch's.
+
+    It sees loaders whose `num_workers` was read from a loader of ours, and is no frame between torch and its caller:
+    torch's warnings name the lines that they did.
+    """
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __get__(self, loader: Any, loader_class: type) -> Any:
+        if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
+            _warn_once(type(loader))
+        return self._method.__get__(loader, loader_class)
+
+
+def _warn_once(loader_class: type) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"a rayloader.DataLoader was made anew as {loader_class.__module__}.{loader_class.__qualname__}: its "
+            "batches now come from torch's workers, without the seeding, recovery and checkpoints of rayloader; call "
+            "rayloader.patch() at the start of the program, and frameworks make loaders of rayloader",
+            stacklevel=4,
+        )
+
+
+TorchDataLoader.check_worker_number_rationality = _Watched(  # type: ignore[assignment,method-assign]
+    TorchDataLoader.check_worker_number_rationality
+)

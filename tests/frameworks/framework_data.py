@@ -1,0 +1,60 @@
+"""What the tests of several frameworks use."""
+
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+
+class Augmented(Dataset):
+    """Samples that draw from all three global generators."""
+
+    def __init__(self, length=23):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+class Numbers(IterableDataset):
+    """Each worker has its share."""
+
+    def __init__(self, length=23):
+        self.length = length
+
+    def __iter__(self):
+        info = get_worker_info()
+        yield from map(torch.tensor, range(info.id if info else 0, self.length, info.num_workers if info else 1))
+
+
+class Sums(Dataset):
+    """What a linear model learns, with noise from the workers' random streams."""
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        inputs = torch.arange(4.0) * index / 160 + torch.rand(4) + random.random() + np.random.rand()
+        return {"inputs": inputs, "labels": inputs.sum()}
+
+
+class Model(torch.nn.Module):
+    """Gives the loss, as Transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, inputs, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.linear(inputs).squeeze(1), labels)}
+
+
+def seed(number):
+    """Seeds all three global generators."""
+    for module in (random, np.random):
+        module.seed(number)
+    torch.manual_seed(number)

@@ -1,0 +1,268 @@
+"""`rayloader.patch`, and the warning where a loader of ours becomes torch's: without any framework but torchdata.
+
+tests/frameworks has the real ones.
+"""
+
+import copy
+import inspect
+import pickle
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import rayloader
+from rayloader import frameworks
+from rayloader.loader import WorkerCount
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata's constructor calls
+
+DATASET = range(10)
+PATCHED = (DataLoader, StatefulDataLoader)
+# What a framework does: it takes torch's class by name, checks against it, derives from it, and makes loaders.
+FRAMEWORK = """
+from torch.utils.data import DataLoader
+import torch.utils.data.dataloader
+
+class Wrapped(DataLoader):
+    def __init__(self, inner):
+        self.__dict__.update(inner.__dict__)
+
+def is_loader(x):
+    return isinstance(x, DataLoader)
+
+def makers():
+    return [DataLoader, DataLoader[int], torch.utils.data.DataLoader, torch.utils.data.dataloader.DataLoader]
+
+def make_anew(loader, **changed):
+    names = "num_workers collate_fn pin_memory timeout worker_init_fn generator prefetch_factor".split()
+    return DataLoader(loader.dataset, **{**{name: getattr(loader, name) for name in names}, **changed})
+"""
+
+
+def imported(name):
+    module = types.ModuleType(name)
+    exec(FRAMEWORK, module.__dict__)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def all_is_put_back(monkeypatch):
+    monkeypatch.setattr(frameworks, "_warned", False)
+    before = [dict(vars(loader_class)) for loader_class in PATCHED]
+    yield
+    assert [dict(vars(loader_class)) for loader_class in PATCHED] == before
+    assert type(DataLoader(DATASET)) is DataLoader
+    assert type(StatefulDataLoader(DATASET)) is StatefulDataLoader
+
+
+def test_a_framework_makes_ours_whenever_it_was_imported():
+    earlier = imported("earlier")
+    torchs = DataLoader(DATASET)
+    with rayloader.patch(seeding="batch", on_error="skip"):
+        for framework in (earlier, imported("later")):
+            for make in framework.makers():
+                loader = make(DATASET, 3, True, num_workers=2)
+                assert type(loader) is rayloader.DataLoader
+                assert (loader.seeding, loader.on_error, loader.arenas) == ("batch", "skip", True)
+                assert (loader.batch_size, loader.num_workers, len(loader)) == (3, 2, 4)
+                assert framework.is_loader(loader)
+            assert framework.is_loader(torchs)
+            assert framework.is_loader(framework.Wrapped(loader))
+            assert not framework.is_loader(DATASET)
+            assert type(framework.make_anew(torchs)) is rayloader.DataLoader
+        assert type(torchs) is DataLoader
+    for framework in (earlier, imported("afterwards")):
+        assert all(type(make(DATASET)) is DataLoader for make in framework.makers())
+    assert type(loader) is rayloader.DataLoader
+
+
+def test_batches_are_torchs():
+    dataset = TensorDataset(torch.arange(20.0))
+
+    def batches():
+        torch.manual_seed(3)
+        return [batch.tolist() for (batch,) in DataLoader(dataset, 3, shuffle=True)]
+
+    expected = batches()
+    with rayloader.patch():
+        assert batches() == expected
+
+
+def test_as_a_plain_call_it_holds_until_it_is_removed():
+    patched = rayloader.patch(on_error="skip")
+    assert isinstance(patched, rayloader.Patch)
+    assert DataLoader(DATASET).on_error == "skip"
+    patched.remove()
+    assert type(DataLoader(DATASET)) is DataLoader
+    patched.remove()
+    with patched, patched:  # it can be installed again
+        assert DataLoader(DATASET).on_error == "skip"
+
+
+def test_it_is_removed_when_its_block_raises():
+    with pytest.raises(KeyError), rayloader.patch():
+        raise KeyError
+    assert type(DataLoader(DATASET)) is DataLoader
+
+
+def test_nested_patches_add_up_and_end_in_any_order():
+    outer = rayloader.patch(seeding="batch", max_skipped=1)
+    with rayloader.patch(max_skipped=2, scheduling="dynamic"):
+        loader = DataLoader(DATASET)
+        assert (loader.seeding, loader.max_skipped, loader.scheduling) == ("batch", 2, "dynamic")
+    loader = DataLoader(DATASET)
+    assert (loader.seeding, loader.max_skipped, loader.scheduling) == ("batch", 1, "static")
+    inner = rayloader.patch(max_skipped=3)
+    outer.remove()
+    loader = DataLoader(DATASET)
+    assert (loader.seeding, loader.max_skipped) == ("worker", 3)
+    inner.remove()
+
+
+def test_what_others_have_put_around_the_constructor_stays():
+    """As Lightning does for the time of a hook."""
+    before = DataLoader.__init__
+    patched = rayloader.patch()
+
+    def around(loader, *args, **kwargs):
+        inside(loader, *args, **kwargs)
+
+    inside, DataLoader.__init__ = DataLoader.__init__, around
+    patched.remove()
+    assert DataLoader.__init__ is around
+    assert type(DataLoader(DATASET)) is DataLoader
+    DataLoader.__init__ = inside
+    assert type(DataLoader(DATASET)) is DataLoader
+    with rayloader.patch(on_error="skip"):
+        assert DataLoader(DATASET).on_error == "skip"
+    assert DataLoader.__init__ is inside
+    DataLoader.__init__ = before
+
+
+def test_classes_that_derive_from_torchs_are_left_alone():
+    class Derived(DataLoader):
+        pass
+
+    class OfOurs(rayloader.DataLoader):
+        pass
+
+    with rayloader.patch(seeding="batch"):
+        assert type(Derived(DATASET)) is Derived
+        assert type(OfOurs(DATASET)) is OfOurs
+        assert OfOurs(DATASET).seeding == rayloader.DataLoader(DATASET).seeding == "worker"
+
+
+def test_torchdatas_loader_becomes_ours():
+    with rayloader.patch(on_error="skip"):
+        loader = StatefulDataLoader(DATASET, 2)
+        assert type(loader) is rayloader.DataLoader
+        assert loader.on_error == "skip"
+        assert loader.state_dict()["format"] == "rayloader"
+
+
+def test_signatures_stay():
+    expected = inspect.signature(DataLoader)
+    with rayloader.patch():
+        assert inspect.signature(DataLoader) == expected
+        assert inspect.signature(DataLoader.__init__).parameters.keys() == expected.parameters.keys() | {"self"}
+
+
+@pytest.mark.parametrize("changed", [{}, {"arenas": True}])
+def test_a_loader_of_ours_that_is_made_anew_keeps_its_own_arguments(changed):
+    framework = imported("framework")
+    given = {"seeding": "batch", "scheduling": "dynamic", "on_error": "skip", "max_skipped": 7, "arenas": False}
+    loader = rayloader.DataLoader(DATASET, 2, num_workers=2, **given)
+    loader.fresh_processes = True
+    with rayloader.patch(max_worker_restarts=9):
+        anew = framework.make_anew(framework.make_anew(loader), **changed)
+    assert {name: getattr(anew, name) for name in given} == {**given, **changed}
+    assert (anew.fresh_processes, anew.max_worker_restarts) == (True, 3)
+
+
+def test_a_state_that_was_loaded_is_not_lost_in_silence():
+    loader = rayloader.DataLoader(DATASET)
+    loader.load_state_dict(loader.state_dict())
+    with rayloader.patch(), pytest.raises(rayloader.StateError, match="load it into the new loader"):
+        imported("framework").make_anew(loader)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "error", "text"),
+    [
+        ({"seedling": 1}, TypeError, "got seedling; choose from arenas, fresh_processes"),
+        ({"num_workers": 1}, TypeError, "torch's has not, got num_workers"),
+        ({"seeding": "epoch"}, ValueError, "seeding must be 'worker' or 'batch'"),
+        ({"arenas": 1}, TypeError, "arenas must be True or False"),
+        ({"scheduling": "dynamic"}, ValueError, 'needs seeding="batch"'),
+    ],
+)
+def test_defaults_are_checked_at_once(defaults, error, text):
+    with pytest.raises(error, match=text):
+        rayloader.patch(**defaults)
+
+
+def test_without_torchdata(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    with rayloader.patch():
+        assert type(DataLoader(DATASET)) is rayloader.DataLoader
+        assert type(StatefulDataLoader(DATASET)) is StatefulDataLoader
+
+
+# ---- the warning
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("dataset", [DATASET, Stream()])
+@pytest.mark.parametrize(
+    "copied", [lambda loader: loader, copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
+def test_one_warning_tells_of_the_first_loader_that_is_made_anew(make, dataset, copied):
+    loader = copied(rayloader.DataLoader(dataset, 2))
+    with pytest.warns(UserWarning, match=rf"anew as torch.*{make.__name__}: .* call rayloader.patch\(\)") as caught:
+        anew = make(loader.dataset, num_workers=loader.num_workers)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        make(loader.dataset, num_workers=loader.num_workers)
+        list(anew)
+
+
+def test_it_tells_of_a_loader_that_was_resized():
+    loader = rayloader.DataLoader(DATASET, num_workers=2)
+    loader.resize(1)
+    with pytest.warns(UserWarning, match="was made anew"):
+        imported("framework").make_anew(loader)
+
+
+def test_no_warning_without_cause():
+    loader = rayloader.DataLoader(DATASET, 2, num_workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        for loader_class in PATCHED:  # the same objects, for a comparison
+            loader_class(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
+            loader_class(loader.dataset, sampler=loader.sampler, num_workers=2)
+        type(loader)(loader.dataset, num_workers=loader.num_workers)  # as Lightning does
+        with rayloader.patch():
+            DataLoader(loader.dataset, num_workers=loader.num_workers)
+
+
+def test_the_number_of_workers_is_a_number():
+    loader = rayloader.DataLoader(DATASET, num_workers=2)
+    assert isinstance(loader.num_workers, WorkerCount)
+    assert (loader.num_workers, f"{loader.num_workers}", repr(loader.num_workers)) == (2, "2", "2")
+    assert type(pickle.loads(pickle.dumps(loader.num_workers))) is int
+    assert type(loader.state_dict()["num_workers"]) is int
+    other = pickle.loads(pickle.dumps(loader))
+    assert other.num_workers.loader() is other
