@@ -123,9 +123,14 @@ class Samplers:
     def _find_generators(self) -> list[Any]:
         found = [] if self._loaders_own is None else [self._loaders_own]
         for sampler in self._chain:
-            inner = {k: v for k, v in _vars(sampler).items() if k not in ("data_source", "dataset", "sampler")}
-            found += [g for g in find_generators(inner) if all(g is not known for known in found)]
+            inner = {k: v for k, v in _vars(sampler).items() if type(v) not in _SIMPLE and not self._is_searched(k, v)}
+            if inner:  # torch's own have none, and a state is made before every batch by some frameworks
+                found += [g for g in find_generators(inner) if all(g is not known for known in found)]
         return found
+
+    def _is_searched(self, name: str, value: Any) -> bool:
+        """Whether an attribute of a sampler is looked at elsewhere."""
+        return name in ("data_source", "dataset", "sampler") or any(value is sampler for sampler in self._chain)
 
     def _has_made(self, moment: Moment) -> None:
         """Samplers that make their generator when they are first asked have one, or none, as at that moment."""
@@ -140,9 +145,7 @@ class Samplers:
         """The generators that `iter()` and the samplers draw from, and the samplers' attributes."""
         if any(self._makes_generator):
             self._generators = self._find_generators()
-        random = RandomState.capture(self._generators)
-        if self.is_stock:
-            random = random._replace(python=None, numpy=None)
+        random = RandomState.capture(self._generators, only_torch=self.is_stock)
         if not self._needs_global:
             random = random._replace(torch=None)
         return Moment(random, [_simple(sampler) for sampler in self._chain])

@@ -390,7 +390,8 @@ def _children(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, An
         yield from ((("key", k) if _is_plain(k) else None, value) for k, value in list(obj.items()))
         yield ("factory", None), getattr(obj, "default_factory", None)
     elif _is(obj, (list, tuple, collections.deque)):
-        yield from ((("item", number), value) for number, value in enumerate(obj))
+        if not _ATOMS.issuperset(map(type, obj)):  # a long list of numbers is passed over in C
+            yield from ((("item", number), value) for number, value in enumerate(obj))
     elif _is(obj, (set, frozenset)):
         yield from ((None, value) for value in obj)
     elif _is(obj, np.ndarray):

@@ -115,6 +115,7 @@ class Position:
         self.num_workers = num_workers
         self.iterable = iterable
         self.journals = [Journal() for _ in range(num_workers)]
+        self._parts: dict[tuple[str, int], tuple[Any, dict[str, Any] | None]] = {}  # of the last state, by their place
         self.epoch = 0  # epochs of these workers before this one
         self._forget_epoch()
 
@@ -255,20 +256,29 @@ class Position:
             "finished": self.finished,
             "draws": draws,
             "drawn": {"tasks": last + 1, "checksum": self._checksums.get(last, self.checksum)},
-            "starts": [start.pack() for start in self.starts],
+            "starts": [self._packed(("start", number), start) for number, start in enumerate(self.starts)],
             "stages": [stage.taken for stage in self.stages],
             "stream": None if self.stream is None else self.stream.pack(),
             "workers": [
-                pack_worker(
-                    journal.base,
-                    journal.replay,
-                    # Streams are read again from the epoch's start, and compared as a whole.
-                    None if self.iterable else journal.before,
-                    remembers=journal.remembers,
-                )
-                for journal in self.journals
+                {
+                    **pack_worker(
+                        None,
+                        journal.replay,
+                        # Streams are read again from the epoch's start, and compared as a whole.
+                        None if self.iterable else journal.before,
+                        remembers=journal.remembers,
+                    ),
+                    "state": self._packed(("worker", number), journal.base),
+                }
+                for number, journal in enumerate(self.journals)
             ],
         }  # fmt: skip
+
+    def _packed(self, key: tuple[str, int], part: Start | WorkerState | None) -> dict[str, Any] | None:
+        """A part of the state, packed once while it stays the same: frameworks ask for a state before every batch."""
+        if (known := self._parts.get(key)) is None or known[0] is not part:
+            self._parts[key] = known = part, part.pack() if isinstance(part, Start) else _pack_state(part)
+        return known[1]
 
     def unpack(self, packed: dict[str, Any]) -> Any:
         """Moves this position, of a new iterator, to where another one was.
