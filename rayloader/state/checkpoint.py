@@ -227,9 +227,9 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
         )
     check_seal(state, KEYS)
     taken = _taken(state["position"])
-    if (dispatched := state.get(TAKEN, taken)) != taken:
+    if (dispatched := state.get(TAKEN)) != taken:
         raise StateError(
-            f"the state tells {taken} batches that were taken, and {dispatched} that were dispatched: with "
+            f"the state tells {taken} batches that were taken, and {TAKEN}={dispatched!r} that were dispatched: with "
             "dispatch_batches=True (Accelerate's default for iterable datasets) one process fetches the batches of "
             "all; use dispatch_batches=False, or save between two epochs"
         )
