@@ -29,7 +29,7 @@ FLAT = [long_run.Sample(number, 3e8, 4e8, 90, 80, 70, 60, 5000) for number in ra
         ("workers_threads", 1),
         ("driver_rss", 9e6),
         ("workers_rss", 9e6),
-        ("state_bytes", 1001),
+        ("state_bytes", 20_001),
     ],
 )
 def test_growth_is_seen(name, by):
