@@ -279,3 +279,17 @@ def test_a_state_of_other_kinds_of_generators_is_refused_and_changes_nothing(hol
         with pytest.raises(StateError, match="generators"):
             loader.load_state_dict(read(saved))
         assert generators() == before
+
+
+def test_a_state_that_is_ahead_of_what_was_dispatched_is_refused():
+    """Accelerate lowers the count where batches were fetched for other processes, and not dispatched yet."""
+    loader = small()
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    with pytest.raises(StateError, match="tells 2 batches that were taken, and _num_yielded=1 that were dispatched"):
+        small().load_state_dict({**state, "_num_yielded": 1})
+    rest = list(batches(iterator))
+    loader = small()
+    loader.load_state_dict({**state, "_iterator_finished": False})  # which Accelerate adds
+    assert list(batches(loader)) == rest
