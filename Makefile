@@ -45,7 +45,7 @@ bench: $(BENCH_READY) ## every benchmark, beside torch's loader and others: tabl
 bench-quick: $(BENCH_READY) ## the same in under two minutes: smaller, and beside torch's loader only
 	@$(PY) benchmarks/run_all.py --quick
 
-bench-check: $(READY) ## fail when tiny or medium batches come at less than three times torch's rate
+bench-check: $(READY) ## fail when tiny or medium batches come at less than three times torch's rate, and far from the floor
 	@$(PY) benchmarks/check.py
 
 lint: $(READY) ## ruff: rules and format
