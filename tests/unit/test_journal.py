@@ -78,6 +78,16 @@ def test_of_a_stream_that_has_ended_nothing_is_built_any_more():
     assert at(journal) == (1, [], [])
 
 
+def test_the_end_of_a_stream_counts_where_the_last_batch_has_a_snapshot_of_its_own():
+    """As with drop_last: what was drawn for the batch that was dropped comes after the last one."""
+    journal = journal_of(0, 3, answered=(0,), snapshots=(0,))
+    journal.reached(WorkerState(last_task=0, exhausted=True))
+    journal.exhausted()
+    journal.taken(0)
+    assert journal.base == WorkerState(last_task=0, exhausted=True)
+    assert at(journal) == (0, [], [])
+
+
 def test_an_epoch_begins_where_the_one_before_it_was():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
     resumed = Resumed(1, 5, None)
