@@ -41,6 +41,10 @@ _LIBRARIES = tuple(
 )
 # A global of more parts than this is data, and too much to compare at each `iter()`.
 _MAX_PARTS = 10_000
+# Pickling and comparing recurse.
+_MAX_DEPTH = 100
+# Not by getattr: that would import a module that is lazy.
+_MODULE_DICT = vars(types.ModuleType)["__dict__"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +65,11 @@ class ModuleGlobals:
         plain: dict[str, dict[str, Any]] = {}
         others: dict[str, dict[str, str]] = {}
         for module_name, module in list(sys.modules.items()):
-            attributes = getattr(module, "__dict__", {})  # not by getattr: a lazy module would be imported
+            attributes = _MODULE_DICT.__get__(module) if issubclass(type(module), types.ModuleType) else {}
             if not _is_own(attributes.get("__file__")) or module_name in ("__main__", "__mp_main__"):
                 continue
             for name, value in list(attributes.items()):
-                if name.startswith("__") or isinstance(value, _DEFINITIONS):
+                if name.startswith("__") or issubclass(type(value), _DEFINITIONS):  # `__class__` may be the program's
                     continue
                 if _is_plain(value):
                     plain.setdefault(module_name, {})[name] = value
@@ -95,20 +99,20 @@ def _is_own(file: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether it consists of what travels, and is small enough; nothing is called that the program has defined."""
-    parts = [value]
+    parts = [(value, 0)]
     for count in itertools.count():
         if not parts:
             return True
-        if count == _MAX_PARTS:
+        part, depth = parts.pop()
+        if count == _MAX_PARTS or depth > _MAX_DEPTH:
             return False
-        part = parts.pop()
         kind = type(part)
         if kind in _NAMESPACES:
             part, kind = vars(part), dict
         if kind is dict:
-            parts += [*part.keys(), *part.values()]
+            parts += [(inner, depth + 1) for inner in (*part.keys(), *part.values())]
         elif kind in _SEQUENCES:
-            parts += part
+            parts += [(inner, depth + 1) for inner in part]
         elif kind not in _ATOMS:
             return False
     raise AssertionError

@@ -278,7 +278,7 @@ class Position:
         """A part of the state, packed once while it stays the same: frameworks ask for a state before every batch."""
         if (known := self._parts.get(key)) is None or known[0] is not part:
             self._parts[key] = known = part, part.pack() if isinstance(part, Start) else _pack_state(part)
-        return known[1]
+        return copy.deepcopy(known[1])  # what the program does to one state must not show in the next
 
     def unpack(self, packed: dict[str, Any]) -> Any:
         """Moves this position, of a new iterator, to where another one was.

@@ -86,8 +86,11 @@ class Baseline:
         self._modes = contextlib.ExitStack()  # what is put back by leaving it
         self._collate_fn_map = dict(default_collate_fn_map)
 
-    def adopt(self, state: ProcessState) -> None:
-        """Takes over what a forked worker would have; on another node than the driver's, what means something there."""
+    def adopt(self, state: ProcessState, *, alone: bool = True) -> None:
+        """Takes over what a forked worker would have; on another node than the driver's, what means something there.
+
+        The globals of modules only `alone`: else a worker that is here already may have changed them.
+        """
         here = state.node_id == self._node_id
         if state.cwd and os.path.isdir(state.cwd):
             os.chdir(state.cwd)
@@ -99,7 +102,8 @@ class Baseline:
         torch.set_default_dtype(state.default_dtype)
         _use_deterministic(state.deterministic)
         torch.multiprocessing.set_sharing_strategy(state.sharing_strategy)
-        state.module_globals.adopt()
+        if alone:
+            state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())
         self._modes.enter_context(np.errstate())
         self._modes.enter_context(torch.inference_mode(state.inference_mode))

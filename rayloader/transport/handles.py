@@ -16,6 +16,7 @@ import stat
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ def reduce(obj: Any, kind: type) -> Reduction | None:
         return _lmdb(obj)
     if issubclass(kind, threading.Thread):
         raise _refusal(obj, "a thread of this process")
+    if kind.__module__ == "tarfile" and kind.__name__ == "_LowLevelFile":  # of `tarfile.open(path, "r|")`
+        raise _refusal(obj, "a descriptor of this process")
     if kind.__module__ == tempfile.__name__ and hasattr(obj, "delete"):
         raise _refusal(obj, "a file that is deleted with this object")
     return None
@@ -222,8 +225,24 @@ def _lmdb(obj: Any) -> Reduction:
 def _open_lmdb(path: str, options: dict[str, Any]) -> Any:
     import lmdb
 
-    # How many databases were to be opened is not to be had. So many cost nothing.
-    return lmdb.open(_there(path), create=False, max_dbs=64, **options)
+    # A process may open an environment once, and may host several workers.
+    key = os.path.realpath(path), *sorted(options.items())
+    environment = _environments.get(key)
+    if environment is None or not _is_open(environment):
+        # How many databases were to be opened is not to be had. So many cost nothing.
+        environment = _environments[key] = lmdb.open(_there(path), create=False, max_dbs=64, **options)
+    return environment
+
+
+def _is_open(environment: Any) -> bool:
+    try:
+        environment.flags()
+    except Exception:  # lmdb.Error, or what older versions raise
+        return False
+    return True
+
+
+_environments: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
 
 _REDUCERS: dict[type, Callable[[Any], Reduction | None]] = {

@@ -87,13 +87,14 @@ class WorkerProcess:
 
     def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
         """Makes this process worker `setup.worker_id`, beside those that it is; at its start, or as it was."""
-        if not self._hosted:
+        alone = not self._hosted
+        if alone:
             gc.freeze()  # what is here by now is nobody's: neither `stop` nor the search for generators looks at it
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
         self._switch_to(None)
         hosted = self._at_work = self._hosted[setup.worker_id] = Worker(setup)
-        hosted.start(self._baseline, source, state)
+        hosted.start(self._baseline, source, state, alone=alone)
 
     def resume(self, worker_id: int, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
         """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""

@@ -99,10 +99,10 @@ class Worker:
         self._left: deque[Task] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
 
-    def start(self, baseline: Baseline, source: Source, state: WorkerState | None) -> None:
+    def start(self, baseline: Baseline, source: Source, state: WorkerState | None, *, alone: bool) -> None:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
         with self._keeping_failure():
-            baseline.adopt(self._setup.process)
+            baseline.adopt(self._setup.process, alone=alone)
             before = alive()
             with noting() as noted:
                 loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())

@@ -67,3 +67,32 @@ def test_modules_are_as_the_program_has_set_them(program):
     expected = [66, 65, names, False, names, config.OPTIONS, {"wd": 1}, Path("/data"), 5, True, True]
     assert batches(data) == [expected, expected], "the processes are warm and have the modules"
     assert batches(data, fresh_processes=True) == [expected, expected]
+
+
+COUNTING = """
+import time
+COUNT = 0
+
+class Data:
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        global COUNT
+        time.sleep(0.01)
+        COUNT += index % 2 == 0
+        return COUNT if index % 2 == 0 else None
+"""
+
+
+def test_another_worker_of_the_process_does_not_undo_what_the_dataset_has_set(tmp_path, monkeypatch):
+    name = f"counting_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(COUNTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = importlib.import_module(name).Data()
+    loader = DataLoader(data, None, num_workers=2, collate_fn=as_is, prefetch_factor=2)
+    found = []
+    for value in loader:
+        found.append(value)
+        if len(found) == 6:
+            loader.resize(1)
+    assert found[::2] == [1, 2, 3, 4, 5, 6, 7, 8]

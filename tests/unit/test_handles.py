@@ -166,6 +166,7 @@ def test_an_lmdb_environment(tmp_path):
         flags = environment.flags()
     with decode(encoded.skeleton, encoded.buffers) as new:  # one process may open it once
         assert new.flags() == flags
+        assert decode(encoded.skeleton, encoded.buffers) is new, "of another worker of the same process"
         with new.begin() as transaction:
             assert transaction.get(b"key") == b"value"
             assert transaction.get(b"key", db=new.open_db(b"name", transaction, create=False)) == b"named"
@@ -186,6 +187,9 @@ def test_what_cannot_be_opened_again_is_refused(path, tmp_path):
     replaced = path.open("rb")
     os.rename(path, tmp_path / "other")
     path.write_text("another file")
+    with tarfile.open(tmp_path / "a.tar", "w"):
+        pass
+    stream = tarfile.open(tmp_path / "a.tar", "r|")  # noqa: SIM115
     with h5py.File(tmp_path / "data.h5", "w") as file, lmdb.open(str(tmp_path / "db")) as environment:
         refused = {
             "open for writing": [path.open("ab"), path.open("a"), path.open("r+b"), path.open("r+b", buffering=0)],
@@ -198,6 +202,7 @@ def test_what_cannot_be_opened_again_is_refused(path, tmp_path):
             "begin is not known": [gzip.GzipFile(fileobj=replaced)],
             "closed, open for writing": [file],
             "readonly=True": [environment],
+            "a descriptor of this process": [stream],
             "pickle": [ours],
         }
         for why, objects in refused.items():

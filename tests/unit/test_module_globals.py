@@ -4,6 +4,7 @@ import argparse
 import collections
 import enum
 import importlib
+import importlib.util
 import json
 import logging
 import sys
@@ -58,8 +59,15 @@ def recursive():
     return values
 
 
+def deep():
+    value = ()
+    for _ in range(5000):
+        value = (value,)
+    return value
+
+
 OTHERS = [Colour.RED, [Colour.RED], torch.ones(1), collections.OrderedDict(), numpy.int64(1), object()]
-OTHERS += [recursive(), list(range(20_000))]
+OTHERS += [recursive(), list(range(20_000)), deep()]
 
 
 @pytest.mark.parametrize("number", range(len(OTHERS)))
@@ -112,3 +120,25 @@ def test_a_module_imported_in_a_worker_looks_as_ever(module):
     new = in_a_worker(ModuleGlobals.capture())
     assert type(new.__loader__) is type(new.__spec__.loader) is type(loader)
     assert (new.__spec__.name, new.__spec__.origin) == (spec.name, spec.origin)
+
+
+class Unconfigured:
+    """As the proxies of settings that are read on first use."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("not configured")
+
+
+def test_nothing_of_the_programs_is_called(module, tmp_path):
+    (tmp_path / "own_lazy.py").write_text("raise RuntimeError('imported')")
+    spec = importlib.util.find_spec("own_lazy")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    sys.modules["own_lazy"] = lazy
+    try:
+        module.VALUE = Unconfigured()
+        assert "Unconfigured" in ModuleGlobals.capture().others["own_settings"]["VALUE"]
+    finally:
+        del sys.modules["own_lazy"]

@@ -87,6 +87,14 @@ def test_another_position_goes_on_where_this_one_is():
     assert len(found) == 7
 
 
+def test_what_is_done_to_one_state_does_not_show_in_the_next():
+    position, iterator = begun()
+    take(position, draw(position, iterator, 6), 0, 1)
+    before = repr(position.pack()["starts"])
+    position.pack()["starts"][0].clear()
+    assert repr(position.pack()["starts"]) == before
+
+
 def test_a_sampler_that_gives_others_is_refused():
     position, iterator = begun()
     take(position, draw(position, iterator, 6), 0, 1)
