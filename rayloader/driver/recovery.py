@@ -78,14 +78,15 @@ class Recovery:
             else:
                 self._crew.replay(slot, [entry])
         known = [task for task in tasks if task.task_id not in self.tables.unanswered]
-        began = time.monotonic()
-        slot.replay = Replay(began, began + REPLAY_PATIENCE_S)
+        slot.replay = Replay()
         self.tables.replay(slot, known)
 
     def go_on(self, slot: WorkerSlot, done: int, total: int) -> None:
         """The worker has built a part of what it must build again."""
         replay, now = slot.replay, time.monotonic()
         assert replay is not None
+        if replay.began is None:  # the process runs by now, however long it took to start
+            replay.began, replay.news_at = now, now + REPLAY_PATIENCE_S
         if done < total:
             if now >= replay.news_at:
                 seconds = now - replay.began

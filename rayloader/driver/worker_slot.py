@@ -6,6 +6,7 @@ epoch that asked for it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,8 @@ class Call:
 class Replay:
     """What a worker that was restored builds again, before it is told anything else."""
 
-    began: float  # time.monotonic()
-    news_at: float  # when to say how far it is
+    began: float | None = None  # time.monotonic() of its first answer
+    news_at: float = math.inf  # when to say how far it is
 
 
 @dataclass(eq=False, slots=True)
