@@ -57,6 +57,7 @@ class Actor:
     options: dict[str, Any]  # that it was made with
     hello: Ref  # answered with its address once it runs
     created_at: float  # time.monotonic()
+    had_room: bool  # as many CPUs as it and those beside it asked for were free then
     lease: weakref.ref[Lease] | None  # that it is lent to
     state: ActorState = ActorState.LENT
     address: WorkerAddress | None = None

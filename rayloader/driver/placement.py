@@ -90,7 +90,14 @@ class Placement:
         return bool(ray.available_resources().get("CPU", 0) < count * (remote_args.get("num_cpus", 1) or 0))
 
     def verdict(
-        self, waited: float, key: bytes, remote_args: dict[str, Any], options: dict[str, Any], *, homeless: bool
+        self,
+        waited: float,
+        key: bytes,
+        remote_args: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        homeless: bool,
+        had_room: bool,
     ) -> Verdict:
         """What to do about actors that have not started for `waited` seconds.
 
@@ -102,10 +109,15 @@ class Placement:
             options: the options with which the actors were made.
             homeless: whether one of them has no place yet. The others hold what they asked for, however long they
                 take to start.
+            had_room: whether as many CPUs were free when they were made: then these actors may hold them already, for
+                Ray gives them out before it starts the processes.
         """
         limit = self.limit
-        if homeless and "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
-            no_cpu_is_free = waited >= min(CPU_PATIENCE_S, limit) and ray.available_resources().get("CPU", 0) < 1
+        if not homeless:  # they need time, and nothing else
+            return Verdict.GIVE_UP if waited >= self.limit_with_place else Verdict.WAIT
+        if "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
+            patience = min(limit if had_room else CPU_PATIENCE_S, limit)
+            no_cpu_is_free = waited >= patience and ray.available_resources().get("CPU", 0) < 1
             if no_cpu_is_free:
                 self._others_have_the_cpus = True
                 logger.warning(
@@ -117,7 +129,7 @@ class Placement:
                 return Verdict.SHARE_CPUS
         if waited >= (min(ROOM_PATIENCE_S, limit) if key in self._without_place else limit):
             return Verdict.GIVE_UP
-        return Verdict.MAKE_ROOM if homeless and waited > ROOM_PATIENCE_S else Verdict.WAIT
+        return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
 
     def gave_up(self, key: bytes, number: int, of: int, hosts: int) -> None:
         """Notes that some actors were given up: the next ones with the same options need not wait as long."""
@@ -164,6 +176,19 @@ class Placement:
                 f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}; leave it out for the default"
             )
         return limit
+
+    @property
+    def limit_with_place(self) -> float:
+        """How long one may take to start where it has a place, in seconds."""
+        return self.limit if os.environ.get(START_TIMEOUT_VARIABLE) else AUTOSCALING_START_TIMEOUT_S
+
+    def slow_error(self, number: int, of: int) -> WorkerStartError:
+        """The error for actors that have a place and do not start there."""
+        return WorkerStartError(
+            f"{number} of {of} DataLoader workers have a process in the Ray cluster that did not start within "
+            f"{self.limit_with_place:g} s: the machine is overloaded, or the process hangs, and Ray's log says where. "
+            f"Remedies: lower num_workers; raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
+        )
 
 
 def _in_words(options: dict[str, Any]) -> str:

@@ -137,8 +137,15 @@ class Pool:
                 actor.has_place()
         news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
-        homeless = any(actor.placed_at is None for actor in pending)
-        verdict = self._placement.verdict(waited, pending[0].key, remote_args, pending[0].options, homeless=homeless)
+        without_place = [actor for actor in pending if actor.placed_at is None]
+        verdict = self._placement.verdict(
+            waited,
+            pending[0].key,
+            remote_args,
+            pending[0].options,
+            homeless=bool(without_place),
+            had_room=all(actor.had_room for actor in without_place),
+        )
         if verdict is Verdict.MAKE_ROOM:
             self.later(self._lifetimes.kill_spare)
         return verdict
@@ -148,7 +155,9 @@ class Pool:
         self._placement.gave_up(actors[0].key, len(actors), of, of - len(actors))
 
     def start_error(self, actors: list[Actor], of: int) -> WorkerStartError:
-        """For so many actors of a crew that have found no place."""
+        """For so many actors of a crew that have found no place, or do not start there."""
+        if all(actor.placed_at is not None for actor in actors):
+            return self._placement.slow_error(len(actors), of)
         return self._placement.error(len(actors), of, actors[0].options)
 
     # ---- for iterators
@@ -223,7 +232,8 @@ class Pool:
         self._loaders.append(_LoaderEntry(weakref.ref(loader, self._tidy_later), key))
 
     def _create(self, lease: Lease, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
-        if self._placement.lacks_cpus(remote_args, count):  # idle actors that these loaders can't use may have them
+        had_room = not self._placement.lacks_cpus(remote_args, count)
+        if not had_room:  # idle actors that these loaders can't use may have them
             self.later(functools.partial(self._lifetimes.kill_spare, but=key))
         living = sum(actor.state is ActorState.LENT or actor.key == key for actor in self.actors)
         options = self._placement.options(remote_args, count, count + living)
@@ -236,7 +246,7 @@ class Pool:
             except Exception as error:  # whatever Ray says of the user's options
                 add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
                 raise
-            actor = Actor(handle, key, options, handle.hello.remote(probe), time.monotonic(), lease.ref)
+            actor = Actor(handle, key, options, handle.hello.remote(probe), time.monotonic(), had_room, lease.ref)
             self._lifetimes.actors.append(actor)
             actors.append(actor)
         if self.closed:

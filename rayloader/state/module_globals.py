@@ -1,14 +1,17 @@
 """Plain globals of the program's own modules: a forked worker would have them as the program has set them.
 
-Promise: whenever a worker imports such a module, numbers, strings, paths, and tuples, lists, sets, dicts and namespaces
-of these are what they were in the driver at `iter()`. What differs and is not plain is said by name. Modules of the
-standard library and of installed packages are as the worker imports them, and so is `__main__`, whose functions bring
-along what they use.
+Promise: whenever a worker imports such a module, numbers (NumPy's too), strings, paths, and tuples, lists, sets, dicts
+and namespaces of these are what they were in the driver at `iter()`, and so are objects of any class, dataclasses for
+instance, whose attributes are such values. Of anything else it is said by name where its kind, its size or, of
+functions and classes, its name differs. Modules of the standard library and of installed packages
+are as the worker imports them, and so is `__main__`, whose functions bring along what they use.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import enum
 import functools
 import importlib.abc
 import importlib.machinery
@@ -24,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 logger = logging.getLogger("rayloader")
@@ -31,16 +35,17 @@ logger = logging.getLogger("rayloader")
 _ATOMS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
 _ATOMS |= {type(pathlib.PurePath()), type(pathlib.Path())}
 _SEQUENCES = {tuple, list, set, frozenset}
+_DICTS = {dict, collections.OrderedDict, collections.Counter}
 _NAMESPACES = {argparse.Namespace, types.SimpleNamespace}
-# What a module defines rather than holds.
-_DEFINITIONS = type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial
+# Known by their names.
+_DEFINITIONS = type, types.FunctionType, types.BuiltinFunctionType
 _INSTALLED = {"site-packages", "dist-packages"}
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = tuple(
     os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _OURS)
 )
 # A global of more parts than this is data, and too much to compare at each `iter()`.
-_MAX_PARTS = 10_000
+_MAX_PARTS = 100_000
 # Pickling and comparing recurse.
 _MAX_DEPTH = 100
 # Not by getattr: that would import a module that is lazy.
@@ -52,8 +57,8 @@ class ModuleGlobals:
     """Of the driver, at `iter()`.
 
     Attributes:
-        plain: pickled: value by name by module.
-        others: type, as text, by name by module, of what is not plain.
+        plain: pickled, each by name by module: values; and of objects their attributes, and the items of dicts.
+        others: description by name by module, of what is not plain.
     """
 
     plain: bytes
@@ -63,29 +68,38 @@ class ModuleGlobals:
     def capture(cls) -> ModuleGlobals:
         """Those of this process."""
         plain: dict[str, dict[str, Any]] = {}
+        objects: dict[str, dict[str, _Content]] = {}
         others: dict[str, dict[str, str]] = {}
         for module_name, module in list(sys.modules.items()):
             attributes = _MODULE_DICT.__get__(module) if issubclass(type(module), types.ModuleType) else {}
             if not _is_own(attributes.get("__file__")) or module_name in ("__main__", "__mp_main__"):
                 continue
             for name, value in list(attributes.items()):
-                if name.startswith("__") or issubclass(type(value), _DEFINITIONS):  # `__class__` may be the program's
+                if name.startswith("__") or issubclass(type(value), types.ModuleType):
                     continue
                 if _is_plain(value):
                     plain.setdefault(module_name, {})[name] = value
                 else:
-                    others.setdefault(module_name, {})[name] = _type_name(value)
-        return cls(pickle.dumps(plain, pickle.HIGHEST_PROTOCOL), others)
+                    others.setdefault(module_name, {})[name] = _described(value)
+                    if (content := _content(value)) is not None and _is_plain(content):
+                        objects.setdefault(module_name, {})[name] = content
+        return cls(pickle.dumps((plain, objects), pickle.HIGHEST_PROTOCOL), others)
 
     def adopt(self) -> None:
         """In a worker: sets those of the modules that it has, and of the others when it imports them."""
-        plain = pickle.loads(self.plain)
-        _finder.pending = {name: (plain.get(name, {}), self.others.get(name, {})) for name in plain | self.others}
+        plain, objects = pickle.loads(self.plain)
+        _finder.pending = {
+            name: (plain.get(name, {}), objects.get(name, {}), self.others.get(name, {}))
+            for name in plain | self.others
+        }
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
         for name in list(_finder.pending):
             if (module := sys.modules.get(name)) is not None:
                 _finder.set(name, module)
+
+
+_Content = tuple[dict[str, Any], "dict[Any, Any] | None"]  # attributes, and items of a dict
 
 
 @functools.cache
@@ -109,11 +123,11 @@ def _is_plain(value: Any) -> bool:
         kind = type(part)
         if kind in _NAMESPACES:
             part, kind = vars(part), dict
-        if kind is dict:
+        if kind in _DICTS:
             parts += [(inner, depth + 1) for inner in (*part.keys(), *part.values())]
         elif kind in _SEQUENCES:
             parts += [(inner, depth + 1) for inner in part]
-        elif kind not in _ATOMS:
+        elif kind not in _ATOMS and not issubclass(kind, (np.number, np.bool_)):
             return False
     raise AssertionError
 
@@ -125,7 +139,7 @@ def _same(one: Any, other: Any) -> bool:
         return False
     if kind in _NAMESPACES:
         one, other, kind = vars(one), vars(other), dict
-    if kind is dict:
+    if kind in _DICTS:
         parts = [itertools.chain(*each.items()) for each in (one, other)]
         return len(one) == len(other) and all(map(_same, *parts))
     if kind in (tuple, list):
@@ -133,15 +147,34 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+def _content(value: Any) -> _Content | None:
+    """What an object of the program's holds, by the interpreter's own methods; None if that can't be had."""
+    kind = type(value)
+    if issubclass(kind, (*_DEFINITIONS, enum.Enum)):
+        return None
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return dict(attributes), dict(dict.items(value)) if issubclass(kind, dict) else None
+
+
+def _described(value: Any) -> str:
+    """What can be told of anything without calling what the program has defined."""
+    kind = type(value)
+    if issubclass(kind, _DEFINITIONS):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = f"{kind.__module__}.{kind.__qualname__}"
+    if kind in _SEQUENCES | _DICTS:
+        return f"{text} of {len(value)}"
+    return f"{text} {value._name_}" if issubclass(kind, enum.Enum) else text
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Comes before the others, and sets the globals of a module that one of them finds when it has been imported."""
 
     def __init__(self) -> None:
-        self.pending: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
+        self.pending: dict[str, tuple[dict[str, Any], dict[str, _Content], dict[str, str]]] = {}
         self._told: set[tuple[str, str]] = set()
 
     def find_spec(
@@ -160,14 +193,24 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
     def set(self, module_name: str, module: types.ModuleType) -> None:
-        plain, others = self.pending[module_name]
+        plain, objects, others = self.pending[module_name]
         for name, value in plain.items():
             if not (name in vars(module) and _same(vars(module)[name], value)):
                 setattr(module, name, value)
+        for name, (attributes, items) in objects.items():
+            value = vars(module).get(name)
+            found = _content(value) if _described(value) == others[name] else None
+            if found is not None and not _same(found, (attributes, items)):
+                held = object.__getattribute__(value, "__dict__")
+                held.clear()
+                held.update(attributes)
+                if items is not None:
+                    dict.clear(value)  # type: ignore[arg-type]
+                    dict.update(value, items)  # type: ignore[arg-type]
         missing = [
             name
             for name, kind in others.items()
-            if _type_name(vars(module).get(name)) != kind and (module_name, name) not in self._told
+            if _described(vars(module).get(name)) != kind and (module_name, name) not in self._told
         ]
         self._told.update((module_name, name) for name in missing)
         if missing:

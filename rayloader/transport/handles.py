@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from rayloader._compat import newline_of
 
 Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -186,13 +188,24 @@ def _open_gzip(path: str, position: int) -> gzip.GzipFile:
     return file
 
 
+def _npz(archive: Any) -> Reduction:
+    if archive.zip is None or archive.zip.fp is None:
+        raise _refusal(archive, "closed")
+    options = {"allow_pickle": archive.allow_pickle, "max_header_size": archive.max_header_size}
+    return _open_npz, (_readable(archive.zip.fp.raw), {**options, **archive.pickle_kwargs})
+
+
+def _open_npz(path: str, options: dict[str, Any]) -> Any:
+    return np.load(_there(path), **options)
+
+
 # ---- packages that the program may have imported
 
 
 def _h5py(obj: Any, h5py: Any) -> Reduction | None:
     if isinstance(obj, h5py.File):
         if not obj or obj.mode != "r" or obj.driver not in ("sec2", "stdio"):
-            raise _refusal(obj, "closed, open for writing, or with a driver of its own" if obj else "closed")
+            raise _refusal(obj, f"open with mode {obj.mode!r} and driver {obj.driver!r}" if obj else "closed")
         _, slots, nbytes, w0 = obj.id.get_access_plist().get_cache()
         cache = {"rdcc_nslots": slots, "rdcc_nbytes": nbytes, "rdcc_w0": w0}
         return _open_h5py, (os.path.abspath(obj.filename), obj.driver, bool(obj.swmr_mode), cache)
@@ -255,4 +268,5 @@ _REDUCERS: dict[type, Callable[[Any], Reduction | None]] = {
     io.BufferedRandom: _written,
     io.TextIOWrapper: _text,
     gzip.GzipFile: _gzip,
+    np.lib.npyio.NpzFile: _npz,
 }

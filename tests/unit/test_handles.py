@@ -127,6 +127,15 @@ def test_archives_go_on_where_they_are(tmp_path):
                 assert new.getnames() == tar.getnames() == ["a", "b", "c"]
 
 
+def test_an_archive_of_arrays(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.arange(3), y=np.array([{}], dtype=object))
+    with np.load(tmp_path / "a.npz", allow_pickle=True) as archive, copied(archive) as new:
+        assert new.files == ["x", "y"]
+        assert (new["x"].tolist(), new["y"].tolist(), new.f.x.tolist()) == ([0, 1, 2], [{}], [0, 1, 2])
+    with pytest.raises(TypeError, match="closed"):
+        copied(archive)
+
+
 def test_a_gzip_file_goes_on_where_it_is(path):
     path.write_bytes(gzip.compress(path.read_bytes()))
     with gzip.open(path) as file:
@@ -200,7 +209,7 @@ def test_what_cannot_be_opened_again_is_refused(path, tmp_path):
             "a thread of this process": [threading.Thread(), threading.Timer(1, print)],
             "deleted with this object": [tempfile.NamedTemporaryFile("rb")],  # noqa: SIM115
             "begin is not known": [gzip.GzipFile(fileobj=replaced)],
-            "closed, open for writing": [file],
+            "open with mode 'r.'": [file],
             "readonly=True": [environment],
             "a descriptor of this process": [stream],
             "pickle": [ours],

@@ -39,6 +39,7 @@ PLAIN = [
     *(True, -1, 0.5, 1j, "text", b"bytes", None, (1, [2]), {1, 2}, frozenset("a"), {"a": {1: None}}),
     *(Path("/data"), torch.float16, torch.device("cuda:1")),
     *(argparse.Namespace(a=[1]), types.SimpleNamespace(b=argparse.Namespace())),
+    *(collections.OrderedDict(a=1), collections.Counter("aab"), numpy.float32(0.5), numpy.bool_(True)),
 ]
 
 
@@ -66,13 +67,27 @@ def deep():
     return value
 
 
-OTHERS = [Colour.RED, [Colour.RED], torch.ones(1), collections.OrderedDict(), numpy.int64(1), object()]
-OTHERS += [recursive(), list(range(20_000)), deep()]
+def some_function():
+    pass
 
 
-@pytest.mark.parametrize("number", range(len(OTHERS)))
-def test_what_cannot_travel_is_said_by_name_once(module, number, caplog, monkeypatch):
-    value = OTHERS[number]
+OTHERS = {
+    f"{__name__}.Colour RED": Colour.RED,
+    "builtins.list of 1": [Colour.RED],
+    "torch.Tensor": torch.ones(1),
+    "builtins.object": object(),
+    "builtins.list of 1 ": recursive(),
+    "builtins.tuple of 1": deep(),
+    "builtins.list of 200000": list(range(200_000)),
+    f"{__name__}.some_function": some_function,
+    f"{__name__}.Colour": Colour,
+    "builtins.print": print,
+}
+
+
+@pytest.mark.parametrize("described", OTHERS)
+def test_what_cannot_travel_is_said_by_name_once(module, described, caplog, monkeypatch):
+    value = OTHERS[described]
     module.VALUE, module.NOTHING = 2, value
     monkeypatch.setattr("rayloader.state.module_globals._finder._told", set())
     state = ModuleGlobals.capture()
@@ -80,9 +95,8 @@ def test_what_cannot_travel_is_said_by_name_once(module, number, caplog, monkeyp
         new = in_a_worker(state)
         state.adopt()
     assert (new.VALUE, new.NOTHING) == (2, None)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     (record,) = caplog.records
-    assert f"NOTHING ({kind}) of the module own_settings" in record.getMessage()
+    assert f"NOTHING ({described.strip()}) of the module own_settings" in record.getMessage()
     assert "pass what the dataset needs to its constructor" in record.getMessage()
 
 
@@ -104,15 +118,50 @@ def test_what_two_names_share_is_shared_again(module):
     assert new.VALUE is new.SAME
 
 
-def test_definitions_and_modules_of_others_are_left_alone(module, monkeypatch, caplog):
-    module.NOTHING, module.VALUE = print, Colour
+def test_modules_of_others_are_left_alone(module, monkeypatch, caplog):
     monkeypatch.setattr(json, "SIZE", 5, raising=False)
     monkeypatch.setattr(torch, "SIZE", 5, raising=False)
     state = ModuleGlobals.capture()
     json.SIZE = torch.SIZE = 6
-    new = in_a_worker(state)
-    assert (new.NOTHING, new.VALUE, json.SIZE, torch.SIZE) == (None, 1, 6, 6)
+    in_a_worker(state)
+    assert (json.SIZE, torch.SIZE) == (6, 6)
     assert not caplog.records
+
+
+OBJECTS = """
+import dataclasses
+
+@dataclasses.dataclass
+class Config:
+    size: int = 1
+    layers: list = dataclasses.field(default_factory=list)
+
+class Items(dict):
+    pass
+
+CONFIG, ITEMS = Config(), Items(a=1)
+DEFAULTS = [CONFIG, ITEMS]
+"""
+
+
+def test_objects_with_plain_attributes_are_as_the_program_has_set_them(tmp_path, monkeypatch, module):
+    (tmp_path / "own_settings.py").write_text(OBJECTS)
+    module = importlib.reload(module)
+    module.CONFIG.size, module.CONFIG.layers, module.CONFIG.extra = 64, [1, 2], {"a": None}
+    module.ITEMS["b"] = module.ITEMS.name = 2
+    new = in_a_worker(ModuleGlobals.capture())
+    assert vars(new.CONFIG) == {"size": 64, "layers": [1, 2], "extra": {"a": None}}
+    assert type(new.CONFIG) is new.Config is not module.Config
+    assert (new.ITEMS, new.ITEMS.name) == ({"a": 1, "b": 2}, 2)
+    assert new.DEFAULTS[0] is new.CONFIG
+    assert new.DEFAULTS[1] is new.ITEMS
+
+
+def test_a_collection_of_another_size_is_said_by_name(module, caplog):
+    """As a vocabulary that the program has filled."""
+    module.SAME = dict.fromkeys(range(200_000))
+    in_a_worker(ModuleGlobals.capture())
+    assert "SAME (builtins.dict of 200000) of the module own_settings" in caplog.records[0].getMessage()
 
 
 def test_a_module_imported_in_a_worker_looks_as_ever(module):

@@ -1,0 +1,43 @@
+"""What to do about workers that do not start: who waits for a place, and who only for time."""
+
+import types
+
+import pytest
+
+from rayloader.driver import placement
+from rayloader.driver.placement import Placement, Verdict
+
+LACKS, SLOW, UNKNOWN = (
+    {"homeless": True, "had_room": False},
+    {"homeless": False, "had_room": True},
+    {"homeless": True, "had_room": True},
+)
+
+
+@pytest.mark.parametrize(
+    ("free", "waited", "who", "verdict"),
+    [
+        (0, 4, LACKS, Verdict.WAIT),
+        (1, 6, LACKS, Verdict.MAKE_ROOM),
+        (0, 11, LACKS, Verdict.SHARE_CPUS),
+        (1, 11, LACKS, Verdict.MAKE_ROOM),
+        (1, 61, LACKS, Verdict.GIVE_UP),
+        (0, 11, UNKNOWN, Verdict.MAKE_ROOM),
+        (0, 61, UNKNOWN, Verdict.SHARE_CPUS),
+        (0, 61, SLOW, Verdict.WAIT),
+        (0, 601, SLOW, Verdict.GIVE_UP),
+    ],
+)
+def test_only_workers_without_a_place_have_something_done_about_them(monkeypatch, free, waited, who, verdict):
+    monkeypatch.delenv(placement.START_TIMEOUT_VARIABLE, raising=False)
+    monkeypatch.setattr(placement, "ray", types.SimpleNamespace(available_resources=lambda: {"CPU": free}))
+    assert Placement().verdict(waited, b"", {}, {"num_cpus": 1}, **who) is verdict
+
+
+def test_the_users_limit_counts_for_both(monkeypatch):
+    monkeypatch.setenv(placement.START_TIMEOUT_VARIABLE, "3")
+    monkeypatch.setattr(placement, "ray", types.SimpleNamespace(available_resources=lambda: {"CPU": 1}))
+    for who in (LACKS, SLOW):
+        assert Placement().verdict(3, b"", {}, {"num_cpus": 1}, **who) is Verdict.GIVE_UP
+    text = str(Placement().slow_error(1, 2))
+    assert text.startswith("1 of 2 DataLoader workers have a process in the Ray cluster that did not start within 3 s")
