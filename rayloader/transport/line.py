@@ -61,6 +61,27 @@ class LineAddress(NamedTuple):
     machine: str  # boot, PID namespace and network namespace
 
 
+class _Socket(socket.socket):
+    """Ends without a warning when it is collected, before or after the line that it belongs to."""
+
+    _pid = -1
+
+    def __init__(self, fileno: int | None = None) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fileno)
+        self._pid = os.getpid()
+
+    def end(self) -> None:
+        """Closes it, for every process that has it if this is the one that made it."""
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self.shutdown(socket.SHUT_RDWR)
+        self.close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.end()
+
+
 class Line:
     """One end of a line, connected.
 
@@ -68,10 +89,10 @@ class Line:
         ended: the other end has closed, or died, and all that it sent was read.
     """
 
-    _socket: socket.socket | None = None  # for `close` too, where an interrupt came before the constructor's end
+    _socket: _Socket | None = None  # for `close` too, where an interrupt came before the constructor's end
     _pid = -1
 
-    def __init__(self, connection: socket.socket | None = None) -> None:
+    def __init__(self, connection: _Socket | None = None) -> None:
         self._pid = os.getpid()
         self._out: deque[memoryview] = deque()  # not sent yet
         self._in = bytearray(CHUNK_BYTES)
@@ -81,7 +102,7 @@ class Line:
         if connection is not None:
             self._connected(connection)
 
-    def _connected(self, connection: socket.socket) -> None:
+    def _connected(self, connection: _Socket) -> None:
         connection.setblocking(False)
         self._socket = connection
 
@@ -208,10 +229,7 @@ class Line:
         connection, self._socket = self._socket, None
         self.ended = True
         if connection is not None:
-            if os.getpid() == self._pid:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+            connection.end()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
@@ -232,7 +250,7 @@ class DriverLine(Line):
         LineError: this system has no such sockets.
     """
 
-    _listener: socket.socket | None = None
+    _listener: _Socket | None = None
     _process = -1  # becomes readable with the death of the worker, whoever has copies of its end
 
     def __init__(self, may_enter: Callable[[int], bool]) -> None:
@@ -242,7 +260,7 @@ class DriverLine(Line):
         self.refused = ""
         try:
             name = f"rayloader-line-{secrets.token_hex(16)}"
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener = _Socket()
             self._listener.bind(f"\0{name}")
             self._listener.listen(1)
             self._listener.setblocking(False)
@@ -279,9 +297,9 @@ class DriverLine(Line):
         """To be waited for too: readable once the worker is dead; -1 where that can't be told, or is known."""
         return -1 if self.ended else self._process
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: _Socket) -> None:
         try:
-            connection, _ = listener.accept()
+            connection = _Socket(listener.accept()[0].detach())
         except OSError as error:  # else: nobody yet, or who came has gone again, or the line was closed
             if error.errno in _NO_ROOM and _poll(listener.fileno(), select.POLLIN, 0):
                 self.refused = f"can't let a worker in: {error}"
@@ -335,7 +353,7 @@ def connect(address: LineAddress) -> Line:
     try:
         if (here := _namespaces()) != address.machine:
             raise LineError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = _Socket()
         try:
             connection.connect(f"\0{address.name}")
             if _peer(connection) != (address.pid, address.uid):

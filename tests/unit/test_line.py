@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import select
@@ -301,3 +302,22 @@ def test_nobody_waits_for_a_closed_line_that_a_forked_child_has_a_copy_of(first)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("first", ["line", "socket"])
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_line_that_the_collector_finds_ends_without_a_warning(connected, first):
+    """Whichever of the line and its socket comes first."""
+    listening = DriverLine(anybody)
+    line = connect(listening.address) if connected else DriverLine(anybody)
+    held = line._socket if connected else line._listener
+    if first == "line":
+        line.me = line
+    else:
+        held.line = line
+    descriptor = held.fileno()
+    del line, held
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    listening.close()
