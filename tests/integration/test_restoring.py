@@ -58,7 +58,7 @@ def outcomes(iterator, count):
         try:
             found.append(lists(next(iterator)))
         except Exception as error:
-            found.append(error)
+            found.append(error.with_traceback(None))  # whose frames have the iterator, and `found`
     return found
 
 
