@@ -32,6 +32,14 @@ class Accelerator:
         self.at(count)
         return tensor.as_subclass(Pinned)
 
+    def install(self, monkeypatch):
+        """Puts it in the place of torch's; pins in Python."""
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: self.index)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", self.devices.add)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+
     def wait_for(self, count):
         with self.changed:
             assert self.changed.wait_for(lambda: self.pinned >= count, LIMIT), self.pinned

@@ -31,14 +31,8 @@ def depth_of(monkeypatch):
 @pytest.fixture
 def accelerator(monkeypatch):
     """Pins in Python: what `Tensor.pin_memory` does is put in."""
-    import torch
-
     from accelerator import Accelerator
 
     fake = Accelerator()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: fake.index)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", fake.devices.add)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: fake.pin(tensor))
+    fake.install(monkeypatch)
     return fake

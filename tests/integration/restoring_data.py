@@ -216,15 +216,17 @@ class OwnIterator(IterableDataset):
 
 
 class Untellable(Sized):
-    """Its state can't be pickled."""
+    """Its state can't be pickled, or `state_dict` raises."""
 
-    def __init__(self):
-        self.lock = None
+    def __init__(self, raises=False):
+        self.raises = raises
 
     def __getitem__(self, index):
         return index
 
     def state_dict(self):
+        if self.raises:
+            raise OSError("as planned")
         return {"lock": threading.Lock()}
 
     def load_state_dict(self, state):

@@ -17,8 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+import torch
 
 import rayloader
+from accelerator import Accelerator
 from latches import Gate, Mail
 from rayloader import DataLoader, RaySessionError
 
@@ -60,18 +62,25 @@ def use(loader):
 
 
 class User(threading.Thread):
-    """Waits in next() for a batch that does not come."""
+    """Takes some batches and waits in next() for one that does not come."""
 
-    def __init__(self, folder):
+    TAKES = 2  # batches
+
+    def __init__(self, folder, pin_memory=False):
         super().__init__()
         self.gate, self.mail, self.error = Gate(folder / "gate"), Mail(folder / "mail"), None
-        self.iterator = iter(DataLoader(Waits(self.gate, self.mail), None, num_workers=1))
+        self.batches, self.took = [], threading.Semaphore(0)
+        self.loader = DataLoader(Waits(self.gate, self.mail), None, num_workers=1, pin_memory=pin_memory)
+        self.iterator = iter(self.loader)
         self.start()
         self.mail.receive()
+        assert all(self.took.acquire(timeout=60) for _ in range(self.TAKES))
 
     def run(self):
         try:
-            list(self.iterator)
+            for batch in self.iterator:
+                self.batches.append(batch.item())
+                self.took.release()
         except Exception as error:
             self.error = error
 
@@ -79,6 +88,10 @@ class User(threading.Thread):
         self.join(30)
         self.mail.close()
         assert isinstance(self.error, RaySessionError), self.error
+        assert self.batches == list(range(self.TAKES))
+        state = self.loader.state_dict()
+        assert (state["position"]["finished"], state["position"]["next_task"]) == (False, self.TAKES)
+        return state
 
 
 class Waits(Pids):
@@ -86,32 +99,44 @@ class Waits(Pids):
         self.gate, self.mail = gate, mail
 
     def __getitem__(self, index):
-        self.mail.send(index)
-        self.gate.wait()
+        if index == User.TAKES:
+            self.mail.send(index)
+            self.gate.wait()
+        return torch.tensor(index)
 
 
 loader = DataLoader(Pids(), None, num_workers=1)
-folders = [Path(tempfile.mkdtemp()) for _ in range(2)]
+folders = [Path(tempfile.mkdtemp()) for _ in range(3)]
 
-# Ray started by us: shutdown() ends the workers and Ray; whoever waits in next() is told.
+# Ray started by us: shutdown() ends the workers and Ray; whoever waits in next() is told, whether the batches are
+# pinned or not, and the states say what was taken.
 iterator, processes = use(loader)
-user = User(folders[0])
-rayloader.shutdown()
-rayloader.shutdown()
-user.check_told()
-del user
-gc.collect()  # its error has a traceback, whose frames have it
+with pytest.MonkeyPatch.context() as monkeypatch:
+    accelerator = Accelerator()
+    accelerator.install(monkeypatch)
+    users = [User(folders[0]), User(folders[1], pin_memory=True)]
+    rayloader.shutdown()
+    rayloader.shutdown()
+    states = [user.check_told() for user in users]
+assert accelerator.pinned == User.TAKES
+del users
+gc.collect()  # their errors have tracebacks, whose frames have them
 assert not ray.is_initialized()
 check_gone(processes)
 check_dead(iterator)
 assert ours() == []
+for state in states:
+    resumed = DataLoader([*map(torch.tensor, range(len(Pids())))], None, num_workers=1)
+    resumed.load_state_dict(state)
+    assert [batch.item() for batch in resumed] == [*range(User.TAKES, len(Pids()))]
+del resumed
 
 # The user shuts Ray down, under persistent workers and others; an error does not start it again, the next iter() does.
 iterator, processes = use(loader)
 assert ray.is_initialized()
 persistent = DataLoader(Pids(), None, num_workers=1, persistent_workers=True)
 again, more = use(persistent)
-user = User(folders[1])
+user = User(folders[2])
 ray.shutdown()
 user.check_told()
 del user

@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,7 +24,7 @@ from probes import load
 from rayloader import DataLoader
 from rayloader.driver.actor import ActorState, Lease
 from rayloader.driver.placement import Verdict
-from rayloader.driver.pool import get_pool
+from rayloader.driver.pool import get_pool, live_actor_pids
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -66,22 +68,24 @@ def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_i
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
 
-def test_all_that_answered_in_time_stay_warm_after_a_break(shared):
-    loader = load(pid, 40, num_workers=1, **shared)
-    first = set(loader)
+def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
+    """Two actors of the session's: each is one of several that have answered."""
+    monkeypatch.setattr(rayloader.driver.lifetimes, "STOP_TIMEOUT_S", 60.0)  # none is late before this test says so
+    loader = load(pid, 40, num_workers=2)
     iterator = iter(loader)
     next(iterator)
+    stopping = [slot.host for slot in iterator._crew.slots]
+    warm = live_actor_pids()
     del iterator
     get_pool().wait()
-    stopping = [actor for actor in get_pool().actors if actor.state is ActorState.STOPPING]
-    assert len(stopping) == 1
-    assert len(ray.get([actor.stopped for actor in stopping])) == 1
+    assert [actor.state for actor in stopping] == [ActorState.STOPPING] * 2
+    ray.get([actor.stopped for actor in stopping])
     for actor in stopping:
         actor.stop_by = 0.0  # late, had they not answered
     get_pool().later(get_pool().tidy)
     get_pool().wait()
-    assert {actor.state for actor in stopping} == {ActorState.IDLE}
-    assert set(loader) == first
+    assert [actor.state for actor in stopping] == [ActorState.IDLE] * 2
+    assert set(loader) <= warm
 
 
 # ---- nobody has actors for ever
@@ -170,6 +174,51 @@ def test_an_interrupt_while_actors_are_created_leaves_none_lent(own, monkeypatch
     assert len(made) == 1
     assert lent(own) == []
     assert len(set(loader)) == 2
+
+
+class NoProcess:
+    """In place of an actor's handle: has no process, and is answered at once."""
+
+    hello = stop = SimpleNamespace(remote=lambda *_: ray.put(None))
+
+
+def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monkeypatch):
+    """An actor that was created is the pool's, or nobody's any more: Ray ends one whose handle is gone."""
+    made = weakref.WeakSet()
+
+    class Remote:
+        @staticmethod
+        def options(**_):
+            return SimpleNamespace(remote=create)
+
+    def create():
+        handle = NoProcess()
+        made.add(handle)
+        return handle
+
+    monkeypatch.setattr(rayloader.driver.pool, "_remote_worker", Remote)
+    pool, interrupted = get_pool(), 0
+    while True:
+        interrupt = Interrupt(interrupted + 1)
+        lease = pool.begin_lease(interrupt, own["ray_remote_args"])
+        try:
+            with interrupt:
+                actors = pool.lend(lease, own["ray_remote_args"], 2, fresh=True)
+        except KeyboardInterrupt:
+            interrupted += 1
+        else:
+            break
+        del lease
+        if lent(own):
+            gc.collect()
+        assert lent(own) == [], interrupted
+        pool.wait()
+        assert not made - {actor.handle for actor in pool.actors}, interrupted
+    assert interrupted > 20
+    assert lent(own) == actors
+    del lease, interrupt
+    pool.wait()
+    assert {actor.state for actor in actors} == {ActorState.GONE}
 
 
 # ---- finalizers

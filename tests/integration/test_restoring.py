@@ -1,8 +1,12 @@
 """A worker that goes on in another process builds the same batches or says that it can't: after a kill, and resumed."""
 
+import copy
 import os
+import re
 import signal
 import time
+from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import rayloader.worker.worker
 import restoring_data as data
+from checkpoint_data import read, save
 from latches import Gate
 from probes import Calls, Stream
 from rayloader import DataLoader, ReplayError, StateError
@@ -44,6 +49,17 @@ def interrupted(loader, at, killed=True):
     if killed:
         kill_worker(iterator)
     return found + [lists(batch) for batch in iterator], state
+
+
+def outcomes(iterator, count):
+    """What so many calls of next() gave: batches, and what was raised."""
+    found = []
+    for _ in range(count):
+        try:
+            found.append(lists(next(iterator)))
+        except Exception as error:
+            found.append(error.with_traceback(None))  # whose frames have the iterator, and `found`
+    return found
 
 
 def resumed(loader, state):
@@ -201,8 +217,11 @@ def test_a_stream_with_state_that_gives_nothing_after_a_kill_is_an_error(how):
     for _ in range(7):
         next(iterator)
     kill_worker(iterator)
-    with pytest.raises(ReplayError, match="did not come"):
-        list(iterator)
+    *_, eleventh, twelfth, thirteenth, fourteenth = outcomes(iterator, 8)
+    for error in (twelfth, fourteenth):
+        assert isinstance(error, ReplayError)
+        assert "did not come" in str(error)
+    assert not any(isinstance(batch, Exception) for batch in (eleventh, thirteenth)), "worker 1 has lost nothing"
 
 
 @pytest.mark.parametrize("how", ["raises", "ends"])
@@ -252,6 +271,77 @@ def test_a_state_that_cannot_be_told_hurts_only_who_asks_for_it():
         loader.state_dict()
     found += [lists(batch) for batch in iterator]
     assert found == [lists(batch) for batch in make({"dataset": data.Indices()})]
+
+
+LOST = {
+    "its state can't be pickled": (data.Untellable, ReplayError, r"state of worker 0 could not be told(.|\n)*pickle"),
+    "state_dict raises": (
+        lambda: data.Untellable(raises=True),
+        ReplayError,
+        r"state of worker 0 could not be told(.|\n)*OSError: as planned",
+    ),
+    "load_state_dict raises": (lambda: data.OwnIterator(fails=True), ValueError, "as planned"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full if case == "state_dict raises" else ()) for case in LOST]
+)
+def test_a_worker_that_cannot_be_restored_after_a_kill_is_that_error_for_each_of_its_batches(case):
+    dataset, kind, text = LOST[case]
+    expected = [lists(batch) for batch in make({"dataset": dataset()})]
+    assert len(expected) >= 20
+    iterator = iter(make({"dataset": dataset()}))
+    found = [lists(next(iterator)) for _ in range(8)]
+    kill_worker(iterator)
+    found += outcomes(iterator, len(expected) - 8)
+    assert found[1::2] == expected[1::2], "worker 1 has lost nothing"
+    before, after = found[:12:2], found[12::2]  # two batches may have been built before
+    assert all(a == b or isinstance(a, kind) for a, b in zip(before, expected[::2], strict=False))
+    assert all(isinstance(error, kind) and re.search(text, str(error)) for error in after), after
+
+
+class Remembers(data.Sized):
+    """Its state is of types that a file of plain data can't hold; each batch shows it."""
+
+    def __init__(self):
+        self.state = {
+            "by name": OrderedDict(second=0, first=0),
+            "counts": defaultdict(int),
+            "last": deque(maxlen=3),
+            "file": Path("data/none"),
+            "dtype": torch.float32,
+        }
+
+    def __getitem__(self, index):
+        self.state["by name"].move_to_end("first" if index % 2 else "second")
+        self.state["counts"][index // 10] += 1
+        self.state["last"].append(index)
+        self.state["file"] = Path(f"data/{index // 10}")
+        self.state["dtype"] = torch.bfloat16 if index % 3 else torch.int8
+        return [index, repr(self.state)]
+
+    def state_dict(self):
+        return copy.deepcopy(self.state)
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_of_the_types_of_python_and_torch_goes_through_a_file(num_workers):
+    options = {"num_workers": 1} if num_workers else {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
+    loader = make({"dataset": Remembers()}, **options)
+    iterator = iter(loader)
+    for _ in range(10):
+        next(iterator)
+    state = read(save(loader))
+    found = resumed(make({"dataset": Remembers()}, **options), state)
+    assert len(found) == 14
+    assert found == [lists(batch) for batch in iterator]
+    shown = found[-1][1][-1]
+    for text in ("OrderedDict(", "defaultdict(<class 'int'>", "maxlen=3", "PosixPath('data/9')", "torch.bfloat16"):
+        assert text in shown
 
 
 class Heavy(data.Indices):
@@ -316,6 +406,12 @@ def in_small_steps(worker_id):
     rayloader.worker.worker.REPLAY_SECONDS = 0.0
 
 
+NEWS = re.compile(
+    r"rayloader: worker 0 builds again what it had built before: (\d+) of (\d+) batches in (\d+) s, ([\d.]+) a second; "
+    r"a dataset with state_dict\(\) and load_state_dict\(\) need not be read again"
+)
+
+
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_building_again_is_no_hang(stream, samples, monkeypatch, caplog):
     """All together it takes more than twice the timeout, and each batch an eighth of it."""
@@ -331,8 +427,14 @@ def test_building_again_is_no_hang(stream, samples, monkeypatch, caplog):
     found, state = interrupted(loader, at=20)
     assert found == torch.arange(96).view(-1, 4).tolist()
     news = [r.getMessage() for r in caplog.records if "builds again" in r.getMessage()]
-    assert "rayloader: worker 0 builds again what it had built before: " in news[0]
     assert len(news) >= 2
+    told = [NEWS.fullmatch(text).groups() for text in news]
+    assert [int(done) for done, *_ in told] == sorted({int(done) for done, *_ in told}), "it goes on"
+    assert len({total for _, total, *_ in told}) == 1
+    assert 20 <= int(told[0][1]) <= 22  # two batches may have been built that were not taken
+    for done, total, seconds, rate in told:
+        assert 0 < int(done) < int(total)
+        assert (int(seconds), rate) == (round(int(done) * 0.12), "8.3")  # four samples of 0.03 s a batch
     assert resumed(make(arguments, **options), state) == found[20:]
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import io
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -484,6 +485,18 @@ def test_buffers_of_any_format_are_taken():
     assert [t.tolist() for t in decode(encoded.skeleton, given)] == [list(range(4)), list(range(40))]
     copies = writable_copies([memoryview(g).toreadonly() for g in given] + [memoryview(b"")])
     assert [(c.nbytes, c.format, c.readonly) for c in copies] == [(32, "B", False), (320, "B", False), (0, "B", False)]
+
+
+def test_large_copies_are_mapped_and_never_taken_from_the_heap():
+    """The heap would keep what a freed batch leaves, and cut small tensors out of it."""
+    sizes = [(1 << 20) - 1, 1 << 20, 3 << 20]
+    given = [os.urandom(size) for size in sizes]
+    copies = writable_copies(given)
+    owners = [copy.obj.base for copy in copies]  # a tensor, or a view of a mapping
+    assert [isinstance(getattr(owner, "obj", None), mmap.mmap) for owner in owners] == [False, True, True]
+    assert [bytes(copy) for copy in copies] == given
+    copies[2][:] = bytes(3 << 20)
+    assert bytes(copies[1]) == given[1], "each is a mapping of its own"
 
 
 def test_read_only_buffers_are_taken_without_a_warning():
