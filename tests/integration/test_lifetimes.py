@@ -58,6 +58,8 @@ def pid(_):
 def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_is_over(own, monkeypatch):
     """Then the processes end, though nobody calls the library again."""
     monkeypatch.setattr(rayloader.driver.pool, "GRACE_S", 60.0)
+    for limit in ("REUSE_WAIT_S", "STOP_TIMEOUT_S"):  # however long the process takes to stop
+        monkeypatch.setattr(rayloader.driver.lifetimes, limit, EXIT_LIMIT)
     seen = [frozenset(load(pid, 1, **own)) for _ in range(10)]
     assert len(seen[0]) == 1
     assert set(seen) == {seen[0]}
