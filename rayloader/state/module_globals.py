@@ -3,8 +3,8 @@
 Promise: whenever a worker imports such a module, numbers (NumPy's too), strings, paths, and tuples, lists, sets, dicts
 and namespaces of these are what they were in the driver at `iter()`, and so are objects of any class, dataclasses for
 instance, whose attributes are such values. Of anything else it is said by name where its kind, its size or, of
-functions and classes, its name differs. Modules of the standard library and of installed packages
-are as the worker imports them, and so is `__main__`, whose functions bring along what they use.
+functions and classes, its name differs. Modules of the standard library and of installed packages are as the worker
+imports them, and so is `__main__`, whose functions bring along what they use.
 """
 
 from __future__ import annotations
