@@ -86,7 +86,7 @@ class Recovery:
         replay, now = slot.replay, time.monotonic()
         assert replay is not None
         if replay.began is None:  # the process runs by now, however long it took to start
-            replay.began, replay.news_at = now, now + REPLAY_PATIENCE_S
+            replay.began, replay.news_at, replay.first = now, now + REPLAY_PATIENCE_S, done
         if done < total:
             if now >= replay.news_at:
                 seconds = now - replay.began
@@ -94,7 +94,7 @@ class Recovery:
                 logger.warning(
                     "rayloader: worker %d builds again what it had built before: %d of %d batches in %.0f s, %.1f a "
                     "second; a dataset with state_dict() and load_state_dict() need not be read again",
-                    *(slot.worker_id, done, total, seconds, done / max(seconds, 1e-9)),
+                    *(slot.worker_id, done, total, seconds, (done - replay.first) / max(seconds, 1e-9)),
                 )
             self.tables.replay(slot, [])
             return

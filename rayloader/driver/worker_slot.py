@@ -32,6 +32,7 @@ class Replay:
     """What a worker that was restored builds again, before it is told anything else."""
 
     began: float | None = None  # time.monotonic() of its first answer
+    first: int = 0  # batches that had been built by then
     news_at: float = math.inf  # when to say how far it is
 
 
