@@ -252,7 +252,7 @@ class Schedule:
         return self._draw(self.window)
 
     def _draw(self, count: int) -> list[Command]:
-        if count <= 0 or self._sampler_exhausted or not any(worker.active for worker in self._workers):
+        if count <= 0 or self._sampler_exhausted or not self._num_active:
             return []
         self.owed_draws += count
         return [DrawIndices(count)]
@@ -286,7 +286,11 @@ class Schedule:
         return None
 
     def _has_share(self, worker_id: int) -> bool:
-        return self._workers[worker_id].held < self.window // sum(worker.active for worker in self._workers)
+        return self._workers[worker_id].held < self.window // self._num_active
+
+    @property
+    def _num_active(self) -> int:
+        return sum(worker.active for worker in self._workers)
 
     def _submit(self, task: Task, worker_id: int) -> Submit:
         task.worker_id = worker_id

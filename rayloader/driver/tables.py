@@ -112,7 +112,10 @@ class Tables:
     @property
     def is_under_way(self) -> bool:
         """Whether something is to come from the workers."""
-        return any(slot.calls for slot in self.crew.slots) or bool(self.crew.awaited)
+        for slot in self.crew.slots:  # no generator: an interrupt at its end would be lost
+            if slot.calls:
+                return True
+        return bool(self.crew.awaited)
 
     @changes
     def handle(self, event: Event) -> None:

@@ -75,7 +75,7 @@ class _Socket(socket.socket):
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self.shutdown(socket.SHUT_RDWR)
-        self.close()
+        super(socket.socket, self).close()  # also where an interrupt came before the constructor's end
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
