@@ -113,12 +113,11 @@ def _is_own(file: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether it consists of what travels, and is small enough; nothing is called that the program has defined."""
-    parts = [(value, 0)]
-    for count in itertools.count():
-        if not parts:
-            return True
+    parts, count = [(value, 0)], 0
+    while parts:
         part, depth = parts.pop()
-        if count == _MAX_PARTS or depth > _MAX_DEPTH:
+        count += 1
+        if count > _MAX_PARTS or depth > _MAX_DEPTH:
             return False
         kind = type(part)
         if kind in _NAMESPACES:
@@ -129,7 +128,7 @@ def _is_plain(value: Any) -> bool:
             parts += [(inner, depth + 1) for inner in part]
         elif kind not in _ATOMS and not issubclass(kind, (np.number, np.bool_)):
             return False
-    raise AssertionError
+    return True
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -70,9 +70,14 @@ class _Socket(socket.socket):
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fileno)
         self._pid = os.getpid()
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has made it, and is not a fork of the one that has."""
+        return os.getpid() == self._pid
+
     def end(self) -> None:
         """Closes it, for every process that has it if this is the one that made it."""
-        if os.getpid() == self._pid:
+        if self.is_ours:
             with contextlib.suppress(OSError):
                 self.shutdown(socket.SHUT_RDWR)
         super(socket.socket, self).close()  # also where an interrupt came before the constructor's end
@@ -90,10 +95,8 @@ class Line:
     """
 
     _socket: _Socket | None = None  # for `close` too, where an interrupt came before the constructor's end
-    _pid = -1
 
     def __init__(self, connection: _Socket | None = None) -> None:
-        self._pid = os.getpid()
         self._out: deque[memoryview] = deque()  # not sent yet
         self._in = bytearray(CHUNK_BYTES)
         self._filled = 0  # bytes of `_in`
@@ -331,7 +334,7 @@ class DriverLine(Line):
         """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            if os.getpid() == self._pid:  # a forked child may have a copy: nobody is to wait for an answer there
+            if listener.is_ours:  # a forked child may have a copy: nobody is to wait for an answer there
                 with contextlib.suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)  # from here on nobody can connect
                 with contextlib.suppress(OSError):

@@ -70,7 +70,6 @@ def test_modules_are_as_the_program_has_set_them(program):
 
 
 COUNTING = """
-import time
 COUNT = 0
 
 class Data:
@@ -78,7 +77,6 @@ class Data:
         return 16
     def __getitem__(self, index):
         global COUNT
-        time.sleep(0.01)
         COUNT += index % 2 == 0
         return COUNT if index % 2 == 0 else None
 """
