@@ -19,6 +19,7 @@ from rayloader import skipping
 from rayloader.replica.opening import ImageAddress
 from rayloader.state.process_state import ProcessState
 from rayloader.transport.lanes import Wire, fits_in_band
+from rayloader.transport.line import LineAddress
 
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.
 CARRY = (ray.ObjectRef,)
@@ -57,6 +58,7 @@ class Setup:
     persistent: bool  # after this epoch the same dataset object is iterated over again
     max_undone: int  # tasks that `resume` may have to undo
     process: ProcessState
+    output: LineAddress | None  # where the worker's prints and logs go; None: to Ray
 
 
 @dataclass(frozen=True, slots=True)

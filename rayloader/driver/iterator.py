@@ -235,6 +235,7 @@ class EpochIterator(BaseIterator):
                     persistent=self._persistent_workers,
                     max_undone=plan.max_undone if self._persistent_workers else 0,
                     process=process,
+                    output=pool.output.address,
                 )
                 for worker_id in range(self._num_workers)
             ]

@@ -30,6 +30,7 @@ from rayloader import session
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.janitor import Janitor
 from rayloader.driver.lifetimes import Lifetimes
+from rayloader.driver.output import Output
 from rayloader.driver.placement import Placement, Verdict
 from rayloader.errors import RaySessionError, WorkerStartError, add_note
 from rayloader.replica.image import Image
@@ -66,6 +67,7 @@ class Pool:
         self._placement = Placement()
         self._loaders: list[_LoaderEntry] = []
         self._lock = threading.Lock()
+        self.output = Output()
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
             self._probe = MemoryFile("probe", 1)
@@ -198,6 +200,7 @@ class Pool:
             self._loaders = []  # and their images
         if self._probe is not None:
             self._probe.close()
+        self.output.close()
 
     # ---- test support
 

@@ -12,13 +12,13 @@ import os
 import signal
 import socket
 import sys
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rayloader._compat import default_collate_fn_map
+from rayloader.state.logging_state import LoggingState
 from rayloader.state.module_globals import ModuleGlobals
 
 
@@ -38,6 +38,7 @@ class ProcessState:
     deterministic: tuple[bool, bool]  # torch.use_deterministic_algorithms: on, and warn only
     sharing_strategy: str  # of torch.multiprocessing
     module_globals: ModuleGlobals
+    logging: LoggingState
 
     @classmethod
     def capture(cls, node_id: str) -> ProcessState:
@@ -59,6 +60,7 @@ class ProcessState:
             deterministic=_deterministic(),
             sharing_strategy=torch.multiprocessing.get_sharing_strategy(),
             module_globals=ModuleGlobals.capture(),
+            logging=LoggingState.capture(),
         )
 
 
@@ -104,7 +106,7 @@ class Baseline:
         torch.multiprocessing.set_sharing_strategy(state.sharing_strategy)
         if alone:
             state.module_globals.adopt()
-        self._modes.enter_context(warnings.catch_warnings())
+        self._modes.enter_context(state.logging.filtering_warnings())
         self._modes.enter_context(np.errstate())
         self._modes.enter_context(torch.inference_mode(state.inference_mode))
         self._modes.enter_context(torch.set_grad_enabled(state.grad_enabled))

@@ -28,7 +28,7 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ CHUNK_BYTES = 1 << 18
 # Messages up to this size are joined with their header: a copy costs less than a second part.
 JOINED_BYTES = 1 << 16
 _SENT_AT_ONCE = 64  # parts
+STANDARD_STREAMS = 1, 2  # descriptors of standard output and standard error
 # A program may have given SIGPIPE back its default action: the death of the other end must not be its own.
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 # Why the system takes no further descriptor; `accept` says so whether somebody has come or not.
@@ -61,7 +62,7 @@ class LineAddress(NamedTuple):
     machine: str  # boot, PID namespace and network namespace
 
 
-class _Socket(socket.socket):
+class LocalSocket(socket.socket):
     """Ends without a warning when it is collected, before or after the line that it belongs to."""
 
     _pid = -1
@@ -94,9 +95,9 @@ class Line:
         ended: the other end has closed, or died, and all that it sent was read.
     """
 
-    _socket: _Socket | None = None  # for `close` too, where an interrupt came before the constructor's end
+    _socket: LocalSocket | None = None  # for `close` too, where an interrupt came before the constructor's end
 
-    def __init__(self, connection: _Socket | None = None) -> None:
+    def __init__(self, connection: LocalSocket | None = None) -> None:
         self._out: deque[memoryview] = deque()  # not sent yet
         self._in = bytearray(CHUNK_BYTES)
         self._filled = 0  # bytes of `_in`
@@ -105,7 +106,7 @@ class Line:
         if connection is not None:
             self._connected(connection)
 
-    def _connected(self, connection: _Socket) -> None:
+    def _connected(self, connection: LocalSocket) -> None:
         connection.setblocking(False)
         self._socket = connection
 
@@ -253,7 +254,7 @@ class DriverLine(Line):
         LineError: this system has no such sockets.
     """
 
-    _listener: _Socket | None = None
+    _listener: LocalSocket | None = None
     _process = -1  # becomes readable with the death of the worker, whoever has copies of its end
 
     def __init__(self, may_enter: Callable[[int], bool]) -> None:
@@ -261,16 +262,8 @@ class DriverLine(Line):
         self._may_enter = may_enter
         self._finishing = False
         self.refused = ""
-        try:
-            name = f"rayloader-line-{secrets.token_hex(16)}"
-            self._listener = _Socket()
-            self._listener.bind(f"\0{name}")
-            self._listener.listen(1)
-            self._listener.setblocking(False)
-            self.address = LineAddress(name, os.getpid(), os.getuid(), _namespaces())
-        except (OSError, AttributeError, MemoryFileError) as error:  # AttributeError: not Linux
-            self.close()
-            raise LineError(f"can't make a local socket: {error}") from error
+        self._listener = LocalSocket()  # an interrupt finds it here
+        self.address = listen(self._listener, "line", 1)
 
     @property
     def descriptor(self) -> int:
@@ -300,14 +293,14 @@ class DriverLine(Line):
         """To be waited for too: readable once the worker is dead; -1 where that can't be told, or is known."""
         return -1 if self.ended else self._process
 
-    def _accept(self, listener: _Socket) -> None:
+    def _accept(self, listener: LocalSocket) -> None:
         try:
-            connection = _Socket(listener.accept()[0].detach())
+            connection = LocalSocket(listener.accept()[0].detach())
         except OSError as error:  # else: nobody yet, or who came has gone again, or the line was closed
             if error.errno in _NO_ROOM and _poll(listener.fileno(), select.POLLIN, 0):
                 self.refused = f"can't let a worker in: {error}"
             return
-        pid, uid = _peer(connection)
+        pid, uid = peer(connection)
         if uid != os.getuid() or not self._may_enter(pid):
             connection.close()  # a stranger who has read the name in /proc/net/unix
             return
@@ -335,11 +328,7 @@ class DriverLine(Line):
         listener, self._listener = self._listener, None
         if listener is not None:
             if listener.is_ours:  # a forked child may have a copy: nobody is to wait for an answer there
-                with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # from here on nobody can connect
-                with contextlib.suppress(OSError):
-                    while True:  # those who have: they see the end
-                        listener.accept()[0].close()
+                turn_away(listener)
             listener.close()
         process, self._process = self._process, -1
         if process >= 0:
@@ -347,8 +336,53 @@ class DriverLine(Line):
         super().close()
 
 
-def connect(address: LineAddress) -> Line:
+def listen(listener: LocalSocket, purpose: str, waiting: int) -> LineAddress:
+    """Gives a socket a name that nobody can guess, under which `waiting` processes at once may ask to be let in.
+
+    Raises:
+        LineError: this system has no such sockets.
+    """
+    try:
+        name = f"rayloader-{purpose}-{secrets.token_hex(16)}"
+        listener.bind(f"\0{name}")
+        listener.listen(waiting)
+        listener.setblocking(False)
+        return LineAddress(name, os.getpid(), os.getuid(), _namespaces())
+    except (OSError, AttributeError, MemoryFileError) as error:  # AttributeError: not Linux
+        listener.close()
+        raise LineError(f"can't make a local socket: {error}") from error
+
+
+def hand_over(connection: LocalSocket, numbers: Iterable[int]) -> None:
+    """Gives whoever has just connected copies of these descriptors of this process, those that are open."""
+    sent = [number for number in numbers if _is_open(number)]
+    with contextlib.suppress(OSError):  # it has gone again
+        socket.send_fds(connection, [bytes(sent) or b"\0"], sent)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def turn_away(listener: LocalSocket) -> None:
+    """Lets nobody connect from here on; those who have see the end."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        while True:
+            listener.accept()[0].close()
+
+
+def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> Line:
     """The worker's end.
+
+    Args:
+        address: of the driver's end.
+        handed_over: copies of the descriptors that the driver hands over at once are put here, by their numbers there.
 
     Raises:
         LineError: the driver is on another machine or in other namespaces, has gone, or is not what answers there.
@@ -356,11 +390,14 @@ def connect(address: LineAddress) -> Line:
     try:
         if (here := _namespaces()) != address.machine:
             raise LineError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
-        connection = _Socket()
+        connection = LocalSocket()
         try:
             connection.connect(f"\0{address.name}")
-            if _peer(connection) != (address.pid, address.uid):
+            if peer(connection) != (address.pid, address.uid):
                 raise LineError(f"{address.name} must be process {address.pid}, and is another one")
+            if handed_over is not None:
+                numbers, copies, *_ = socket.recv_fds(connection, len(STANDARD_STREAMS), len(STANDARD_STREAMS))
+                handed_over.update(zip(numbers, copies, strict=False))
         except BaseException:  # Ctrl-C too: nobody else has the socket yet
             connection.close()
             raise
@@ -376,7 +413,7 @@ def _poll(descriptor: int, events: int, timeout: int | None = None) -> bool:
     return bool(poll.poll(timeout))
 
 
-def _peer(connection: socket.socket) -> tuple[int, int]:
+def peer(connection: socket.socket) -> tuple[int, int]:
     """Process id and user id of the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(credentials)

@@ -43,6 +43,7 @@ from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, WorkerLane, pack, unpack
 from rayloader.transport.line import Line, LineAddress, LineError, connect
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
+from rayloader.worker.output import Output
 from rayloader.worker.worker import Task, Worker
 
 # What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
@@ -59,6 +60,7 @@ class WorkerProcess:
         self._hosted: dict[int, Worker] = {}  # by worker
         self._at_work: Worker | None = None  # whose generators are the process's
         self._lane = WorkerLane()
+        self._output = Output()
         self._line: Line | None = None
         self._line_address: LineAddress | None = None
         self._calls: deque[tuple[Any, ...]] = deque()  # that came over the line, not begun, oldest first
@@ -94,7 +96,8 @@ class WorkerProcess:
             self._image = None
         self._switch_to(None)
         hosted = self._at_work = self._hosted[setup.worker_id] = Worker(setup)
-        hosted.start(self._baseline, source, state, alone=alone)
+        self._output.open(setup.output, setup.process.logging)
+        hosted.start(self._baseline, self._output, source, state, alone=alone)
 
     def resume(self, worker_id: int, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
         """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""
@@ -246,6 +249,7 @@ class WorkerProcess:
         self._at_work = None
         set_worker_info(None)
         self._baseline.restore()
+        self._output.close()
         gc.collect()
 
     def _switch_to(self, worker_id: int | None) -> None:

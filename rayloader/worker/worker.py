@@ -54,6 +54,7 @@ from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
 from rayloader.transport.memory import no_collection
 from rayloader.transport.memory_file import MemoryFileError
+from rayloader.worker.output import Output
 
 # How long a call builds again what was built before, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
@@ -99,13 +100,16 @@ class Worker:
         self._left: deque[Task] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
 
-    def start(self, baseline: Baseline, source: Source, state: WorkerState | None, *, alone: bool) -> None:
+    def start(
+        self, baseline: Baseline, output: Output, source: Source, state: WorkerState | None, *, alone: bool
+    ) -> None:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process, alone=alone)
             before = alive()
             with noting() as noted:
                 loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
+            output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"
             generators = Generators({name: getattr(loaded, name) for name in names}, noted, before)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn

@@ -1,0 +1,145 @@
+"""Where a worker process prints and logs: where the program does, as a forked process would.
+
+Promise: the worker's standard output and error are the program's own, from `open` to `close`. On another machine, or
+where the program can't be reached, they stay Ray's, which shows them in the program with a prefix; then log records go
+to standard error, with the program's levels and format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from rayloader.state.logging_state import LoggingState
+from rayloader.transport.line import STANDARD_STREAMS, Line, LineAddress, LineError, connect
+
+
+class Output:
+    """Of one process."""
+
+    def __init__(self) -> None:
+        self._address: LineAddress | None = None
+        self._line: Line | None = None
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._own: dict[int, int] = {}  # copies of the streams as Ray has made them, by number
+        self._loggers: LoggingState | None = None
+        self._restore: Callable[[], None] | None = None
+
+    def open(self, address: LineAddress | None, loggers: LoggingState) -> None:
+        """Prints and logs there from now on."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        if address is None or address != self._address or self._line is None or self._line.ended:
+            self._disconnect()
+            self._connect(address)
+        self._loggers = loggers
+        self._restore = loggers.adopt(self._handler)
+
+    def settle(self) -> None:
+        """Handlers that the user's modules have made as they were imported exist in the program too: removes them."""
+        if self._loggers is not None:
+            self._loggers.settle(self._handler)
+
+    def close(self) -> None:
+        """Prints where Ray lets it, and logs as at the process's start."""
+        restore, self._restore, self._loggers = self._restore, None, None
+        if restore is not None:
+            restore()
+        self._disconnect()
+
+    def send(self, name: str, fields: dict[str, Any]) -> None:
+        """Has the handlers of the program's logger of that name handle a record; waits while too much is under way."""
+        with self._lock:
+            if os.getpid() != self._pid:  # of a process that user code forked: messages of two would be mixed
+                self._pid, self._line = os.getpid(), None
+                with contextlib.suppress(LineError):
+                    self._line = connect(self._address, {}) if self._address is not None else None
+            if self._line is not None:
+                self._line.send(_pickled(name, fields))
+                self._line.drain()
+
+    def _handler(self, name: str, level: int) -> logging.Handler:
+        handler: logging.Handler
+        if self._line is not None:
+            handler = _Forwarder(self, name)
+        else:
+            handler = logging.StreamHandler()
+            with contextlib.suppress(Exception):  # there is none, or its class is unknown here
+                handler.setFormatter(pickle.loads(self._loggers.formatter))  # type: ignore[union-attr]
+        handler.setLevel(level)
+        return handler
+
+    def _connect(self, address: LineAddress | None) -> None:
+        handed_over: dict[int, int] = {}
+        if address is not None:
+            with contextlib.suppress(LineError):  # on another machine, for instance
+                self._line = connect(address, handed_over)
+        self._address = address
+        _flush()
+        if handed_over and not self._own:
+            self._own = {number: os.dup(number) for number in STANDARD_STREAMS}
+        _put(handed_over)
+
+    def _disconnect(self) -> None:
+        line, self._line = self._line, None
+        if line is not None and os.getpid() == self._pid:
+            line.close()
+        own, self._own = self._own, {}
+        _flush()
+        _put(own)
+
+
+class _Forwarder(logging.Handler):
+    """Stands for the handlers that a logger has in the program."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        super().__init__()
+        self._output = output
+        self._logger_name = name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """What is to be formatted by the class of an argument is formatted here: the program need not know it."""
+        fields = dict(record.__dict__, msg=record.getMessage(), args=None)
+        if record.exc_info:
+            fields.update(
+                exc_info=None, exc_text=record.exc_text or logging.Formatter().formatException(record.exc_info)
+            )
+        worker = get_worker_info()
+        if worker is not None:
+            fields["processName"] = f"DataLoader worker {worker.id}"
+        self._output.send(self._logger_name, fields)
+
+
+def _pickled(name: str, fields: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((name, fields))
+    except Exception:  # a value that the program has put into the record, of whatever class
+        plain = {key: value if _is_plain(value) else repr(value) for key, value in fields.items()}
+        return pickle.dumps((name, plain))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int, float))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # user code may have put anything there
+            stream.flush()
+
+
+def _put(descriptors: dict[int, int]) -> None:
+    """Makes these the standard streams, by number; the copies are closed."""
+    for number, copy in descriptors.items():
+        os.dup2(copy, number)
+        os.close(copy)
