@@ -13,7 +13,7 @@ from rayloader.errors import (
     WorkerStartError,
 )
 from rayloader.frameworks import Patch, patch
-from rayloader.loader import DataLoader, shutdown
+from rayloader.loader import DataLoader, init, shutdown
 from rayloader.shared_list import SharedList
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "StateError",
     "WorkerDiedError",
     "WorkerStartError",
+    "init",
     "patch",
     "shutdown",
 ]

@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SinglePr
 from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper as DataPipeWrapper
 
 __all__ = [
-    "RAY_LOGGER",
+    "RAY_START_LOGGERS",
     "BaseIterator",
     "DataPipeWrapper",
     "DatasetKind",
@@ -43,6 +43,7 @@ __all__ = [
     "pin_memory",
     "profiler_enabled",
     "rebuild_from_type",
+    "set_process_title",
     "set_worker_info",
     "sharding_worker_init_fn",
     "state_of_subclass",
@@ -51,7 +52,8 @@ __all__ = [
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 no_torch_function = torch._C.DisableTorchFunctionSubclass
-RAY_LOGGER = "ray._private.worker"
+# Loggers of Ray that say at its start what a program that has not asked for Ray need not know.
+RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
 
 
 def set_worker_info(info: Any) -> None:
@@ -93,6 +95,11 @@ def connection_of(ray: ModuleType) -> Any:
 def has_process(ray: ModuleType, actor: Any) -> bool:
     """Whether Ray has found a place for an actor and a process there, which need not run the actor yet."""
     return bool(ray._private.state.actors(actor._actor_id.hex()).get("Pid"))
+
+
+def set_process_title(ray: ModuleType, title: str) -> None:
+    """What `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
+    ray._raylet.setproctitle(title)
 
 
 def may_autoscale(ray: ModuleType) -> bool:

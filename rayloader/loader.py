@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler
 
 from rayloader.errors import StateError
-from rayloader.options import check, checked_num_workers
+from rayloader.options import check, check_remote_args, checked_num_workers
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
 
@@ -104,6 +104,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         snapshot_every_n_steps: accepted for code that was written for torchdata's StatefulDataLoader, and without
             effect: a state always tells the last batch that was taken, and a worker takes snapshots as often as that
             costs one percent of its time.
+        name: what the loader is called where it is shown: in its `repr`, in Ray's list of actors, and in the titles of
+            the worker processes ("rayloader:train:0"). By default the class of the dataset stands there.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -146,6 +148,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         max_skipped: int = 100,
         arenas: bool = True,
         snapshot_every_n_steps: int | None = 1,
+        name: str | None = None,
     ) -> None:
         self._stream_workers = num_workers  # that the batches depend on
         self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
@@ -164,6 +167,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.max_skipped = max_skipped
         self.arenas = arenas
         self.snapshot_every_n_steps = snapshot_every_n_steps
+        self.name = name
         super().__init__(
             dataset,
             batch_size,
@@ -190,6 +194,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._sign_num_workers()
         if multiprocessing_context is not None:
             _warn_about_multiprocessing_context()
+
+    def __repr__(self) -> str:
+        shown = {"num_workers": int(self.num_workers), "batch_size": self.batch_size, "name": self.name}
+        arguments = "".join(f", {key}={value!r}" for key, value in shown.items() if value is not None)
+        return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({type(self.dataset).__name__}{arguments})"
 
     def __iter__(self) -> Any:
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
@@ -317,6 +326,30 @@ class DataLoader(TorchDataLoader[_T_co]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._sign_num_workers()
+
+
+def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None, **ray_options: Any) -> None:
+    """Starts Ray and worker processes in the background, while the program builds its model, say. Returns at once.
+
+    The first `iter()` of a loader waits for what is not ready yet, and raises what went wrong. Calling this is never
+    necessary: without it, the first `iter()` does the same.
+
+    Args:
+        num_workers: worker processes to start, over all loaders that will work at the same time; they wait for their
+            first loader without a limit.
+        ray_remote_args: as of the loaders that are to use these processes; loaders with others start their own.
+        **ray_options: options of `ray.init`, for instance `num_cpus`, `address` or `include_dashboard`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: an argument is of the wrong type.
+    """
+    if num_workers != 0:
+        num_workers = checked_num_workers(num_workers)
+    check_remote_args(ray_remote_args)
+    from rayloader.driver import pool
+
+    pool.init(num_workers, dict(ray_remote_args or {}), ray_options)
 
 
 def shutdown() -> None:

@@ -25,8 +25,8 @@ RESERVED_REMOTE_ARGS = {
     "max_pending_calls": "the loader bounds its calls by prefetch_factor",
     "max_restarts": "a restarted actor would have lost its dataset and its random streams",
     "max_task_retries": "a repeated call would repeat batches",
-    "name": "workers belong to one process",
-    "namespace": "workers belong to one process",
+    "name": "the loader sets it, from its own name",
+    "namespace": "the loader sets it",
     "num_returns": "the loader sets it",
 }
 
@@ -101,12 +101,14 @@ def check(loader: Any) -> None:
         ValueError: one is out of range, or contradicts another.
         TypeError: one is of the wrong type.
     """
-    _check_remote_args(loader.ray_remote_args)
+    check_remote_args(loader.ray_remote_args)
     if not _is_whole(loader.prefetch_bytes) or loader.prefetch_bytes < 1:
         raise ValueError(
             f"prefetch_bytes must be a whole number of bytes >= 1, got {loader.prefetch_bytes!r}; "
             "to fix the depth use prefetch_factor"
         )
+    if loader.name is not None and (not isinstance(loader.name, str) or not loader.name):
+        raise TypeError(f"name must be a text that is not empty, or None, got {loader.name!r}")
     for name in ("fresh_processes", "arenas"):
         if not isinstance(value := getattr(loader, name), bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -169,7 +171,13 @@ def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
     return number
 
 
-def _check_remote_args(remote_args: Any) -> None:
+def check_remote_args(remote_args: Any) -> None:
+    """Checks options of actors, the user's.
+
+    Raises:
+        ValueError: one is not for the user, or out of range.
+        TypeError: one is of the wrong type.
+    """
     if remote_args is None:
         return
     if not isinstance(remote_args, dict) or not all(isinstance(name, str) for name in remote_args):

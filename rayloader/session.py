@@ -30,6 +30,7 @@ import logging
 import os
 import random
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +38,7 @@ from typing import Any
 import ray
 import ray.util.client
 
-from rayloader._compat import RAY_LOGGER, connection_of
+from rayloader._compat import RAY_START_LOGGERS, connection_of
 from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
 from rayloader.signals import SignalHandlers
@@ -56,6 +57,8 @@ LOCAL_RAY_ENVIRONMENT = {
 
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
+# After how many seconds of waiting the program is told what is waited for.
+NOTICE_S = 5.0
 
 # Session and job; unique over time and clusters.
 SessionName = tuple[str, str]
@@ -64,6 +67,7 @@ _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last conne
 _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first need of a Ray until that Ray is shut down
 _forked = False  # whether this process was forked from one that was connected to Ray
+logger = logging.getLogger("rayloader")
 _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
 
 
@@ -83,8 +87,11 @@ def current() -> SessionName | None:
     return session
 
 
-def ensure() -> SessionName:
+def ensure(options: dict[str, Any] | None = None) -> SessionName:
     """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
+
+    Args:
+        options: of `ray.init`, the user's.
 
     Raises:
         RaySessionError: Ray can be neither joined nor started; or it is used through Ray Client, or by the parent of
@@ -97,9 +104,10 @@ def ensure() -> SessionName:
         )
     if _starter is not None:
         _starter.wait()  # an interrupted use may have left it at work
+    check_options(options or {})
     session = current()
     if session is None:
-        _start()
+        _start(options or {})
         session = current()
     if session is None or ray.util.client.ray.is_connected():
         raise RaySessionError(
@@ -109,11 +117,21 @@ def ensure() -> SessionName:
     return session
 
 
+def check_options(options: dict[str, Any]) -> None:
+    """Raises RaySessionError if options of `ray.init` come too late."""
+    if options and current() is not None:
+        raise RaySessionError(
+            f"Ray is running already, so its options {', '.join(options)} would have no effect; call rayloader.init() "
+            "before anything else starts Ray, or leave them out"
+        )
+
+
 class _Starter(threading.Thread):
     """Calls `ray.init`, and lives as long as that Ray; see NOTE [who starts Ray]."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(name="rayloader-session", daemon=True)
+        self._options = options
         self.error: BaseException | None = None
         self.session: SessionName | None = None
         self.done = False
@@ -123,8 +141,12 @@ class _Starter(threading.Thread):
 
     def wait(self) -> None:
         """Waits until Ray runs, or has failed to start."""
+        began, told = time.monotonic(), False
         while not self.done:
             self._bell.wait(START_TICK_S)
+            if not self.done and not told and time.monotonic() - began >= NOTICE_S:
+                told = True
+                logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", NOTICE_S)
 
     def leave(self) -> None:
         """Ends this thread, whose Ray has been shut down."""
@@ -134,7 +156,7 @@ class _Starter(threading.Thread):
     def run(self) -> None:
         """Starts Ray, then waits for its end."""
         try:
-            _init()
+            _init(self._options)
             self.session = current()
         except BaseException as error:  # whatever it is, it is raised where Ray was asked for
             self.error = error
@@ -144,10 +166,10 @@ class _Starter(threading.Thread):
             self._leave.wait(threading.TIMEOUT_MAX)
 
 
-def _start() -> None:
+def _start(options: dict[str, Any]) -> None:
     global _starter
     _let_starter_go()
-    _starter = _Starter()
+    _starter = _Starter(options)
     _starter.wait()
     if _starter.error is not None:
         raise _starter.error
@@ -161,24 +183,26 @@ def _let_starter_go() -> None:
         _starter = None
 
 
-def _init() -> None:
+def _init(options: dict[str, Any]) -> None:
     global _started
-    address = os.environ.get("RAY_ADDRESS")
+    address = options.get("address") or os.environ.get("RAY_ADDRESS")
     state = random.getstate()  # Ray draws from the program's generator
     handlers = SignalHandlers()
     joins = bool(address) and address != "local"
     try:
-        with _without_warning_of_signals():
+        with _quiet(_SIGNAL_LINES if joins else _START_LINES):
             if joins:
-                ray.init(address=address)
+                ray.init(**{**options, "address": address})
             else:
+                resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
+                own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
                 with _environment(LOCAL_RAY_ENVIRONMENT):
-                    ray.init(address="local", include_dashboard=False, resources={OVERSUBSCRIBE_RESOURCE: 1})
+                    ray.init(**own)
                 _started = current()
     except Exception as error:  # Ray's own have no type in common
         raise RaySessionError(
-            f"the Ray that RAY_ADDRESS={address} names could not be joined; set it to the address of a running Ray, "
-            f"or unset it to have one started on this machine. Ray said: {error}"
+            f"the Ray at {address} could not be joined; set RAY_ADDRESS to the address of a running Ray, or unset it "
+            f"to have one started on this machine. Ray said: {error}"
             if joins
             else "Ray could not be started on this machine. It gives its processes 30 s to start, which may be too few "
             "on a busy machine: call iter() again, or run `ray start --head` before the program and set "
@@ -259,16 +283,24 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
             os.environ.pop(key, None)
 
 
+# What Ray need not say: that it sets no SIGTERM handler outside the main thread (it must not set one); and of a Ray of
+# ours, which nobody else is to use, that it runs and how it is protected.
+_SIGNAL_LINES = ("SIGTERM handler is not set",)
+_START_LINES = (*_SIGNAL_LINES, "Started a local Ray instance", "Token authentication is enabled for this Ray cluster")
+
+
 @contextlib.contextmanager
-def _without_warning_of_signals() -> Iterator[None]:
-    """Mutes Ray's warning that it sets no SIGTERM handler outside the main thread: it must not set one."""
-    logger = logging.getLogger(RAY_LOGGER)
+def _quiet(unsaid: tuple[str, ...]) -> Iterator[None]:
+    """Mutes lines of Ray's that contain one of these texts."""
 
     def keep(record: logging.LogRecord) -> bool:
-        return "SIGTERM handler is not set" not in record.getMessage()
+        message = record.getMessage()
+        return not any(text in message for text in unsaid)
 
-    logger.addFilter(keep)
+    for name in RAY_START_LOGGERS:
+        logging.getLogger(name).addFilter(keep)
     try:
         yield
     finally:
-        logger.removeFilter(keep)
+        for name in RAY_START_LOGGERS:
+            logging.getLogger(name).removeFilter(keep)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 EXIT_LIMIT = 20.0  # seconds for threads and actors to end after a test; on expiry the test fails
-OUR_ACTOR = re.compile(r"ray::WorkerProcess\b")  # how Ray titles a worker process of rayloader
+OUR_ACTOR = re.compile(r"ray::(WorkerProcess\b|rayloader:)")  # how Ray titles a worker process of rayloader
 
 _keepers = []
 
@@ -82,7 +82,7 @@ def nothing_left():
     """After a test: no thread, descriptor, mapping or actor process of ours but those that were there before.
 
     While there are keepers, the actors of the process's pool stay warm for it, each with its arena, and the thread
-    that started Ray lives. The janitor's thread runs while there is a pool.
+    that started Ray lives. The threads of the janitor and of the workers' output run while there is a pool.
     """
     threads, files, actors = our_threads(), our_files(), pool_pids()
     yield
@@ -101,7 +101,7 @@ def our_threads():
 def check_threads(before):
     def left():
         pool = sys.modules.get("rayloader.driver.pool")
-        allowed = {"rayloader-janitor"} if pool is not None and pool._pool is not None else set()
+        allowed = {"rayloader-janitor", "rayloader-output"} if pool is not None and pool._pool is not None else set()
         if _keepers:
             allowed.add("rayloader-session")
         return [thread for thread in our_threads() - before if thread.name not in allowed]

@@ -31,11 +31,13 @@ class Lease:
 
     Args:
         ended: called, perhaps in a finalizer, when nobody refers to the lease any more.
+        name: of the loader, for the names of actors that are made for it.
     """
 
-    __slots__ = ("__weakref__", "ref")
+    __slots__ = ("__weakref__", "name", "ref")
 
-    def __init__(self, ended: Callable[[object], object]) -> None:
+    def __init__(self, ended: Callable[[object], object], name: str = "") -> None:
+        self.name = name
         self.ref = weakref.ref(self, ended)  # the actors have it: it outlives the lease, or nobody would be called
 
 
@@ -44,7 +46,7 @@ class ActorState(Enum):
 
     LENT = "lent"  # to the lease of a crew
     STOPPING = "stopping"  # told to stop, not answered
-    IDLE = "idle"  # warm, free for any loader with the same options
+    IDLE = "idle"  # warm, or made in advance: free for any loader with the same options
     GONE = "gone"  # killed, or to be forgotten with its session
 
 
@@ -58,7 +60,7 @@ class Actor:
     hello: Ref  # answered with its address once it runs
     created_at: float  # time.monotonic()
     had_room: bool  # as many CPUs as it and those beside it asked for were free then
-    lease: weakref.ref[Lease] | None  # that it is lent to
+    lease: weakref.ref[Lease] | None = None  # that it is lent to
     state: ActorState = ActorState.LENT
     address: WorkerAddress | None = None
     placed_at: float | None = None  # time.monotonic() when it was first seen to have a place
@@ -70,6 +72,11 @@ class Actor:
     calls: int = 0  # made over a channel
     no_line: str = ""  # why it can't be reached over one
     hosted: tuple[str, Ref] | None = None  # the image that it holds for its node: name, answer to `host`
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was made in advance and nobody has had it yet; it may not run so far."""
+        return self.state is ActorState.IDLE and self.stopped is None
 
     def has_place(self) -> bool:
         """Whether Ray has a process for it by now: it waits for nothing that others hold, only for its imports."""

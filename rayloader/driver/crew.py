@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pickle import PickleBuffer
@@ -61,6 +63,7 @@ class Crew:
         self._fresh = fresh  # no actor may have been another's before
         self._remote_args = remote_args
         self._pid = os.getpid()
+        self._tell_at = time.monotonic() + session.NOTICE_S  # what is waited for
         self._answers = Answers()
         self._image: Image | None = None  # kept for workers that have yet to open it
         self._carried: list[Any] = []
@@ -416,6 +419,9 @@ class Crew:
                 raise ActorLost(actor, error) from error
         if not pending:
             return []
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = math.inf
+            self._pool.tell(pending, len(self.actors))
         hosts = [actor for actor in self.actors if actor not in pending and actor not in self._dead]
         match self._pool.verdict(pending, self._remote_args):
             case Verdict.SHARE_CPUS:

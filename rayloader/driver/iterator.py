@@ -15,6 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ from rayloader.driver.epoch import Epoch
 from rayloader.driver.epoch_plan import Begin, EpochPlan, plan_epoch
 from rayloader.driver.opening import Delivery
 from rayloader.driver.pace import Pace
-from rayloader.driver.pool import Pool, get_pool
+from rayloader.driver.pool import Pool, get_pool, name_of
 from rayloader.driver.schedule import Schedule
-from rayloader.errors import SkipLimitError, WorkerDiedError, add_note
+from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note
 from rayloader.options import Options
 from rayloader.prefetch import DrawAhead, may_draw_ahead, start
 from rayloader.protocol import CARRY, Replica, Setup
@@ -72,6 +73,7 @@ class EpochIterator(BaseIterator):
         self._pid = os.getpid()
         self._options = Options.of(loader)  # before torch draws anything
         self._delivery: Delivery | None = None  # that `_next_data` has just returned
+        self._told: BaseException | None = None  # by a worker, while `__next__` raises it
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's: what the batches depend on
         super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -223,6 +225,7 @@ class EpochIterator(BaseIterator):
             setups = [
                 Setup(
                     worker_id=worker_id,
+                    name=name_of(loader),
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
                     seed_batches=options.seeds_batches,
@@ -264,11 +267,17 @@ class EpochIterator(BaseIterator):
             raise
 
     def __next__(self) -> Any:
-        if profiler_enabled() or self._IterableDataset_len_called is not None:
-            data = super().__next__()
-        else:  # spares what torch does for its profiler, as much as a small batch's whole way here
-            data = self._next_data()
-            self._num_yielded += 1
+        try:
+            if profiler_enabled() or self._IterableDataset_len_called is not None:
+                data = super().__next__()
+            else:  # spares what torch does for its profiler, as much as a small batch's whole way here
+                data = self._next_data()
+                self._num_yielded += 1
+        except BaseException as error:
+            told, self._told = self._told is error, None
+            del self  # a notebook keeps the traceback, which is not to keep the workers
+            _shorten(error, told or isinstance(error, (RayloaderError, KeyboardInterrupt)))
+            raise
         delivery, self._delivery = self._delivery, None
         delivery.data = None  # type: ignore[union-attr]
         self.position.handed = delivery  # and nothing may be called after it: see NOTE [interrupts] in tables.py
@@ -299,6 +308,7 @@ class EpochIterator(BaseIterator):
                 assert self._crew is not None
                 add_note(error, self._epoch.tables.describe(delivery.task))
                 self.position.handed = delivery
+                self._told = error
                 # Without the frame of torch that has the error in a local: a cycle with the iterator, in a frame below.
                 raise error.with_traceback(None) from None
         self._delivery = delivery
@@ -335,6 +345,24 @@ class EpochIterator(BaseIterator):
             self._crew.later(
                 functools.partial(_leave, self._crew, self._epoch, reuse=not self._options.fresh_processes)
             )
+
+
+def _shorten(error: BaseException, says_all: bool) -> None:
+    """Leaves those lines of this package out of a traceback that tell the user nothing, and hold the iterator.
+
+    Args:
+        error: that is being raised through this package.
+        says_all: it needs no line of where it was raised. If it does, only those between the user's lines are left out:
+            one that was raised in this package is a fault of it, and keeps all.
+    """
+    first = error.__traceback__
+    if first is None or (lines := first.tb_next) is None:
+        return
+    theirs: TracebackType | None = lines
+    while theirs is not None and theirs.tb_frame.f_globals.get("__name__", "").startswith("rayloader."):
+        theirs = theirs.tb_next
+    if theirs is not None or says_all:
+        first.tb_next = theirs
 
 
 def _leave(crew: Crew, epoch: Epoch | None, *, reuse: bool) -> None:

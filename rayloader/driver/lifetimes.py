@@ -6,7 +6,8 @@ Promise: every change of an actor's state is made here.
 
 An actor is LENT from its birth on, to the lease of one crew, whether it has found its place yet or not. A lease ends
 by `end`, or with the last reference to it: whatever exception or Ctrl-C its holder met, and at whatever line, its
-actors come back. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm. They may be lent
+actors come back. Actors that `rayloader.init` has made in advance are IDLE, without a deadline, until a loader has
+them. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm. They may be lent
 to any loader with the same options, and are killed some time after the last such loader is gone.
 
 Threads: the users' threads lend. All else is done by the janitor's thread, which no Ctrl-C reaches. `_lock` guards the
@@ -78,10 +79,12 @@ class Lifetimes:
 
     def _proved(self, actors: list[Actor]) -> list[Actor]:
         """Those that answer: they have finished `stop`, and have not died since. The others are killed."""
+        new = [actor for actor in actors if actor.stopped is None]  # made in advance: nothing to prove
+        actors = [actor for actor in actors if actor.stopped is not None]
         probes = [actor.handle.hello.remote() for actor in actors]
         if probes:
             ray.wait(probes, num_returns=len(probes), timeout=STOP_TIMEOUT_S)
-        alive = []
+        alive = new
         for actor, probe in zip(actors, probes, strict=True):
             try:
                 ray.get([actor.stopped, probe], timeout=0)
@@ -174,7 +177,7 @@ class Lifetimes:
         now = time.monotonic()
         spare = [actor for actor in list(self.actors) if actor.state is not ActorState.LENT]
         for actor in spare:
-            if actor.key in usable:
+            if actor.key in usable or actor.is_new:
                 actor.keep_until = math.inf
             elif actor.keep_until == math.inf:
                 actor.keep_until = now + grace

@@ -145,9 +145,6 @@ class Placement:
 
     def error(self, number: int, of: int, options: dict[str, Any]) -> WorkerStartError:
         """The error that says what was asked for and what is free."""
-        total, free = ray.cluster_resources(), ray.available_resources()
-        interesting = [name for name in total if not name.startswith(("node:", "object_store"))]
-        free_text = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in sorted(interesting))
         remedies = ["lower num_workers", "ask in ray_remote_args for what the nodes have"]
         if options.get("num_cpus"):
             remedies[1:] = [
@@ -156,10 +153,20 @@ class Placement:
             ]
         return WorkerStartError(
             f"{number} of {of} DataLoader workers found no place in the Ray cluster within {self.limit:g} s. "
-            f"Each asks for {_in_words(options)}; free now: {free_text}. Remedies: {'; '.join(remedies)}; if nodes or "
+            f"{self.room(options)}. Remedies: {'; '.join(remedies)}; if nodes or "
             f"processes are still starting, raise the environment variable {START_TIMEOUT_VARIABLE} (seconds). If "
             "there is room for all, Ray's log says why a process did not start"
         )
+
+    def room(self, options: dict[str, Any]) -> str:
+        """What each actor asks for, and what is free, in words."""
+        total, free = ray.cluster_resources(), ray.available_resources()
+        # Those of placement groups say again, under names of Ray's own, what stands under the resources' names.
+        names = [
+            n for n in sorted(total) if not n.startswith(("node:", "object_store", "bundle_")) and "_group_" not in n
+        ]
+        free_now = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in names)
+        return f"Each asks for {_in_words(options)}; free now: {free_now}"
 
     @property
     def limit(self) -> float:

@@ -14,11 +14,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
+import logging
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +48,8 @@ from rayloader.worker.process import WorkerProcess
 GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
 
+logger = logging.getLogger("rayloader")
+
 _remote_worker: Any = ray.remote(WorkerProcess)
 
 
@@ -67,6 +73,8 @@ class Pool:
         self._placement = Placement()
         self._loaders: list[_LoaderEntry] = []
         self._lock = threading.Lock()
+        self._job = session_name[1]
+        self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.output = Output()
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
@@ -93,7 +101,7 @@ class Pool:
         self.wait()  # what finalizers have left is warm after that
         with self._lock:
             self._register(loader, _key(remote_args))
-        return Lease(self._tidy_later)
+        return Lease(self._tidy_later, name_of(loader))
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """So many actors, until the lease ends; does not wait until new ones run."""
@@ -104,6 +112,10 @@ class Pool:
         if len(actors) < count:
             actors += self._create(lease, remote_args, count - len(actors), key)
         return actors
+
+    def prepare(self, remote_args: dict[str, Any], count: int) -> None:
+        """Makes so many actors in advance, for whichever loader needs them first; does not wait until they run."""
+        self._create(None, remote_args, count, _key(remote_args))
 
     def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
         """Ends a lease. Not for finalizers, nor under a lock.
@@ -151,6 +163,18 @@ class Pool:
         if verdict is Verdict.MAKE_ROOM:
             self.later(self._lifetimes.kill_spare)
         return verdict
+
+    def tell(self, pending: list[Actor], of: int) -> None:
+        """Says what is waited for."""
+        homeless = [actor for actor in pending if not actor.has_place()]
+        logger.warning(
+            "rayloader: waiting for %d of %d worker processes. %s",
+            len(pending),
+            of,
+            f"Ray has found no room for {len(homeless)} of them. {self._placement.room(homeless[0].options)}"
+            if homeless
+            else "They are starting: Ray has placed them, and they import torch",
+        )
 
     def gave_up(self, actors: list[Actor], of: int) -> None:
         """So many actors of a crew are done without."""
@@ -234,7 +258,7 @@ class Pool:
                 return
         self._loaders.append(_LoaderEntry(weakref.ref(loader, self._tidy_later), key))
 
-    def _create(self, lease: Lease, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
+    def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
         had_room = not self._placement.lacks_cpus(remote_args, count)
         if not had_room:  # idle actors that these loaders can't use may have them
             self.later(functools.partial(self._lifetimes.kill_spare, but=key))
@@ -242,19 +266,31 @@ class Pool:
         options = self._placement.options(remote_args, count, count + living)
         probe = self._probe.address if self._probe is not None else None
         actors = []
+        label = lease.name if lease is not None and lease.name else "worker"
         for _ in range(count):
+            # Ray shows the name. It stays the actor's when another loader has it, and must be the job's only one.
+            named = {"name": f"rayloader:{label}:{next(self._made[label])}", "namespace": f"rayloader-{self._job}"}
             try:
                 # Ray ends it if an interrupt comes before it is noted below.
-                handle = _remote_worker.options(**options).remote()
+                handle = _remote_worker.options(**options, **named).remote()
             except Exception as error:  # whatever Ray says of the user's options
                 add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
                 raise
-            actor = Actor(handle, key, options, handle.hello.remote(probe), time.monotonic(), had_room, lease.ref)
+            actor = Actor(handle, key, options, handle.hello.remote(probe), time.monotonic(), had_room)
+            if lease is None:
+                actor.state = ActorState.IDLE
+            else:
+                actor.lease = lease.ref
             self._lifetimes.actors.append(actor)
             actors.append(actor)
         if self.closed:
             raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")
         return actors
+
+
+def name_of(loader: Any) -> str:
+    """How a loader is called where its workers are shown: by its name, or the class of its dataset."""
+    return loader.name or type(loader.dataset).__name__
 
 
 def _key(remote_args: dict[str, Any]) -> bytes:
@@ -265,6 +301,7 @@ def _key(remote_args: dict[str, Any]) -> bytes:
 
 _pool: Pool | None = None
 _pool_lock = threading.Lock()
+_failure: BaseException | None = None  # of `init`, not raised yet
 _abandoned: Any = None  # what the parent of this forked process has
 
 
@@ -281,21 +318,55 @@ def get_pool() -> Pool:
     Raises:
         RaySessionError: Ray cannot be used from here.
     """
-    global _pool
+    global _failure
     with _pool_lock:
-        session_name = session.ensure()
-        _janitor.start()
-        if _pool is None or _pool.closed or _pool.session_name != session_name:
-            if _pool is not None:
-                _pool.shutdown()  # of an ended session: no call reaches Ray
-            _pool = Pool(session_name, _janitor)
-        return _pool
+        failure, _failure = _failure, None
+        if failure is not None:
+            raise failure
+        return _get_pool({})
+
+
+def _get_pool(ray_options: dict[str, Any]) -> Pool:
+    """The same, under the lock."""
+    global _pool
+    session_name = session.ensure(ray_options)
+    _janitor.start()
+    if _pool is None or _pool.closed or _pool.session_name != session_name:
+        if _pool is not None:
+            _pool.shutdown()  # of an ended session: no call reaches Ray
+        _pool = Pool(session_name, _janitor)
+    return _pool
+
+
+def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, Any]) -> None:
+    """Starts Ray and so many actors in a thread that holds the lock: whoever needs the pool waits for it."""
+    session.check_options(ray_options)
+    lock = _pool_lock
+
+    def prepare() -> None:
+        global _failure
+        try:
+            pool = _get_pool(ray_options)
+            if num_workers:
+                pool.prepare(remote_args, num_workers)
+        except BaseException as error:  # whatever it is, it is raised where the pool is needed
+            _failure = error
+        finally:
+            lock.release()
+
+    lock.acquire()
+    try:
+        threading.Thread(target=prepare, name="rayloader-init", daemon=True).start()
+    except BaseException:
+        lock.release()
+        raise
 
 
 def shutdown() -> None:
     """Stops every worker of this process, and Ray if it was started for them. Live iterators raise afterwards."""
-    global _pool
+    global _pool, _failure
     with _pool_lock:
+        _failure = None
         if _pool is not None:
             _pool.shutdown()
             _pool = None
@@ -315,12 +386,24 @@ def live_memory_files() -> set[str]:
 
 def _forget_after_fork() -> None:
     """A forked child has neither our threads nor Ray's: it must not touch the parent's actors."""
-    global _pool, _pool_lock, _janitor, _abandoned
+    global _pool, _pool_lock, _janitor, _abandoned, _failure
     _abandoned = _pool, _janitor  # kept: to drop their references would call Ray
-    _pool, _pool_lock, _janitor = None, threading.Lock(), Janitor(_tidy)
+    _pool, _pool_lock, _janitor, _failure = None, threading.Lock(), Janitor(_tidy), None
     session.forget()
+
+
+def _at_exit() -> None:
+    """Shuts down, and keeps the exit status.
+
+    CPython ends a program that Ctrl-C has ended by the same signal, so that a shell sees why. It knows that from how
+    the code ended that it compiled last from a text, and Ray's shutdown imports modules that compile some.
+    """
+    shutdown()
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
 # Registered after Ray's own exit handler (imported above), so it runs before it, while the actors can still be reached.
-atexit.register(shutdown)
+atexit.register(_at_exit)

@@ -11,10 +11,13 @@ does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import logging
 import os
 import pickle
 import socket
+import sys
 import time
 from collections import deque
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 import ray
 
 from rayloader import session
-from rayloader._compat import set_worker_info
+from rayloader._compat import set_process_title, set_worker_info
 from rayloader.protocol import (
     Answer,
     Down,
@@ -48,6 +51,10 @@ from rayloader.worker.worker import Task, Worker
 
 # What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
 IN_BAND_BYTES = 1 << 16
+# Variables that Ray sets in the program and in its workers, to different values.
+_OWN_VARIABLES = "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT"
+
+logger = logging.getLogger("rayloader")
 
 
 class WorkerProcess:
@@ -55,7 +62,7 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         runtime_env = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-        own = {key for key in os.environ if key.startswith("RAY_") or key == "CUDA_VISIBLE_DEVICES"}
+        own = {key for key in os.environ if key.startswith("RAY_") or key in _OWN_VARIABLES}
         self._baseline = Baseline(session.node_id(), own | set(runtime_env))
         self._hosted: dict[int, Worker] = {}  # by worker
         self._at_work: Worker | None = None  # whose generators are the process's
@@ -67,6 +74,7 @@ class WorkerProcess:
         self._dropped = 0, 0, 0  # after this call and up to that nobody wants the tasks from this one on
         self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
         note_modules()
+        sys.breakpointhook = functools.partial(self._breakpoint, sys.breakpointhook)
 
     def hello(self, probe: FileAddress | None = None) -> WorkerAddress:
         """Where this worker runs; also the proof that it does. `probe` is a memory file of the driver's."""
@@ -171,6 +179,7 @@ class WorkerProcess:
             except LineError as error:
                 return Served(refused=str(error))
         line = self._line
+        set_process_title(ray, f"ray::rayloader:{','.join(worker.label for worker in self._hosted.values())}")
         self._take_in(early)
         while self._calls or not line.ended:
             self._attend(line)
@@ -236,6 +245,16 @@ class WorkerProcess:
         self._calls.clear()
         if line is not None:
             line.close()
+
+    def _breakpoint(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        """For `breakpoint()` in user code: the terminal is the program's."""
+        logger.warning(
+            "rayloader: breakpoint() in a worker process, which has no terminal. Debug with num_workers=0, which loads "
+            "in the program itself; or install debugpy and attach Ray's distributed debugger to process %d",
+            os.getpid(),
+        )
+        sys.breakpointhook = hook  # this is said once
+        return hook(*args, **kwargs)
 
     def leave(self, worker_id: int) -> None:
         """This process is that worker no longer; another one is."""

@@ -75,10 +75,14 @@ class Worker:
 
     Args:
         setup: what it is.
+
+    Attributes:
+        label: of what loader it is which worker.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self.label = f"{setup.name}:{setup.worker_id}"
         self._where = f"in DataLoader worker process {setup.worker_id}"
         self._dataset: Any = None
         self._collate_fn: Any = None
