@@ -200,9 +200,10 @@ def _init(options: dict[str, Any]) -> None:
                     ray.init(**own)
                 _started = current()
     except Exception as error:  # Ray's own have no type in common
+        named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
         raise RaySessionError(
-            f"the Ray at {address} could not be joined; set RAY_ADDRESS to the address of a running Ray, or unset it "
-            f"to have one started on this machine. Ray said: {error}"
+            f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it to "
+            f"have one started on this machine. Ray said: {error}"
             if joins
             else "Ray could not be started on this machine. It gives its processes 30 s to start, which may be too few "
             "on a busy machine: call iter() again, or run `ray start --head` before the program and set "

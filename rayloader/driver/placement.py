@@ -28,6 +28,8 @@ START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
 ROOM_PATIENCE_S = 5.0
 # How long they may wait for CPUs that other work holds before they ask for none: long enough for short tasks to end.
 CPU_PATIENCE_S = 10.0
+# What actors ask for that wait for nothing but their processes.
+NO_RESOURCES = "no resources"
 
 
 class Verdict(Enum):
@@ -131,6 +133,17 @@ class Placement:
             return Verdict.GIVE_UP
         return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
 
+    def tell(self, number: int, of: int, homeless: int, options: dict[str, Any]) -> None:
+        """Says what is waited for, where `homeless` of a number of actors have no process yet."""
+        logger.warning(
+            "rayloader: waiting for %d of %d worker processes. %s",
+            number,
+            of,
+            f"Ray has found no room for {homeless} of them so far. {self.room(options)}"
+            if homeless and _in_words(options) != NO_RESOURCES
+            else "Ray is starting them, and they import torch",
+        )
+
     def gave_up(self, key: bytes, number: int, of: int, hosts: int) -> None:
         """Notes that some actors were given up: the next ones with the same options need not wait as long."""
         self._without_place.add(key)
@@ -204,4 +217,4 @@ def _in_words(options: dict[str, Any]) -> str:
     words = [f"{name} {amount:g}" for name, amount in amounts.items() if amount]
     places = {name: options.get(name) for name in ("accelerator_type", "label_selector", "scheduling_strategy")}
     words += [f"{name} {place}" for name, place in places.items() if place not in (None, "DEFAULT")]
-    return ", ".join(words) or "no resources"
+    return ", ".join(words) or NO_RESOURCES

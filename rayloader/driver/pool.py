@@ -166,15 +166,8 @@ class Pool:
 
     def tell(self, pending: list[Actor], of: int) -> None:
         """Says what is waited for."""
-        homeless = [actor for actor in pending if not actor.has_place()]
-        logger.warning(
-            "rayloader: waiting for %d of %d worker processes. %s",
-            len(pending),
-            of,
-            f"Ray has found no room for {len(homeless)} of them. {self._placement.room(homeless[0].options)}"
-            if homeless
-            else "They are starting: Ray has placed them, and they import torch",
-        )
+        homeless = sum(not actor.has_place() for actor in pending)
+        self._placement.tell(len(pending), of, homeless, pending[0].options)
 
     def gave_up(self, actors: list[Actor], of: int) -> None:
         """So many actors of a crew are done without."""

@@ -10,11 +10,12 @@ import contextlib
 import logging
 import pickle
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import cloudpickle
 
 
 class LoggerState(NamedTuple):
@@ -31,9 +32,14 @@ class WarningFilter(NamedTuple):
 
     action: Any  # one of the literals of `warnings.filterwarnings`
     message: str  # regular expression
-    category: tuple[str, str]  # module and name: a class might not be known here
+    category: bytes  # pickled: a class of the user's may be unknown elsewhere
     module: str  # regular expression
     line: int
+
+    @classmethod
+    def of(cls, action: str, message: Any, category: Any, module: Any, line: int) -> WarningFilter:
+        """What stands in `warnings.filters`."""
+        return cls(action, _regex(message), cloudpickle.dumps(category), _regex(module), line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +62,7 @@ class LoggingState:
             disabled_up_to=logging.root.manager.disable,
             captures_warnings=warnings.showwarning.__module__ == "logging",
             formatter=_pickled_formatter(),
-            warning_filters=[
-                WarningFilter(
-                    action, _regex(message), (category.__module__, category.__qualname__), _regex(module), line
-                )
-                for action, message, category, module, line in warnings.filters
-                if isinstance(category, type)
-            ],
+            warning_filters=[WarningFilter.of(*known) for known in warnings.filters],
         )
 
     def adopt(self, handler: Callable[[str, int], logging.Handler]) -> Callable[[], None]:
@@ -91,9 +91,9 @@ class LoggingState:
         """Has this process filter warnings as that one."""
         with warnings.catch_warnings():
             warnings.resetwarnings()
-            for action, message, name, module, line in self.warning_filters:
-                if (category := _category(*name)) is not None:
-                    warnings.filterwarnings(action, message, category, module, line, append=True)
+            for action, message, category, module, line in self.warning_filters:
+                with contextlib.suppress(Exception):  # a module of the user's that can't be imported here
+                    warnings.filterwarnings(action, message, pickle.loads(category), module, line, append=True)
             logging.captureWarnings(self.captures_warnings)
             try:
                 yield
@@ -139,11 +139,3 @@ def _regex(pattern: Any) -> str:
     if pattern is None:
         return ""
     return str(pattern.pattern) if isinstance(pattern, re.Pattern) else rf"{re.escape(str(pattern))}\Z"
-
-
-def _category(module: str, name: str) -> type[Warning] | None:
-    """The class of that name, if it has been imported here: nothing else can raise such a warning."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, Warning) else None

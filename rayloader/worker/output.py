@@ -30,6 +30,7 @@ class Output:
         self._line: Line | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._streams = sys.stdout, sys.stderr  # Ray's
         self._own: dict[int, int] = {}  # copies of the streams as Ray has made them, by number
         self._loggers: LoggingState | None = None
         self._restore: Callable[[], None] | None = None
@@ -89,6 +90,11 @@ class Output:
         if handed_over and not self._own:
             self._own = {number: os.dup(number) for number in STANDARD_STREAMS}
         _put(handed_over)
+        if handed_over:  # Ray's streams write each piece of a line by itself: those of two processes would mix
+            sys.stdout, sys.stderr = (
+                os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+                for number in STANDARD_STREAMS
+            )
 
     def _disconnect(self) -> None:
         line, self._line = self._line, None
@@ -97,6 +103,7 @@ class Output:
         own, self._own = self._own, {}
         _flush()
         _put(own)
+        sys.stdout, sys.stderr = self._streams
 
 
 class _Forwarder(logging.Handler):

@@ -104,7 +104,9 @@ def test_ctrl_c_ends_a_waiting_script_and_nothing_is_left(waiting_script):
     os.killpg(script.pid, signal.SIGINT)  # as a terminal sends it: to all of the process group
     _, errors = script.communicate(timeout=HANG_LIMIT)
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert script.returncode != 0
+    assert script.returncode == -signal.SIGINT  # as without us: a shell sees why it ended
+    assert "INFO worker.py" not in errors  # what Ray says of a Ray of ours
+    assert "authentication" not in errors
     check_gone(everything)
 
 
@@ -170,3 +172,19 @@ def test_accelerate_saves_and_resumes_a_loader_without_workers():
 def test_without_workers_ray_is_never_imported_and_a_context_is_warned_about_once():
     output, errors = finish(script := start("script_no_ray.py"))
     assert (script.returncode, output, errors) == (0, ["the end"], "")
+
+
+def test_ray_and_workers_are_started_ahead():
+    output, errors = finish(script := start("script_init.py"))
+    assert script.returncode == 0, errors
+    assert output == [
+        "refused: True",
+        "workers: 2 ['rayloader:worker:0', 'rayloader:worker:1']",
+        "cpus: 7.0 1.0",
+        "workers: 3 ['rayloader:worker:0', 'rayloader:worker:1', 'rayloader:worker:2']",
+        "Ray is running already, so its options num_cpus would have no effect; call rayloader.init() before anything "
+        "else starts Ray, or leave them out",
+        "left: 0",
+    ]
+    unexpected = [line for line in errors.splitlines() if "rayloader: waiting for" not in line]
+    assert unexpected == []

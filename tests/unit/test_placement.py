@@ -41,3 +41,24 @@ def test_the_users_limit_counts_for_both(monkeypatch):
         assert Placement().verdict(3, b"", {}, {"num_cpus": 1}, **who) is Verdict.GIVE_UP
     text = str(Placement().slow_error(1, 2))
     assert text.startswith("1 of 2 DataLoader workers have a process in the Ray cluster that did not start within 3 s")
+
+
+@pytest.mark.parametrize(
+    ("homeless", "options", "said"),
+    [
+        (1, {"num_cpus": 1}, "no room for 1 of them so far. Each asks for CPU 1; free now: CPU 0 of 2, TPU 1 of 1"),
+        (1, {"num_cpus": 0}, "Ray is starting them"),
+        (0, {"num_cpus": 1}, "Ray is starting them"),
+    ],
+)
+def test_what_is_waited_for_is_said(monkeypatch, caplog, homeless, options, said):
+    """Without the names that Ray gives to what a placement group has."""
+    total = {"CPU": 2.0, "TPU": 1.0, "CPU_group_0_3f2a": 1.0, "bundle_group_3f2a": 1000.0, "node:10.0.0.1": 1.0}
+    free = {"TPU": 1.0, "CPU_group_0_3f2a": 1.0}
+    ray = types.SimpleNamespace(cluster_resources=lambda: total, available_resources=lambda: free)
+    monkeypatch.setattr(placement, "ray", ray)
+    Placement().tell(2, 3, homeless, options)
+    (text,) = caplog.messages
+    assert text.startswith("rayloader: waiting for 2 of 3 worker processes. ")
+    assert said in text
+    assert "group" not in text

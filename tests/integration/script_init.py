@@ -1,0 +1,54 @@
+"""A script that has Ray and its workers started while it does something else.
+
+    python script_init.py
+
+It prints its steps, and nothing that Ray says of the Ray that it starts.
+"""
+
+import os
+
+import psutil
+import ray
+
+import rayloader
+
+
+class Pids:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+def started():
+    return {actor["Name"] for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"}
+
+
+def main():
+    rayloader.init(num_workers=2, object_store_memory=1)
+    try:
+        iter(rayloader.DataLoader(Pids(), None, num_workers=2))
+    except rayloader.RaySessionError as error:
+        print("refused:", "object_store_memory" in str(error) or "memory" in str(error))
+
+    rayloader.init(num_workers=2, num_cpus=7, resources={"data": 1})
+    loader = rayloader.DataLoader(Pids(), None, num_workers=2)
+    pids = set(loader)
+    print("workers:", len(pids), sorted(started()))
+    print("cpus:", ray.cluster_resources()["CPU"], ray.cluster_resources()["data"])
+    rayloader.init(num_workers=1)  # one more, beside those that are at work
+    both = [iter(loader), iter(rayloader.DataLoader(Pids(), None, num_workers=1))]
+    pids.update(next(both[1]) for _ in range(2))
+    print("workers:", len(pids), sorted(started()))
+    try:
+        rayloader.init(num_cpus=3)
+    except rayloader.RaySessionError as error:
+        print(error)
+    everything = psutil.Process().children(recursive=True)
+    rayloader.shutdown()
+    print("left:", len(psutil.wait_procs(everything, 60)[1]))
+
+
+if __name__ == "__main__":
+    main()
