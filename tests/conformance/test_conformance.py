@@ -116,6 +116,7 @@ def test_the_depth_is_what_is_said(depth, loader_class, request, monkeypatch):
         assert max(depths) == expected[depth] if depth in expected else max(depths) > 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in CASES if case.name == FRESH])
 def test_same_as_torch_where_iterating_starts_ray(case, reference, tmp_path):
     """Neither importing nor starting Ray may move the user's generators, Python's `random` included."""

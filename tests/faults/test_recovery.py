@@ -227,6 +227,7 @@ def test_without_order_each_batch_comes_once(faults, kind, caplog):
     assert len(faults.struck()) == len(warned(caplog)) == 1
 
 
+@pytest.mark.full
 def test_without_order_a_batch_with_its_own_seed_is_the_same(faults, caplog):
     loader = make(faults, seeding="batch")
     undisturbed, _ = epoch(loader)
@@ -428,6 +429,7 @@ def test_batches_of_live_workers_are_delivered_meanwhile(in_order, faults, tmp_p
     assert (found if in_order else sorted(found)) == list(range(24))
 
 
+@pytest.mark.full
 @oversubscribed
 def test_killed_while_it_ends_one_line_and_has_another(faults, caplog):
     """After a `resize` a worker process that moves on has calls of both under way."""

@@ -114,6 +114,7 @@ def train_here(folder: Path, workers: int, every: int) -> None:
         torch.set_num_threads(num_threads)
 
 
+@pytest.mark.full
 def test_what_sigkill_ended_goes_on_in_another_process(
     tmp_path: Path, whole_log: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ def test_a_program_with_ray_address_joins_the_cluster(nodes, run_script):
     check_left(vars(result))
 
 
+@pytest.mark.full
 def test_a_program_without_ray_address_starts_its_own(nodes, run_script):
     """Though Ray has noted the cluster as this machine's current one."""
     result = run_script("starts_its_own", RAY_ADDRESS="")
@@ -63,6 +64,7 @@ def test_a_program_that_called_init_itself(nodes, run_script):
     check_left(vars(result))
 
 
+@pytest.mark.full
 def test_a_program_that_shuts_down_and_goes_on(nodes, run_script):
     result = run_script("shuts_down_and_goes_on", RAY_ADDRESS=nodes.address)
     first, second = result.earlier

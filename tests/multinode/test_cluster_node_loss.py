@@ -116,6 +116,7 @@ def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, d
     assert [(index, node_id) for index, node_id, _ in origins.read()[1:]] == [(i, nodes.away) for i in [0, 1, 2, 3] * 2]
 
 
+@pytest.mark.full
 def test_a_node_that_goes_between_epochs(doomed, nodes):
     """Its warm worker is replaced."""
     loader = DataLoader(

@@ -149,6 +149,7 @@ def test_idle_workers_of_other_options_give_up_their_cpus(room_is_made, nodes):
     assert len(list(idle)) == 8
 
 
+@pytest.mark.full
 def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(room_is_made, nodes):
     """Cluster-wide one CPU is free all the time, but not there."""
     idle = load(2, ray_remote_args={"num_cpus": 1, "resources": {"away": 1}})
@@ -204,6 +205,7 @@ def training_on_all_cpus():
     return training
 
 
+@pytest.mark.full
 def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
     training = training_on_all_cpus()
     loader = load(1, ray_remote_args={"num_cpus": 1})
