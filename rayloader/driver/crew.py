@@ -73,14 +73,14 @@ class Crew:
 
     @classmethod
     def of(
-        cls, pool: Pool, loader: object, count: int, remote_args: dict[str, Any], *, fresh: bool, lines: bool
+        cls, pool: Pool, loader: object, count: int, remote_args: dict[str, Any], *, name: str, fresh: bool, lines: bool
     ) -> Crew:
         """A crew of `count` actors for an iterator of `loader`: warm ones first, the rest started side by side.
 
         Does not wait until new ones run. With `fresh` none is reused; with `lines` those on this machine are driven
         over local sockets.
         """
-        crew = cls(pool, pool.begin_lease(loader, remote_args), remote_args, fresh=fresh, lines=lines)
+        crew = cls(pool, pool.begin_lease(loader, remote_args, name), remote_args, fresh=fresh, lines=lines)
         try:
             crew.lend(count)
         except BaseException:  # what Ray says of the options, a warning made an error, Ctrl-C

@@ -37,7 +37,7 @@ from rayloader.driver.epoch import Epoch
 from rayloader.driver.epoch_plan import Begin, EpochPlan, plan_epoch
 from rayloader.driver.opening import Delivery
 from rayloader.driver.pace import Pace
-from rayloader.driver.pool import Pool, get_pool, name_of
+from rayloader.driver.pool import Pool, get_pool
 from rayloader.driver.schedule import Schedule
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note
 from rayloader.options import Options
@@ -215,8 +215,15 @@ class EpochIterator(BaseIterator):
     def _start_crew(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> Crew:
         pool, options = get_pool(), self._options
         lines = options.arenas and not switched_off()
+        name = _name_of(loader)
         crew = Crew.of(
-            pool, loader, self._num_hosts, options.ray_remote_args, fresh=options.fresh_processes, lines=lines
+            pool,
+            loader,
+            self._num_hosts,
+            options.ray_remote_args,
+            name=name,
+            fresh=options.fresh_processes,
+            lines=lines,
         )
         try:
             image, carried = self._make_image(loader, pool)
@@ -225,7 +232,7 @@ class EpochIterator(BaseIterator):
             setups = [
                 Setup(
                     worker_id=worker_id,
-                    name=name_of(loader),
+                    name=name,
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
                     seed_batches=options.seeds_batches,
@@ -345,6 +352,11 @@ class EpochIterator(BaseIterator):
             self._crew.later(
                 functools.partial(_leave, self._crew, self._epoch, reuse=not self._options.fresh_processes)
             )
+
+
+def _name_of(loader: Any) -> str:
+    """How a loader is called where its workers are shown: by its name, or the class of its dataset."""
+    return loader.name or type(loader.dataset).__name__
 
 
 def _shorten(error: BaseException, says_all: bool) -> None:

@@ -96,12 +96,18 @@ class Pool:
 
     # ---- for crews
 
-    def begin_lease(self, loader: object, remote_args: dict[str, Any]) -> Lease:
-        """For the crew of an iterator of `loader`, which holds it; the actors that are lent to it come back with it."""
+    def begin_lease(self, loader: object, remote_args: dict[str, Any], name: str = "") -> Lease:
+        """For the crew of an iterator of `loader`, which holds it; the actors that are lent to it come back with it.
+
+        Args:
+            loader: whose options these are, until it is gone.
+            remote_args: the user's options of actors.
+            name: of the loader, for the names of actors.
+        """
         self.wait()  # what finalizers have left is warm after that
         with self._lock:
             self._register(loader, _key(remote_args))
-        return Lease(self._tidy_later, name_of(loader))
+        return Lease(self._tidy_later, name)
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """So many actors, until the lease ends; does not wait until new ones run."""
@@ -279,11 +285,6 @@ class Pool:
         if self.closed:
             raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")
         return actors
-
-
-def name_of(loader: Any) -> str:
-    """How a loader is called where its workers are shown: by its name, or the class of its dataset."""
-    return loader.name or type(loader.dataset).__name__
 
 
 def _key(remote_args: dict[str, Any]) -> bytes:

@@ -24,7 +24,7 @@ STREAM = Stream(range)
 ANY_CPU = {"num_cpus": 0}  # options of workers
 
 OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling", "max_worker_restarts"]
-OURS += ["on_timeout", "on_error", "max_skipped", "arenas", "snapshot_every_n_steps"]
+OURS += ["on_timeout", "on_error", "max_skipped", "arenas", "snapshot_every_n_steps", "name"]
 
 
 class NoLength:
@@ -90,7 +90,7 @@ def test_prefetch_factor_0_is_refused_by_iter_with_torchs_type():
         ([("num_cpus", 1)], TypeError, r"ray_remote_args must be a dict of .* got \[\('num_cpus', 1\)\]"),
         ({1: 1}, TypeError, r"ray_remote_args must be a dict of .* got \{1: 1\}"),
         ({"max_concurrency": 2}, ValueError, "must not hold 'max_concurrency': user code must run"),
-        ({"num_cpus": 1, "name": "x"}, ValueError, "must not hold 'name': workers belong to one process"),
+        ({"num_cpus": 1, "name": "x"}, ValueError, "must not hold 'name': the loader sets it"),
     ],
 )
 def test_ray_remote_args_are_checked(value, error, text):

@@ -13,8 +13,9 @@ import pytest
 import ray
 import torch
 
+import rayloader.session
 from probes import Calls, load
-from rayloader import DataLoader
+from rayloader import DataLoader, WorkerStartError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -205,3 +206,17 @@ def test_a_samplers_error_shows_the_samplers_lines():
     frames = extract_tb(caught.tb)
     assert frames[-1].name == "__iter__"
     assert "epoch.py" not in "".join(frame.filename for frame in frames)
+
+
+def test_who_waits_for_workers_is_told_what_is_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(rayloader.session, "NOTICE_S", 0.0)
+    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
+    nowhere = {"num_cpus": 0, "resources": {"nowhere": 1}}
+    with pytest.raises(WorkerStartError):
+        next(iter(load(os.getpid, num_workers=1, ray_remote_args=nowhere)))
+    told = [message for message in caplog.messages if message.startswith("rayloader: waiting for")]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "rayloader: waiting for 1 of 1 worker processes. Ray has found no room for 1 of them so far. "
+        "Each asks for nowhere 1; free now: "
+    )

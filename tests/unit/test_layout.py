@@ -18,7 +18,8 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 
 # Which folders the files of a folder may import from; "" is the package itself.
 MAY_IMPORT = {
-    "": {"", "driver", "replica", "state", "transport"},
+    "": {"", "cli", "driver", "replica", "state", "transport"},
+    "cli": {"", "cli", "driver", "transport"},
     "driver": {"", "replica", "state", "transport"},
     "worker": {"", "replica", "state", "transport"},
     "state": {"", "transport"},

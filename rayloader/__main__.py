@@ -1,0 +1,5 @@
+"""`python -m rayloader`: the command line."""
+
+from rayloader.cli import main
+
+main()

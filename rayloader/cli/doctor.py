@@ -1,0 +1,206 @@
+"""Looks whether rayloader can work here, and what to do where it can't: the checks of `rayloader doctor`.
+
+Promise: nothing is changed. A Ray that is started for the checks is ended with the process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from torch.utils.data import Dataset
+
+from rayloader.loader import DataLoader
+from rayloader.transport.memory import available
+
+# What a worker takes for torch alone, and then some; see README, "When not to use it".
+WORKER_BYTES = 1 << 29
+# Below this Ray keeps its objects in files that are not in memory, or in too little of it.
+SHM_BYTES = 1 << 30
+# Each worker costs the driver some descriptors, and Ray many.
+DESCRIPTORS = 4096
+ROWS, COLUMNS = 64, 4096
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the answer.
+
+    Attributes:
+        name: what was looked at.
+        ok: whether it is as it should be.
+        found: what was found.
+        advice: what to do; "" where nothing is to be done.
+    """
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+def checks(num_workers: int = 2) -> Iterator[Check]:
+    """All checks, one after the other; the later ones start Ray and `num_workers` workers."""
+    yield from _versions()
+    yield _system()
+    yield _cores(num_workers)
+    yield _memory(num_workers)
+    yield _shared_memory()
+    yield _descriptors()
+    started = _ray(num_workers)
+    yield started
+    if started.ok:
+        yield from _lanes(num_workers)
+
+
+def _versions() -> Iterator[Check]:
+    yield Check("rayloader", True, importlib.metadata.version("rayloader"))
+    yield Check("Python", True, platform.python_version())
+    for text in importlib.metadata.requires("rayloader") or []:
+        requirement = Requirement(text)
+        if requirement.marker is not None:
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(requirement.name, False, "not installed", f"pip install '{requirement}'")
+            continue
+        fits = requirement.specifier.contains(version, prereleases=True)
+        yield Check(requirement.name, fits, version, "" if fits else f"pip install '{requirement}'")
+
+
+def _system() -> Check:
+    return Check(
+        "system",
+        sys.platform == "linux",
+        f"{platform.system()} {platform.release()}",
+        "" if sys.platform == "linux" else "workers are tested on Linux only; use num_workers=0 elsewhere",
+    )
+
+
+def _cores(num_workers: int) -> Check:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    cores = usable if quota is None else min(usable, quota)
+    found = f"{cores:g} usable of {os.cpu_count()}" + (f" (the control group allows {quota:g})" if quota else "")
+    enough = cores >= min(num_workers, 2)
+    return Check(
+        "cores", enough, found, "" if enough else f"{num_workers} workers and the trainer will share {cores:g}"
+    )
+
+
+def _cpu_quota() -> float | None:
+    """CPUs that the control group of a container allows; None: no limit is to be seen."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _memory(num_workers: int) -> Check:
+    free = available()
+    if free is None:
+        return Check("memory", True, "unknown")
+    needed = num_workers * WORKER_BYTES
+    advice = "" if free >= needed else f"{num_workers} workers take about {needed / 1e9:.1f} GB, without the dataset"
+    return Check("memory", free >= needed, f"{free / 1e9:.1f} GB available", advice)
+
+
+def _shared_memory() -> Check:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        return Check("/dev/shm", False, str(error), "Ray keeps its objects there; mount it")
+    advice = "" if free >= SHM_BYTES else "give a container more: docker run --shm-size=2g"
+    return Check("/dev/shm", free >= SHM_BYTES, f"{free / 1e9:.1f} GB free", advice)
+
+
+def _descriptors() -> Check:
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return Check("open files", True, "unknown")
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = limit in (-1, resource.RLIM_INFINITY) or limit >= DESCRIPTORS
+    advice = "" if enough else f"ulimit -n {DESCRIPTORS if most < 0 else min(DESCRIPTORS, most)}"
+    return Check("open files", enough, f"at most {limit}", advice)
+
+
+def _ray(num_workers: int) -> Check:
+    began = time.monotonic()
+    try:
+        for _ in DataLoader(_Rows(), num_workers=num_workers):
+            pass
+    except Exception as error:  # whatever it is, it is the answer
+        return Check("Ray", False, str(error), "the text above says what to do; Ray's log says more")
+    from rayloader import session
+
+    how = "started here" if session.started_here() else "joined the one that runs"
+    return Check("Ray", True, f"{how}; first batch after {time.monotonic() - began:.1f} s")
+
+
+def _lanes(num_workers: int) -> Iterator[Check]:
+    dataset = _Rows()
+    from rayloader.driver.pool import get_pool
+
+    def load(arenas: bool) -> None:
+        batches = list(DataLoader(dataset, ROWS // 4, num_workers=num_workers, arenas=arenas))
+        if not torch.equal(torch.cat(batches), dataset.rows):
+            raise RuntimeError("the batches are not those of the dataset")
+
+    def line() -> str:
+        load(arenas=True)
+        here = [actor for actor in get_pool().actors if actor.address is not None]
+        near = [actor for actor in here if actor.address is not None and actor.address.reaches_driver]
+        refused = {actor.no_line for actor in near if actor.no_line}
+        if refused or not near:
+            raise RuntimeError("; ".join(refused) or "no worker can open the memory of this process")
+        if not any(actor.lane.arena_names for actor in near):
+            raise RuntimeError("no worker has built a batch in shared memory")
+        return f"{len(near)} of {len(here)} workers are reached over a local socket, and share memory with this process"
+
+    yield _tried(
+        "lines and arenas",
+        line,
+        "workers must run on this machine, as the same user, in the same PID and network namespaces; without that all "
+        "goes through Ray, which is slower",
+    )
+
+    def calls() -> str:
+        load(arenas=False)
+        return "batches arrive through Ray's object store"
+
+    yield _tried("Ray calls", calls, "Ray's log says more; /dev/shm may be too small")
+
+
+class _Rows(Dataset[torch.Tensor]):
+    """Large enough batches to travel in an arena."""
+
+    def __init__(self) -> None:
+        self.rows = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def _tried(name: str, attempt: Callable[[], str], advice: str) -> Check:
+    began: Any = time.monotonic()
+    try:
+        found = attempt()
+    except Exception as error:  # whatever it is, it is the answer
+        return Check(name, False, str(error), advice)
+    return Check(name, True, f"{found} ({time.monotonic() - began:.1f} s)")

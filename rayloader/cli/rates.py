@@ -1,0 +1,193 @@
+"""Measures loaders over a user's dataset: batches a second, and how long a trainer would wait.
+
+    python -m rayloader.cli.rates torch|rayloader WORKLOAD
+
+measures in a process of its own, torch's loader in one that has no Ray in it. It reads a request a line from its
+standard input, and answers each with a line. Both are JSON. What the dataset prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TextIO
+
+LoaderKind = Literal["torch", "rayloader"]
+
+
+class RateError(Exception):
+    """A loader could not be measured; the text says why."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is loaded.
+
+    Attributes:
+        dataset: "module:name" of a dataset, or of what makes one when it is called without arguments.
+        batch_size: samples.
+        shuffle: whether the samples come in random order.
+        collate_fn: "module:name", or "" for torch's.
+    """
+
+    dataset: str
+    batch_size: int = 32
+    shuffle: bool = False
+    collate_fn: str = ""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What was measured.
+
+    Attributes:
+        num_workers: of the loader.
+        first: seconds to the first batch, the start of the workers included.
+        batches: a second, once all workers run, over as many epochs as it took.
+        wait_share: of the time from then on, what the trainer spent in `next` and `iter`.
+    """
+
+    num_workers: int
+    first: float
+    batches: float
+    wait_share: float
+
+
+class Measurer:
+    """A process that measures one kind of loader; a context manager."""
+
+    def __init__(self, kind: LoaderKind, workload: Workload) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rayloader.cli.rates", kind, json.dumps(asdict(workload))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Measurer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait()
+        self._process.stdout.close()  # type: ignore[union-attr]
+
+    def measure(self, num_workers: int, seconds: float, step: float = 0.0) -> Rate:
+        """Loads for so many seconds with so many workers; `step`: what the trainer does with each batch, in seconds.
+
+        Raises:
+            RateError: the dataset gives no batch, or raised.
+        """
+        request = {"num_workers": num_workers, "seconds": seconds, "step": step}
+        with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer either
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()  # type: ignore[union-attr]
+        if not answer:
+            raise RateError("the process that measures has ended; what it printed says why")
+        content = json.loads(answer)
+        if "error" in content:
+            raise RateError(content["error"])
+        return Rate(**content)
+
+
+def named(name: str) -> Any:
+    """The object that "module:name" stands for; modules are looked for in the working directory too.
+
+    Raises:
+        RateError: there is none.
+    """
+    module, _, path = name.partition(":")
+    if not module or not path:
+        raise RateError(f"an object must be named as module:name, got {name!r}; for instance train:dataset")
+    try:
+        target = importlib.import_module(module)
+        for part in path.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise RateError(f"{name} cannot be found: {error}") from error
+    return target
+
+
+def measured(loader: Any, num_workers: int, seconds: float, step: float) -> Rate:
+    """Takes batches from a loader, epoch after epoch."""
+    began = time.perf_counter()
+    iterator = iter(loader)
+    try:
+        next(iterator)
+    except StopIteration:
+        raise RateError("the dataset gives no batch") from None
+    first = time.perf_counter() - began
+    for _ in zip(range(num_workers), iterator, strict=False):  # each worker has started when it has given a batch
+        pass
+    start = now = time.perf_counter()
+    batches, waited = 0, 0.0
+    while now < start + seconds:
+        try:
+            next(iterator)
+        except StopIteration:
+            iterator = iter(loader)
+            continue
+        got = time.perf_counter()
+        waited += got - now
+        batches += 1
+        if step:
+            time.sleep(step)
+        now = time.perf_counter()
+    spent = now - start
+    return Rate(num_workers, first, batches / spent, waited / spent)
+
+
+def _serve(kind: LoaderKind, workload: Workload, answers: TextIO) -> None:
+    dataset = named(workload.dataset)
+    if isinstance(dataset, type) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+        dataset = dataset()
+    options: dict[str, Any] = {"batch_size": workload.batch_size}
+    if workload.shuffle:
+        options["shuffle"] = True
+    if workload.collate_fn:
+        options["collate_fn"] = named(workload.collate_fn)
+    for line in sys.stdin:
+        request = json.loads(line)
+        loader = _loader_class(kind)(dataset, num_workers=request["num_workers"], **options)
+        print(json.dumps(asdict(measured(loader, **request))), file=answers, flush=True)
+
+
+def _loader_class(kind: LoaderKind) -> Any:
+    if kind == "torch":
+        from torch.utils.data import DataLoader as TorchDataLoader
+
+        return TorchDataLoader
+    from rayloader import DataLoader
+
+    return DataLoader
+
+
+@contextlib.contextmanager
+def _answers() -> Iterator[TextIO]:
+    """The standard output, for us alone."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        yield answers
+
+
+def _main() -> None:
+    sys.path.insert(0, os.getcwd())
+    kind, workload = sys.argv[1:]
+    with _answers() as answers:
+        try:
+            _serve("torch" if kind == "torch" else "rayloader", Workload(**json.loads(workload)), answers)
+        except Exception as error:  # the user's code, whatever it raises
+            text = str(error) if isinstance(error, RateError) else f"{type(error).__name__}: {error}"
+            print(json.dumps({"error": text}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _main()

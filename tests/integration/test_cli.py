@@ -1,0 +1,98 @@
+"""The command line: what it prints, as text and as JSON, and how it ends."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+from typer.testing import CliRunner
+
+from rayloader.cli import doctor
+from rayloader.cli.commands import app
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a command; loaders that it measures use the Ray of this session."""
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    monkeypatch.chdir(Path(__file__).parent)
+
+    def run(*arguments):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result
+
+    return run
+
+
+def test_doctor_finds_nothing_wrong_where_tests_run(run):
+    result = run("doctor", "--json")
+    found = {check["name"]: check for check in json.loads(result.stdout)}
+    assert {"torch", "ray", "cores", "memory", "Ray", "lines and arenas", "Ray calls"} <= found.keys()
+    for name in ("torch", "ray", "Ray", "lines and arenas", "Ray calls"):
+        assert found[name]["ok"], found[name]
+    assert "reached over a local socket" in found["lines and arenas"]["found"]
+    assert result.exit_code == (0 if all(check["ok"] for check in found.values()) else 1)
+
+
+def test_doctor_says_what_to_do(run, monkeypatch):
+    monkeypatch.setattr(doctor, "SHM_BYTES", 1 << 60)
+    monkeypatch.setattr(doctor, "DESCRIPTORS", 1 << 40)
+    monkeypatch.setenv("RAYLOADER_ARENAS", "0")
+    result = run("doctor")
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.split())
+    assert "failed /dev/shm" in text
+    assert "docker run --shm-size" in text
+    assert "ulimit -n" in text
+    assert "failed lines and arenas: no worker has built a batch in shared memory" in text
+    assert "ok Ray calls" in text
+
+
+def test_bench_measures_both_loaders_and_recommends(run, tmp_path):
+    plot = tmp_path / "plot.png"
+    options = "--batch-size", "4", "--max-workers", "1", "--seconds", "0.2", "--collate-fn", "cli_data:collate"
+    result = run("bench", "cli_data:Squares", *options, "--plot", str(plot), "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    for kind in ("torch", "rayloader"):
+        assert [rate["num_workers"] for rate in found[kind]] == [0, 1]
+        assert all(rate["batches"] > 0 and rate["first"] > 0 for rate in found[kind])
+        assert all(0 < rate["wait_share"] <= 1 for rate in found[kind])
+    assert found["num_workers"] in (0, 1)
+    assert "batches a second with" in found["reason"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_prints_a_table(run):
+    result = run("bench", "cli_data:made", "--max-workers", "0", "--seconds", "0.2", "--shuffle")
+    assert result.exit_code == 0, result.stderr
+    assert "num_workers=0: " in result.stdout
+    assert "ratio" in result.stdout
+
+
+def test_tune_stops_where_the_trainer_hardly_waits(run):
+    result = run("tune", "cli_data:made", "--step-ms", "100", "--seconds", "0.5", "--max-workers", "1", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    last = found["rayloader"][-1]
+    assert last["wait_share"] <= 0.02 or last["num_workers"] == 1
+    assert found["reason"].startswith(("with", "even with"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cli_data", "an object must be named as module:name, got 'cli_data'"),
+        ("nowhere:dataset", "nowhere:dataset cannot be found: No module named 'nowhere'"),
+        ("cli_data:nothing", "cli_data:nothing cannot be found"),
+        ("cli_data:empty", "the dataset gives no batch"),
+        ("cli_data:raises", "ValueError: no such file"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(run, name, message):
+    result = run("tune", name, "--step-ms", "1", "--seconds", "0.1", "--max-workers", "0")
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
