@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from torch.utils.data import Dataset
 
 from rayloader.loader import DataLoader
+from rayloader.transport.lanes import switched_off
 from rayloader.transport.memory import available
 
 # What a worker takes for torch alone, and then some; see README, "When not to use it".
@@ -160,6 +161,8 @@ def _lanes(num_workers: int) -> Iterator[Check]:
             raise RuntimeError("the batches are not those of the dataset")
 
     def line() -> str:
+        if switched_off():
+            raise RuntimeError("RAYLOADER_ARENAS=0 in the environment has switched them off")
         load(arenas=True)
         here = [actor for actor in get_pool().actors if actor.address is not None]
         near = [actor for actor in here if actor.address is not None and actor.address.reaches_driver]

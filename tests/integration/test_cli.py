@@ -47,7 +47,7 @@ def test_doctor_says_what_to_do(run, monkeypatch):
     assert "failed /dev/shm" in text
     assert "docker run --shm-size" in text
     assert "ulimit -n" in text
-    assert "failed lines and arenas: no worker has built a batch in shared memory" in text
+    assert "failed lines and arenas: RAYLOADER_ARENAS=0 in the environment has switched them off" in text
     assert "ok Ray calls" in text
 
 

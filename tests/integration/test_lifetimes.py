@@ -286,12 +286,11 @@ def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
     (pending,) = pool.lend(lease, nowhere, 1, fresh=True)
     pending.created_at -= 1000
     for news in ("started_at", "placed_at"):
-        assert pool.verdict([pending], nowhere) is Verdict.WAIT, "an actor has got a place or started just now"
         for actor in pool.actors:
             if actor is not pending:
-                setattr(actor, news, pending.created_at)
-    assert pool.verdict([pending], nowhere) is Verdict.GIVE_UP
-    running.started_at = time.monotonic()
-    assert pool.verdict([pending], nowhere) is Verdict.WAIT
+                actor.started_at = actor.placed_at = pending.created_at
+        assert pool.verdict([pending], nowhere) is Verdict.GIVE_UP
+        setattr(running, news, time.monotonic())
+        assert pool.verdict([pending], nowhere) is Verdict.WAIT, "an actor has got a place or started just now"
     pool.kill(pending)
     pool.wait()
