@@ -31,6 +31,7 @@ __all__ = [
     "ExceptionWrapper",
     "InfiniteConstantSampler",
     "SingleProcessIterator",
+    "authenticate",
     "collate_tensor_fn",
     "connection_of",
     "default_collate_fn_map",
@@ -105,3 +106,8 @@ def set_process_title(ray: ModuleType, title: str) -> None:
 def may_autoscale(ray: ModuleType) -> bool:
     """Whether the cluster that Ray is connected to has an autoscaler."""
     return ray._private.state.state.get_max_resources_from_cluster_config() is not None
+
+
+def authenticate(ray: ModuleType) -> None:
+    """What `ray.init` does first where it starts a local Ray, for a process that joins one by its address."""
+    ray._private.authentication.authentication_token_setup.enable_token_auth_by_default()

@@ -1,7 +1,8 @@
 """The Ray session: joined where there is one, started where there is none.
 
-Promise: a Ray that was started here is ended here; any other is left as it is. See NOTE [sessions] for why all code
-that is about to call Ray compares sessions first.
+Promise: a Ray that was started here is ended here; any other is left as it is. The ranks of torchrun on one machine
+start one Ray together, which ends after the last of them: NOTE [one keeper] in torchrun.py. See NOTE [sessions] for why
+all code that is about to call Ray compares sessions first.
 
 NOTE [sessions]
 After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, even at interpreter exit, and a new
@@ -38,7 +39,8 @@ from typing import Any
 import ray
 import ray.util.client
 
-from rayloader._compat import RAY_START_LOGGERS, connection_of
+from rayloader import torchrun
+from rayloader._compat import RAY_START_LOGGERS, authenticate, connection_of
 from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
 from rayloader.signals import SignalHandlers
@@ -54,6 +56,18 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_free_objects_period_milliseconds": "0",
 }
+
+# Options of `ray.init` that each program that joins a Ray sets for itself; all others are the Ray's.
+OPTIONS_OF_ONE_DRIVER = (
+    "configure_logging",
+    "job_config",
+    "log_to_driver",
+    "logging_config",
+    "logging_format",
+    "logging_level",
+    "namespace",
+    "runtime_env",
+)
 
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
@@ -74,6 +88,8 @@ _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread 
 def current() -> SessionName | None:
     """The session that this process is connected to; None if it is not."""
     global _connected
+    if _starter is not None and _starter.ending:
+        return None
     connection = connection_of(ray)
     connected = _connected
     if connection is not None and connected is not None and connected[0]() is connection:
@@ -127,14 +143,24 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 class _Starter(threading.Thread):
-    """Calls `ray.init`, and lives as long as that Ray; see NOTE [who starts Ray]."""
+    """Calls `ray.init`, and lives as long as that Ray; see NOTE [who starts Ray].
+
+    Attributes:
+        error: why there is no Ray.
+        session: of that Ray.
+        done: one of the two is known.
+        ending: the keeper of a Ray of several ranks has died, and Ray with it: it must not be called any more.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(name="rayloader-session", daemon=True)
         self._options = options
+        meeting_point = None if _address(options) else torchrun.meeting_point()
+        self._membership = None if meeting_point is None else torchrun.Membership(meeting_point)
         self.error: BaseException | None = None
         self.session: SessionName | None = None
         self.done = False
+        self.ending = False
         self._bell = Bell()
         self._leave = Bell()
         self.start()
@@ -151,19 +177,38 @@ class _Starter(threading.Thread):
     def leave(self) -> None:
         """Ends this thread, whose Ray has been shut down."""
         self._leave.ring()
+        if self._membership is not None:
+            self._membership.leave()
         self.join()
+
+    def forget(self) -> None:
+        """To be called in a forked child."""
+        if self._membership is not None:
+            self._membership.forget()
 
     def run(self) -> None:
         """Starts Ray, then waits for its end."""
         try:
-            _init(self._options)
+            _init(self._options, self._membership)
             self.session = current()
         except BaseException as error:  # whatever it is, it is raised where Ray was asked for
             self.error = error
+            if self._membership is not None:
+                self._membership.leave()
         self.done = True
         self._bell.ring()
-        if self.error is None:
-            self._leave.wait(threading.TIMEOUT_MAX)
+        if self._membership is None:
+            if self.error is None:
+                self._leave.wait(threading.TIMEOUT_MAX)
+        elif self._membership.wait():
+            self.ending = True
+            logger.warning(
+                "rayloader: the process that kept Ray for the ranks of this machine has died, and Ray with it"
+            )
+            try:
+                _shut_down()
+            finally:
+                self.ending = False
 
 
 def _start(options: dict[str, Any]) -> None:
@@ -178,14 +223,19 @@ def _start(options: dict[str, Any]) -> None:
 def _let_starter_go() -> None:
     """Ends the thread if its Ray is gone."""
     global _starter
-    if _starter is not None and _starter.session != current():
-        _starter.leave()
+    starter = _starter
+    if starter is not None and starter.session != current() and starter is not threading.current_thread():
+        starter.leave()
         _starter = None
 
 
-def _init(options: dict[str, Any]) -> None:
+def _address(options: dict[str, Any]) -> str | None:
+    return options.get("address") or os.environ.get("RAY_ADDRESS")
+
+
+def _init(options: dict[str, Any], membership: torchrun.Membership | None) -> None:
     global _started
-    address = options.get("address") or os.environ.get("RAY_ADDRESS")
+    address = _address(options)
     state = random.getstate()  # Ray draws from the program's generator
     handlers = SignalHandlers()
     joins = bool(address) and address != "local"
@@ -197,7 +247,7 @@ def _init(options: dict[str, Any]) -> None:
                 resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
                 own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
                 with _environment(LOCAL_RAY_ENVIRONMENT):
-                    ray.init(**own)
+                    ray.init(**(own if membership is None else _shared(own, membership)))
                 _started = current()
     except Exception as error:  # Ray's own have no type in common
         named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
@@ -214,22 +264,34 @@ def _init(options: dict[str, Any]) -> None:
         random.setstate(state)
 
 
+def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:
+    """With what options this rank joins the Ray of all ranks, once that runs; the first rank's have started it."""
+    own = {key: value for key, value in options.items() if key in OPTIONS_OF_ONE_DRIVER}
+    address = membership.begin({key: value for key, value in options.items() if key not in own})
+    authenticate(ray)
+    return {**own, "address": address}
+
+
 def started_here() -> bool:
-    """Whether this process started the Ray that it is connected to."""
+    """Whether this process, or the ranks of its machine together, started the Ray that it is connected to."""
     return _started is not None and current() == _started
 
 
 def end() -> None:
-    """Shuts Ray down if it was started here."""
+    """Shuts Ray down if it was started here; one that other ranks use lives on."""
     global _started
     if _starter is not None:
         _starter.wait()  # as in `ensure`
     if started_here():
-        handlers = SignalHandlers()
-        ray.shutdown()
-        handlers.restore()
+        _shut_down()
     _started = None
     _let_starter_go()
+
+
+def _shut_down() -> None:
+    handlers = SignalHandlers()
+    ray.shutdown()
+    handlers.restore()
 
 
 def no_shutdown() -> contextlib.AbstractContextManager[Any]:
@@ -243,7 +305,9 @@ def _wrap_shutdown() -> None:
     @functools.wraps(shutdown)
     def waits_for_our_thread(*args: Any, **kwargs: Any) -> Any:
         with no_shutdown():
-            return shutdown(*args, **kwargs)
+            result = shutdown(*args, **kwargs)
+        _let_starter_go()  # other ranks' Ray need not wait for this process any more
+        return result
 
     ray.shutdown = waits_for_our_thread
 
@@ -255,6 +319,8 @@ def forget() -> None:
     """To be called in a forked child, which must neither end nor use its parent's Ray."""
     global _started, _starter, _forked, _shutdown_lock
     _shutdown_lock = threading.RLock()  # the parent's may have been held
+    if _starter is not None:
+        _starter.forget()
     _started = _starter = None
     _forked = ray.is_initialized()
 
@@ -287,7 +353,13 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 # What Ray need not say: that it sets no SIGTERM handler outside the main thread (it must not set one); and of a Ray of
 # ours, which nobody else is to use, that it runs and how it is protected.
 _SIGNAL_LINES = ("SIGTERM handler is not set",)
-_START_LINES = (*_SIGNAL_LINES, "Started a local Ray instance", "Token authentication is enabled for this Ray cluster")
+_START_LINES = (
+    *_SIGNAL_LINES,
+    "Started a local Ray instance",
+    "Connecting to existing Ray cluster",  # the one that the ranks of a machine share
+    "Connected to Ray cluster",
+    "Token authentication is enabled for this Ray cluster",
+)
 
 
 @contextlib.contextmanager

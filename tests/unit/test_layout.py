@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "cli": {"", "cli", "driver", "transport"},
     "driver": {"", "replica", "state", "transport"},
     "worker": {"", "replica", "state", "transport"},
+    "keeper": set(),
     "state": {"", "transport"},
     "replica": {"", "transport"},
     "transport": {"", "state"},
@@ -33,6 +34,7 @@ EXCEPTIONS = {
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 MAY_IMPORT_RAY = {
     "rayloader/session.py",
+    "rayloader/keeper/__main__.py",
     "rayloader/protocol.py",
     "rayloader/worker/process.py",
     "rayloader/worker/worker.py",

@@ -1,5 +1,8 @@
 """A Ray that cannot be joined or started: what happened, and what to do."""
 
+import os
+import threading
+
 import pytest
 import ray
 
@@ -29,3 +32,111 @@ def test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do(address, m
         session.ensure()
     assert str(caught.value).endswith("Ray said: The current node timed out during startup.")
     assert str(caught.value.__cause__) == "The current node timed out during startup."
+
+
+class Shared:
+    """Stands for a rank's membership."""
+
+    def __init__(self, name):
+        self.name = name
+        self.settings = self.environment = None
+        self.left = threading.Event()
+        self.keeper_died = False
+
+    def begin(self, settings):
+        self.settings, self.environment = settings, dict(os.environ)
+        return "where Ray is"
+
+    def wait(self):
+        assert self.left.wait(60)
+        return self.keeper_died
+
+    def leave(self):
+        self.left.set()
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Makes this process a rank of torchrun, in which Ray does nothing; gives what its functions are called with."""
+    calls, members, connected = {}, [], []
+
+    def init(**options):
+        calls["init"] = options
+        connected.append(("session", "job"))
+
+    def shutdown():
+        calls["shutdown"] = session.current()
+        connected.clear()
+
+    def membership(name):
+        members.append(Shared(name))
+        return members[-1]
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", shutdown)
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(connected))
+    monkeypatch.setattr(session, "connection_of", lambda _: None)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.setattr(session, "_started", None)
+    monkeypatch.setattr(session, "authenticate", lambda _: calls.setdefault("authenticate", True))
+    monkeypatch.setattr(session.torchrun, "meeting_point", lambda: "here")
+    monkeypatch.setattr(session.torchrun, "Membership", membership)
+    yield calls, members
+    ray.shutdown()
+    session.end()
+
+
+class Context:
+    def get_session_name(self):
+        return "session"
+
+    def get_job_id(self):
+        return "job"
+
+
+def test_a_rank_of_torchrun_joins_the_ray_of_all_and_leaves_it(rank):
+    calls, members = rank
+    session.ensure({"num_cpus": 3, "namespace": "mine"})
+    (member,) = members
+    assert member.name == "here"
+    assert member.settings == {
+        "address": "local",
+        "include_dashboard": False,
+        "num_cpus": 3,
+        "resources": {session.OVERSUBSCRIBE_RESOURCE: 1},
+    }
+    assert session.LOCAL_RAY_ENVIRONMENT.items() <= member.environment.items()
+    assert calls == {"authenticate": True, "init": {"namespace": "mine", "address": "where Ray is"}}
+    assert session.started_here()
+    session.end()
+    assert calls["shutdown"] == ("session", "job")
+    assert member.left.is_set()
+    session.ensure()
+    assert len(members) == 2
+
+
+def test_when_the_keeper_has_died_no_session_is_left_and_the_next_use_begins_anew(rank):
+    calls, members = rank
+    session.ensure()
+    thread = session._starter
+    members[0].keeper_died = True
+    members[0].left.set()
+    thread.join(60)
+    assert calls["shutdown"] is None  # from when on nobody else is to call Ray
+    assert not session.started_here()
+    session.ensure()
+    assert len(members) == 2
+
+
+@pytest.mark.parametrize("address", ["local", "127.0.0.1:1"])
+def test_a_rank_with_an_address_joins_nobody(address, rank, monkeypatch):
+    calls, members = rank
+    session.ensure({"address": address})
+    assert calls.pop("init")["address"] == address
+    ray.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    session.ensure()
+    assert calls["init"]["address"] == address
+    assert members == []
