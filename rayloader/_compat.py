@@ -88,7 +88,10 @@ def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
 
 
 def connection_of(ray: ModuleType) -> Any:
-    """An object that stands for this process's connection to a cluster, and goes with it; None if there is none."""
+    """What stands for this process's connection to a cluster, and goes with it; None if there is none.
+
+    Its `session_name` is what newer versions of Ray give by `get_runtime_context().get_session_name()`.
+    """
     worker = ray._private.worker.global_worker
     return worker.node if worker.connected else None
 
@@ -100,7 +103,8 @@ def has_process(ray: ModuleType, actor: Any) -> bool:
 
 def set_process_title(ray: ModuleType, title: str) -> None:
     """What `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
-    ray._raylet.setproctitle(title)
+    with ray._private.worker._changeproctitle(title, title):  # where the function that it calls is differs by version
+        pass
 
 
 def may_autoscale(ray: ModuleType) -> bool:
