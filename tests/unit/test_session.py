@@ -62,7 +62,7 @@ def rank(monkeypatch):
 
     def init(**options):
         calls["init"] = options
-        connected.append(("session", "job"))
+        connected.append(Connection())
 
     def shutdown():
         calls["shutdown"] = session.current()
@@ -76,7 +76,7 @@ def rank(monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", shutdown)
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(connected))
-    monkeypatch.setattr(session, "connection_of", lambda _: None)
+    monkeypatch.setattr(session, "connection_of", lambda _: connected[0] if connected else None)
     monkeypatch.setattr(ray, "get_runtime_context", Context)
     monkeypatch.setattr(session, "_starter", None)
     monkeypatch.setattr(session, "_started", None)
@@ -88,10 +88,11 @@ def rank(monkeypatch):
     session.end()
 
 
-class Context:
-    def get_session_name(self):
-        return "session"
+class Connection:
+    session_name = "session"
 
+
+class Context:
     def get_job_id(self):
         return "job"
 
