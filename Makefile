@@ -52,8 +52,8 @@ lint: $(READY) ## ruff: rules and format
 	@$(PY) -m ruff check --quiet .
 	@$(PY) -m ruff format --diff --quiet . || { echo "badly formatted; run: make format" >&2; exit 1; }
 
-types: $(READY) ## mypy, strict, on the library
-	@$(PY) -m mypy --no-error-summary
+types: $(READY) ## mypy, strict, on the library and on the code in the documents; part of the tests
+	@$(PYTEST) -q tests/unit/test_docs.py -k mypy
 
 format: $(READY) ## rewrite the sources as ruff wants them
 	@$(PY) -m ruff check --quiet --fix-only .
@@ -67,7 +67,7 @@ clean: ## remove build output and caches; keeps .venv
 # run shows every failure.
 define run_tests
 @$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
-	tests/integration tests/multinode together tests/unit types \
+	tests/integration tests/multinode together tests/unit \
 	SIDE_BY_SIDE=1 SELECTED="$(1)"
 endef
 

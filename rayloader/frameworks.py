@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from rayloader.errors import StateError
 from rayloader.loader import DataLoader, WorkerCount
+from rayloader.options import OwnArguments
 
-_OWN = inspect.signature(DataLoader).parameters.keys() - inspect.signature(TorchDataLoader).parameters.keys()
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_OWN = OwnArguments.__annotations__.keys()
 
 _installed: list[Patch] = []  # in the order in which they were
 _constructors: dict[type, tuple[Any, Any]] = {}  # of patched classes: the one before the first patch, and ours
@@ -32,7 +35,7 @@ _warned = False
 class Patch:
     """A patch, in force until `remove` is called, or the `with` block ends. Made by `patch`."""
 
-    def __init__(self, defaults: dict[str, Any]) -> None:
+    def __init__(self, defaults: OwnArguments) -> None:
         self.defaults = defaults
         self.install()
 
@@ -62,7 +65,7 @@ class Patch:
         self.remove()
 
 
-def patch(**defaults: Any) -> Patch:
+def patch(**defaults: Unpack[OwnArguments]) -> Patch:
     """Has every framework of this process make loaders of ours in place of torch's.
 
     From this call on, `torch.utils.data.DataLoader(...)` gives a `rayloader.DataLoader`, under whatever name it is
@@ -87,7 +90,7 @@ def patch(**defaults: Any) -> Patch:
             f"patch() takes arguments that rayloader.DataLoader has and torch's has not, got {', '.join(wrong)}; "
             f"choose from {', '.join(sorted(_OWN))}"
         )
-    DataLoader((), timeout=1, **{**_defaults(), **defaults})  # type: ignore[arg-type]  # checks them
+    DataLoader((), timeout=1, **{**_defaults(), **defaults})  # checks them
     return Patch(defaults)
 
 

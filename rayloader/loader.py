@@ -9,15 +9,16 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler
 
+from rayloader._compat import BaseIterator
 from rayloader.errors import StateError
-from rayloader.options import check, check_remote_args, checked_num_workers
+from rayloader.options import OnError, OnTimeout, Scheduling, Seeding, check, check_remote_args, checked_num_workers
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
 
@@ -119,7 +120,7 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def __init__(
         self,
-        dataset: Dataset[_T_co],
+        dataset: Dataset[_T_co] | Sequence[_T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -140,11 +141,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         ray_remote_args: dict[str, Any] | None = None,
         fresh_processes: bool = False,
         prefetch_bytes: int = PREFETCH_BYTES,
-        seeding: str = "worker",
-        scheduling: str = "static",
+        seeding: Seeding = "worker",
+        scheduling: Scheduling = "static",
         max_worker_restarts: int = 3,
-        on_timeout: str = "raise",
-        on_error: str = "raise",
+        on_timeout: OnTimeout = "raise",
+        on_error: OnError = "raise",
         max_skipped: int = 100,
         arenas: bool = True,
         snapshot_every_n_steps: int | None = 1,
@@ -159,17 +160,17 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
         self.prefetch_bytes = prefetch_bytes
-        self.seeding = seeding
-        self.scheduling = scheduling
+        self.seeding: Seeding = seeding
+        self.scheduling: Scheduling = scheduling
         self.max_worker_restarts = max_worker_restarts
-        self.on_timeout = on_timeout
-        self.on_error = on_error
+        self.on_timeout: OnTimeout = on_timeout
+        self.on_error: OnError = on_error
         self.max_skipped = max_skipped
         self.arenas = arenas
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.name = name
         super().__init__(
-            dataset,
+            dataset,  # type: ignore[arg-type]  # torch takes sequences too, and does not say so
             batch_size,
             shuffle,
             sampler,
@@ -200,13 +201,13 @@ class DataLoader(TorchDataLoader[_T_co]):
         arguments = "".join(f", {key}={value!r}" for key, value in shown.items() if value is not None)
         return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({type(self.dataset).__name__}{arguments})"
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> BaseIterator:
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
             self._iterator, self._of_other_workers = None, False
         note_first_attributes(self)  # of samplers that were put in since the loader was made
         return super().__iter__()
 
-    def _get_iterator(self) -> Any:
+    def _get_iterator(self) -> BaseIterator:
         if self.num_workers == 0:
             return self._get_local_iterator()
         from rayloader.driver.iterator import EpochIterator
@@ -221,7 +222,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
         return iterator
 
-    def _get_local_iterator(self) -> Any:
+    def _get_local_iterator(self) -> BaseIterator:
         from rayloader.driver.local import LocalIterator
 
         iterator = LocalIterator(self, self._state)

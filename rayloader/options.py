@@ -9,11 +9,34 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 from torch.utils.data import IterableDataset
 
 from rayloader.prefetch import AutomaticPrefetch
+
+Seeding = Literal["worker", "batch"]
+Scheduling = Literal["static", "dynamic"]
+OnTimeout = Literal["raise", "restart"]
+OnError = Literal["raise", "skip"]
+
+
+class OwnArguments(TypedDict, total=False):
+    """The arguments of `DataLoader` that torch's has not, with their types."""
+
+    ray_remote_args: dict[str, Any] | None
+    fresh_processes: bool
+    prefetch_bytes: int
+    seeding: Seeding
+    scheduling: Scheduling
+    max_worker_restarts: int
+    on_timeout: OnTimeout
+    on_error: OnError
+    max_skipped: int
+    arenas: bool
+    snapshot_every_n_steps: int | None
+    name: str | None
+
 
 # Actor options that the loader sets itself, with the reason that the error gives.
 RESERVED_REMOTE_ARGS = {
@@ -40,11 +63,11 @@ class Options:
     prefetch_bytes: int
     in_order: bool
     timeout: float
-    seeding: str
-    scheduling: str
+    seeding: Seeding
+    scheduling: Scheduling
     max_worker_restarts: int
-    on_timeout: str
-    on_error: str
+    on_timeout: OnTimeout
+    on_error: OnError
     max_skipped: int
     arenas: bool
     fresh_processes: bool
@@ -118,10 +141,10 @@ def check(loader: Any) -> None:
     steps = loader.snapshot_every_n_steps
     if steps is not None and (not _is_whole(steps) or steps < 1):
         raise ValueError(f"snapshot_every_n_steps must be a whole number >= 1 or None, got {steps!r}; it has no effect")
-    _check_choice(loader, "on_timeout", ("raise", "restart"))
-    _check_choice(loader, "on_error", ("raise", "skip"))
-    _check_choice(loader, "seeding", ("worker", "batch"))
-    _check_choice(loader, "scheduling", ("static", "dynamic"))
+    _check_choice(loader, "on_timeout", get_args(OnTimeout))
+    _check_choice(loader, "on_error", get_args(OnError))
+    _check_choice(loader, "seeding", get_args(Seeding))
+    _check_choice(loader, "scheduling", get_args(Scheduling))
     if not isinstance(loader.timeout, Real):
         raise TypeError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 is for ever")
     if not float(loader.timeout) >= 0:  # NaN is not
@@ -199,7 +222,7 @@ def check_remote_args(remote_args: Any) -> None:
             )
 
 
-def _check_choice(loader: Any, name: str, values: tuple[str, str]) -> None:
+def _check_choice(loader: Any, name: str, values: tuple[str, ...]) -> None:
     value = getattr(loader, name)
     if value not in values:
         raise ValueError(f"{name} must be {values[0]!r} or {values[1]!r}, got {value!r}")

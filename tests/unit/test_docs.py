@@ -7,13 +7,15 @@ Checked are README.md, CHANGELOG.md, CONTRIBUTING.md and docs/*.md:
 - back-ticked names are defined: `epoch.py:EpochIterator.close`, `rayloader.DataLoader`, `pool.Pool`,
   `EpochIterator.close` where rayloader defines the class;
 - `make x` is a target, in fenced blocks too;
-- fenced python blocks parse.
+- fenced python blocks parse, and pass mypy.
 
 Other words in back-ticks (arguments, torch's and Ray's names) are free.
 """
 
 import ast
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -190,6 +192,41 @@ def problems(text: str, document: Path) -> list[str]:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_a_document_names_exists(name: str) -> None:
     assert problems((ROOT / name).read_text(), ROOT / name) == []
+
+
+TYPED = """
+import torch
+
+import rayloader
+
+loader = rayloader.DataLoader([1.5], seeding="batch", on_error="skip")
+samples: torch.utils.data.Dataset[float] = loader.dataset
+for batch in loader:
+    print(batch)
+iter(loader).nothing  # type: ignore[attr-defined]
+rayloader.DataLoader([1], seeding="bath")  # type: ignore[arg-type]
+rayloader.DataLoader(1)  # type: ignore[arg-type]
+with rayloader.patch(scheduling="dynamic", seeding="batch"):
+    pass
+rayloader.patch(on_timeout="restat")  # type: ignore[arg-type]
+rayloader.patch(nothing=1)  # type: ignore[call-arg]
+"""
+
+
+def test_the_library_and_the_code_in_the_documents_pass_mypy(tmp_path: Path) -> None:
+    """In one run, for mypy spends most of its time on torch. It also complains of a `type: ignore` without need."""
+    (tmp_path / "typed.py").write_text(TYPED)
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text()
+        for block in FENCE.finditer(text):
+            if block[2] == "python":
+                line = text.count("\n", 0, block.start(3)) + 1
+                code = "\n" * (line - 1) + textwrap.dedent(block[3])  # errors name the line of the document
+                (tmp_path / f"{name.replace('/', '_').replace('.', '_')}_{line}.py").write_text(code)
+    sources = ["rayloader", *sorted(tmp_path.iterdir())]
+    done = subprocess.run([sys.executable, "-m", "mypy", *sources], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stderr, done.returncode) == ("", 0), done.stdout
+    assert len(sources) > 6
 
 
 @pytest.mark.parametrize(

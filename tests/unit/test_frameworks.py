@@ -9,6 +9,7 @@ import pickle
 import sys
 import types
 import warnings
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import rayloader
 from rayloader import frameworks
 from rayloader.loader import WorkerCount
+from rayloader.options import OwnArguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata's constructor calls
 
@@ -163,6 +165,14 @@ def test_torchdatas_loader_becomes_ours():
         assert type(loader) is rayloader.DataLoader
         assert loader.on_error == "skip"
         assert loader.state_dict()["format"] == "rayloader"
+
+
+def test_patch_takes_the_arguments_that_torchs_loader_has_not():
+    ours, torchs = (
+        inspect.signature(loader_class).parameters.keys() for loader_class in (rayloader.DataLoader, DataLoader)
+    )
+    types_of_ours = get_type_hints(rayloader.DataLoader.__init__)
+    assert get_type_hints(OwnArguments) == {name: types_of_ours[name] for name in ours - torchs}
 
 
 def test_signatures_stay():
