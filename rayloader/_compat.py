@@ -88,7 +88,10 @@ def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
 
 
 def connection_of(ray: ModuleType) -> Any:
-    """An object that stands for this process's connection to a cluster, and goes with it; None if there is none."""
+    """What stands for this process's connection to a cluster, and goes with it; None if there is none.
+
+    Its `session_name` is what newer versions of Ray give by `get_runtime_context().get_session_name()`.
+    """
     worker = ray._private.worker.global_worker
     return worker.node if worker.connected else None
 

@@ -91,15 +91,13 @@ def current() -> SessionName | None:
     if _starter is not None and _starter.ending:
         return None
     connection = connection_of(ray)
-    connected = _connected
-    if connection is not None and connected is not None and connected[0]() is connection:
-        return connected[1]  # asked for with each batch: what follows takes Ray several microseconds
-    if not ray.is_initialized():
+    if connection is None:
         return None
-    context = ray.get_runtime_context()
-    session = context.get_session_name(), context.get_job_id()
-    if connection is not None:
-        _connected = weakref.ref(connection), session
+    connected = _connected
+    if connected is not None and connected[0]() is connection:
+        return connected[1]  # asked for with each batch: what follows takes Ray several microseconds
+    session = connection.session_name, ray.get_runtime_context().get_job_id()
+    _connected = weakref.ref(connection), session
     return session
 
 
@@ -122,7 +120,7 @@ def ensure(options: dict[str, Any] | None = None) -> SessionName:
         _starter.wait()  # an interrupted use may have left it at work
     check_options(options or {})
     session = current()
-    if session is None:
+    if session is None and not ray.util.client.ray.is_connected():
         _start(options or {})
         session = current()
     if session is None or ray.util.client.ray.is_connected():
