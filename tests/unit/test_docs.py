@@ -41,7 +41,7 @@ DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 @cache
 def source_files() -> dict[str, Path]:
     """All Python sources by path from the root."""
-    files = [path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    files = [*ROOT.glob("*.py"), *(path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path for path in files}
 
 
