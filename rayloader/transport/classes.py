@@ -3,7 +3,8 @@
 Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and overwrites the class, attribute
 by attribute, in a process that has the id already. From driver to worker that is wanted: warm workers see changed
 methods. A batch must not do it to the driver's class; so there only the id counts, and the definition comes along for a
-process that does not have it (any more).
+process that does not have it (any more). What `__main__` is to a program, `__mp_main__` is to the processes that it
+spawns, as `torch.multiprocessing.spawn` does: the same module, which a worker does not have either.
 
 Cloudpickle leaves `__slots__` out when it makes a class. Instances that were made there would have a `__dict__`, and
 could not be made again of the driver's class, which has none. So the slots are added.
@@ -14,13 +15,17 @@ The only state is a cache of definitions, as long-lived as their classes.
 from __future__ import annotations
 
 import io
+import multiprocessing  # noqa: F401  # cloudpickle wants the module to be there, and this import makes it
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import cloudpickle
 from cloudpickle import cloudpickle as by_value
+
+cloudpickle.register_pickle_by_value(types.ModuleType("__mp_main__"))
 
 _make_class, _make_enum = by_value._make_skeleton_class, by_value._make_skeleton_enum
 _definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle

@@ -684,9 +684,20 @@ print("passed")
 '''
 
 
-def test_classes_of_main_come_back_as_the_drivers_own(tmp_path):
+SPAWN = """
+import multiprocessing
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    process.start()
+    process.join()
+    raise SystemExit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("before", ["", SPAWN], ids=["program", "spawned process"])
+def test_classes_of_main_come_back_as_the_drivers_own(before, tmp_path):
     script = tmp_path / "driver.py"
-    script.write_text(DRIVER)
+    script.write_text(before + DRIVER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "passed"), done.stderr
