@@ -103,7 +103,8 @@ def has_process(ray: ModuleType, actor: Any) -> bool:
 
 def set_process_title(ray: ModuleType, title: str) -> None:
     """What `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
-    ray._raylet.setproctitle(title)
+    with ray._private.worker._changeproctitle(title, title):  # where the function that it calls is differs by version
+        pass
 
 
 def may_autoscale(ray: ModuleType) -> bool:
