@@ -113,5 +113,11 @@ def may_autoscale(ray: ModuleType) -> bool:
 
 
 def authenticate(ray: ModuleType) -> None:
-    """What `ray.init` does first where it starts a local Ray, for a process that joins one by its address."""
-    ray._private.authentication.authentication_token_setup.enable_token_auth_by_default()
+    """What `ray.init` does first where it starts a local Ray, for a process that joins one by its address.
+
+    Older versions of Ray have no such default.
+    """
+    setup = getattr(getattr(ray._private, "authentication", None), "authentication_token_setup", None)
+    enable = getattr(setup, "enable_token_auth_by_default", None)
+    if enable is not None:
+        enable()
