@@ -14,11 +14,14 @@ from rayloader.errors import (
 )
 from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
+from rayloader.progress_bar import progress
 from rayloader.shared_list import SharedList
+from rayloader.stats import LoaderStats
 
 __all__ = [
     "BatchTimeoutError",
     "DataLoader",
+    "LoaderStats",
     "Patch",
     "RaySessionError",
     "RayloaderError",
@@ -32,6 +35,7 @@ __all__ = [
     "WorkerStartError",
     "init",
     "patch",
+    "progress",
     "shutdown",
 ]
 __version__ = "0.1.0"

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.requirements import Requirement
 from torch.utils.data import Dataset
 
+from rayloader.driver.cpu_use import cpus
 from rayloader.loader import DataLoader
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.memory import available
@@ -90,23 +90,12 @@ def _system() -> Check:
 
 
 def _cores(num_workers: int) -> Check:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota()
-    cores = usable if quota is None else min(usable, quota)
-    found = f"{cores:g} usable of {os.cpu_count()}" + (f" (the control group allows {quota:g})" if quota else "")
+    cores = cpus()
+    found = f"{cores:g} usable of {os.cpu_count()}"
     enough = cores >= min(num_workers, 2)
     return Check(
         "cores", enough, found, "" if enough else f"{num_workers} workers and the trainer will share {cores:g}"
     )
-
-
-def _cpu_quota() -> float | None:
-    """CPUs that the control group of a container allows; None: no limit is to be seen."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def _memory(num_workers: int) -> Check:
