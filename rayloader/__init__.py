@@ -15,10 +15,12 @@ from rayloader.errors import (
 from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
 from rayloader.shared_list import SharedList
+from rayloader.stats import LoaderStats
 
 __all__ = [
     "BatchTimeoutError",
     "DataLoader",
+    "LoaderStats",
     "Patch",
     "RaySessionError",
     "RayloaderError",

@@ -132,6 +132,7 @@ class Result(NamedTuple):
     nbytes: int = 0  # of the batch's buffers
     skipped: tuple[skipping.Skipped, ...] = ()
     digest: int = 0  # tells whether it is the same when it is built again
+    samples: int = 0  # in the batch
 
     @property
     def fields(self) -> tuple[Any, ...]:
@@ -149,6 +150,9 @@ class Answer(NamedTuple):
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`: the worker as it is now, if a snapshot was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not
+    # When it began, perf_counter() of its machine; how long the process had nothing to do before that; and what of the
+    # time went into fetching, collating, and encoding and sending. Seconds; what sending this one takes is in the next.
+    spent: tuple[float, float, float, float, float] = 0.0, 0.0, 0.0, 0.0, 0.0
 
 
 class Served(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rayloader._compat import DatasetKind
@@ -26,26 +26,24 @@ class NothingLeft(Exception):
     """Every sample of the batch was left out."""
 
 
-def fetch(fetcher: Any, kind: int, indices: Any, collate_fn: Callable[[Any], Any], skipped: list[Skipped]) -> Any:
-    """One batch, or one sample without automatic batching.
+def fetch(fetcher: Any, kind: int, indices: Any, skipped: list[Skipped]) -> Any:
+    """The samples of one batch, or one sample without automatic batching.
 
     Args:
         fetcher: torch's for this dataset.
         kind: of the dataset.
         indices: as torch's fetcher gets them.
-        collate_fn: of the loader.
         skipped: gets what was left out.
 
     Raises:
         NothingLeft: there is no sample left.
         StopIteration: the iterable dataset has ended.
-        Exception: what collate_fn raises.
     """
     wanted = indices if fetcher.auto_collation else [indices]
     samples = (_of_stream if kind == DatasetKind.Iterable else _by_index)(fetcher, wanted, skipped)
     if not samples:
         raise NothingLeft
-    return collate_fn(samples if fetcher.auto_collation else samples[0])
+    return samples if fetcher.auto_collation else samples[0]
 
 
 def _by_index(fetcher: Any, indices: Any, skipped: list[Skipped]) -> list[Any]:

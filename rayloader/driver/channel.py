@@ -88,6 +88,11 @@ class Channel(ABC):
         """What the actor has sent."""
 
     @property
+    @abstractmethod
+    def lane(self) -> str:
+        """What it is, in words, and how batches travel."""
+
+    @property
     def patience(self) -> float:
         """How long to wait at most for what the descriptors can't tell, in seconds."""
         return 1.0
@@ -110,6 +115,11 @@ class Channel(ABC):
 
 class RayCalls(Channel):
     """A Ray call for each, whose answers are told to `Answers`; batches travel through Ray's object store."""
+
+    @property
+    @override
+    def lane(self) -> str:
+        return "Ray calls"
 
     def __init__(self, actor: Actor, answers: Answers) -> None:
         super().__init__(actor, answers)
@@ -256,6 +266,11 @@ class LineCalls(Channel):
         if not self._served or self._served[-1].paused:
             self._served.append(_Served(self._is_actor))
         return self._served[-1]
+
+    @property
+    @override
+    def lane(self) -> str:
+        return "line, arena" if self._actor.lane.is_open else "line"
 
     def _is_actor(self, pid: int) -> bool:
         try:

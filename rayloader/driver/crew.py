@@ -122,6 +122,11 @@ class Crew:
 
     # ---- channels
 
+    def lane(self, actor: Actor) -> str:
+        """How it is reached and how its batches travel, in words."""
+        channel = self._channels.get(actor)
+        return "" if channel is None else channel.lane
+
     def run(self, slot: WorkerSlot, task: Told) -> Lent | None:
         """Has a worker build a task's batch; see `Channel.run`."""
         return self._channel(slot).run(slot.worker_id, task)

@@ -35,6 +35,7 @@ from rayloader.driver.opening import Delivery, opened
 from rayloader.driver.pace import Pace
 from rayloader.driver.pinning import PinThread
 from rayloader.driver.receiver import Receiver
+from rayloader.driver.recorder import Tally
 from rayloader.driver.recovery import Recovery
 from rayloader.driver.schedule import Schedule
 from rayloader.driver.tables import Tables, changes
@@ -67,6 +68,7 @@ class Epoch:
         position: where the user is in the stream; kept up to date.
         pin: pins a batch, in a thread of its own; None: no pinning.
         device_index: accelerator that the pin thread works for, if any.
+        tally: counts what happens.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Epoch:
         position: Position,
         pin: Callable[[Any], Any] | None,
         device_index: int | None,
+        tally: Tally,
     ) -> None:
         self._crew = crew
         self._schedule = schedule
@@ -90,7 +93,8 @@ class Epoch:
         self._pin = pin
         self._device_index = device_index
         self._pin_thread: PinThread | None = None
-        self.tables = Tables(crew, schedule, position.lock)
+        self.tables = Tables(crew, schedule, position.lock, tally)
+        self._tally = tally
         self._recovery = Recovery(self.tables)
         self._receiver = Receiver(self.tables, self._recovery, position, paces, options.max_skipped)
         self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
@@ -206,6 +210,7 @@ class Epoch:
             self._pinned.pop(delivery.task.task_id, None)
         self.tables.handle(BatchTaken(delivery.task.task_id))
         delivery.taken = True
+        self._tally.skipped += len(delivery.skipped)
         try:
             self._position.skip(delivery.skipped, self._options.max_skipped)
         except SkipLimitError:
@@ -219,8 +224,15 @@ class Epoch:
             self._position.settle()
             self._out = None
 
+    @property
+    def bytes_under_way(self) -> int:
+        """Of batches that have come and were not taken. Any thread may ask."""
+        delivered = [result for _, result in self.tables.deliverable.copy()]
+        return sum(result.nbytes for result in [*list(self.tables.results.values()), *delivered])
+
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""
+        self._tally.processes = count
         self._move_workers(count)
         self._recovery.revive()
         self.tables.flush()
@@ -288,7 +300,9 @@ class Epoch:
         self._drawing = False
 
     def _draw(self) -> Drawn:
+        began = time.perf_counter()
         indices = next(self._sampler_iter)
+        self._tally.drawing += time.perf_counter() - began
         result = drawn(indices, self._checksum, CARRY)
         self._checksum = result.checksum
         self._draws += 1
@@ -330,7 +344,7 @@ class Epoch:
         """Waits until something comes, for about `wait` seconds, and takes in what has."""
         if not self.tables.deliverable and self.tables.failure is not None:
             raise self.tables.failure.with_traceback(None)
-        came = self._pin_thread.wait(wait) if self._pin_thread is not None else self._receiver.wait(wait)
+        came = self._await(wait)
         while self._receiver.lost:
             lost = self._receiver.lost[0]
             self._lose(lost.actor, lost.cause, lost.suspect)
@@ -339,6 +353,21 @@ class Epoch:
             self._recovery.revive()
         if not came and self._recovery.move_homeless():
             self._recovery.revive()
+
+    def _await(self, wait: float) -> bool:
+        """Waits for that; whether something has come."""
+        tally, behind = self._tally, bool(self.tables.results)
+        if self._pin_thread is None:
+            came = self._receiver.wait(wait)
+            waited = self._receiver.waited
+        else:
+            began = time.perf_counter()
+            came = self._pin_thread.wait(wait)
+            waited = time.perf_counter() - began
+        tally.blocked += waited
+        if behind:
+            tally.behind += waited
+        return came
 
     @changes
     def _lose(self, actor: Actor, cause: str, suspect: int | None = None) -> None:

@@ -155,9 +155,11 @@ class EpochIterator(BaseIterator):
         if plan.begin is Begin.NEXT:
             self._resume_workers(plan)
 
-    def _new_epoch(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> Epoch:
+    def _new_epoch(self, loader: Any, plan: EpochPlan) -> Epoch:
         assert self._crew is not None
         position, options = self.position, self._options
+        depth = None if plan.elastic or options.dynamic else options.prefetch_factor
+        self._tally = loader._recorder.begins(self, self._num_workers, self._num_hosts, depth)
         if plan.elastic and plan.goes_on:
             self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
             self._sampler_iter.skipped(position.next_task)
@@ -182,6 +184,7 @@ class EpochIterator(BaseIterator):
             position=position,
             pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
             device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
+            tally=self._tally,
         )
 
     def _resume_workers(self, plan: EpochPlan) -> None:
@@ -275,18 +278,23 @@ class EpochIterator(BaseIterator):
 
     def __next__(self) -> Any:
         try:
+            self._tally.asked()
             if profiler_enabled() or self._IterableDataset_len_called is not None:
                 data = super().__next__()
             else:  # spares what torch does for its profiler, as much as a small batch's whole way here
                 data = self._next_data()
                 self._num_yielded += 1
+            delivery = self._delivery
+            assert delivery is not None
+            if not delivery.recorded:
+                delivery.recorded = True  # first: after an interrupt it is not counted again
+                self._tally.gave(delivery.samples, delivery.nbytes)
         except BaseException as error:
             told, self._told = self._told is error, None
             del self  # a notebook keeps the traceback, which is not to keep the workers
             _shorten(error, told or isinstance(error, (RayloaderError, KeyboardInterrupt)))
             raise
-        delivery, self._delivery = self._delivery, None
-        delivery.data = None  # type: ignore[union-attr]
+        self._delivery = delivery.data = None
         self.position.handed = delivery  # and nothing may be called after it: see NOTE [interrupts] in tables.py
         return data
 
@@ -302,6 +310,7 @@ class EpochIterator(BaseIterator):
             self._release()
             raise
         if delivery is None:
+            self._tally.ended()
             self.position.finished = True
             if not self._persistent_workers:
                 self._release()
@@ -337,6 +346,16 @@ class EpochIterator(BaseIterator):
         self._num_hosts = min(self._num_workers, count)
         if self._crew is not None and self._crew.usable and self._epoch is not None:
             self._epoch.resize(self._num_hosts)
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Of batches that have come and were not taken. Any thread may ask."""
+        return self._epoch.bytes_under_way if self._epoch is not None else 0
+
+    @property
+    def bytes_leased(self) -> int:
+        """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
+        return sum(actor.lane.leased_bytes for actor in self._crew.actors) if self._crew is not None else 0
 
     def tell_positions(self) -> None:
         """Sees to it that the position can be told."""

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
-from rayloader import skipping
+from rayloader import fetching, skipping
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
@@ -71,6 +71,8 @@ class LocalIterator(SingleProcessIterator):
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
             self._num_yielded = position.delivered
             self._go_on(Stream() if saved["stream"] is None else Stream.unpack(saved["stream"]))
+        self._tally = loader._recorder.begins(self, 0)
+        self._samples = 0  # in the last batch
         self._drawn = position.next_task  # tasks whose indices were drawn
         self._checksum = position.checksum  # of their indices
         self._asked = saved is not None  # the sampler's iterator
@@ -85,8 +87,8 @@ class LocalIterator(SingleProcessIterator):
     def _iterate(self, stream: Stream) -> None:
         """Has the dataset make its iterator."""
         with self._seeded_as_worker():
-            self._dataset_fetcher = DatasetKind.create_fetcher(
-                self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+            self._dataset_fetcher = fetching.create_fetcher(
+                self._dataset_kind, self._dataset, self._auto_collation, self._drop_last
             )
         if self._iterable and has_state(self._dataset_fetcher.dataset_iter):
             stream.begin, stream.iterator = None, self._dataset_fetcher.dataset_iter
@@ -137,6 +139,12 @@ class LocalIterator(SingleProcessIterator):
 
     # ---- batches
 
+    def __next__(self) -> Any:
+        self._tally.asked()
+        data = super().__next__()
+        self._tally.gave(self._samples, _nbytes(data))
+        return data
+
     def _next_data(self) -> Any:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
@@ -158,6 +166,7 @@ class LocalIterator(SingleProcessIterator):
         except StopIteration:
             position.sampler_ended(self._drawn)
             position.finished = True
+            self._tally.ended()
             raise
         task, self._drawn = self._drawn, self._drawn + 1
         if self._iterable:  # its indices stand for nothing
@@ -184,23 +193,24 @@ class LocalIterator(SingleProcessIterator):
         finally:
             if ended:
                 self.position.finished = True
+                self._tally.ended()
             else:
                 self.position.taken(0, task, checksum)
             self._stream.ended = getattr(self._dataset_fetcher, "ended", False)
             self._count_skipped(skipped)
 
     def _build(self, task: int, indices: Any, skipped: list[skipping.Skipped]) -> Any:
-        fetcher = self._dataset_fetcher
+        left_out = skipped if self._options.skips_errors else None
         with self._seeded(task):
-            if self._options.skips_errors:
-                data = skipping.fetch(fetcher, self._dataset_kind, indices, self._collate_fn, skipped)
-            else:
-                data = fetcher.fetch(indices)
+            samples, self._samples = fetching.fetch(self._dataset_fetcher, self._dataset_kind, indices, left_out)
+            data = self._collate_fn(samples)
+            del samples
         if self._stream.begin is not None:
             self._stream.digest = chain(digest(data), self._stream.digest)
         return data
 
     def _count_skipped(self, skipped: list[skipping.Skipped]) -> None:
+        self._tally.skipped += len(skipped)
         try:
             self.position.skip(skipped, self._options.max_skipped)
         except SkipLimitError as error:
@@ -235,3 +245,14 @@ class LocalIterator(SingleProcessIterator):
             yield
         finally:
             before.restore([])
+
+
+def _nbytes(batch: Any) -> int:
+    """Of its tensors and arrays, in lists, tuples and dicts."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch.nbytes
+    if isinstance(batch, dict):
+        return sum(map(_nbytes, batch.values()))
+    if isinstance(batch, (list, tuple)):
+        return sum(map(_nbytes, batch))
+    return 0

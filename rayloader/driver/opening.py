@@ -22,12 +22,15 @@ class Delivery:
     skipped: tuple[tuple[str, str], ...] = ()
     taken: bool = False  # the schedule knows
     counted: bool = False  # the position knows: the user has it
+    recorded: bool = False  # the epoch's tally knows
+    samples: int = 0
+    nbytes: int = 0
 
 
 def opened(task: Task, result: Result) -> Delivery:
     """What a task's result brings."""
     data = skipping.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
-    return Delivery(task, data, result.skipped)
+    return Delivery(task, data, result.skipped, samples=result.samples, nbytes=result.nbytes)
 
 
 def _open(task: Task, result: Result) -> Any:
@@ -55,10 +58,17 @@ class _RemoteError(ExceptionWrapper):
 def describe(task: Task, address: WorkerAddress | None) -> str:
     """Which batch, where, of what; `address` is that of its worker, if that is known."""
     where = f" (pid {address.pid} on {address.hostname}, node {address.node_id})" if address is not None else ""
-    indices = task.indices.indices
-    of_what = "" if _stands_for_nothing(indices) else f", indices {reprlib.repr(indices)}"
+    of_what = f", indices {shown}" if (shown := indices_of(task)) else ""
     worker = "any worker" if task.is_anybodys else f"worker {task.worker_id}"
     return f"batch {task.task_id} from {worker}{where}{of_what}"
+
+
+def indices_of(task: Task, *, at_most: int = 6) -> str:
+    """A task's indices as text, so many of them; "" of an iterable dataset."""
+    shortened = reprlib.Repr()
+    shortened.maxlist = shortened.maxtuple = at_most
+    indices = task.indices.indices
+    return "" if _stands_for_nothing(indices) else shortened.repr(indices)
 
 
 def _stands_for_nothing(indices: Any) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rayloader.driver.actor import Actor
 from rayloader.driver.channel import ActorLost, LineRefused, Message
 from rayloader.driver.messages import Paced, TaskDone, WorkerExhausted
+from rayloader.driver.opening import indices_of
 from rayloader.driver.pace import Pace
 from rayloader.driver.recovery import Recovery
 from rayloader.driver.tables import Tables, changes
@@ -20,6 +21,7 @@ from rayloader.driver.worker_slot import Call, WorkerSlot
 from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
 from rayloader.state.position import Position
 from rayloader.state.snapshot import WorkerState
+from rayloader.stats import SlowBatch
 from rayloader.transport.lanes import Lent, unplaced
 
 logger = logging.getLogger("rayloader")
@@ -47,6 +49,7 @@ class Receiver:
     Attributes:
         lost: for the user's thread.
         last_arrival: when something came last, time.monotonic().
+        waited: seconds of the last `wait` in which nothing came.
     """
 
     def __init__(
@@ -60,11 +63,14 @@ class Receiver:
         self._doubted = False  # a batch of a dataset that is believed
         self.lost: deque[Lost] = deque()
         self.last_arrival = 0.0
+        self.waited = 0.0
 
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come, and takes it in; whether something has."""
         self.tables.flush()
+        began = time.perf_counter()
         came = self.tables.crew.wait(timeout)
+        self.waited = time.perf_counter() - began
         self.take()
         return came
 
@@ -101,6 +107,7 @@ class Receiver:
             self.lost.append(Lost(call.actor, result.text, suspect))
             return
         if result is not None and result.task_id in self.tables.unanswered:
+            self._record(slot, call, result, answer)
             self._take_result(slot, result, call.lent)
         if answer.state is not None:
             slot.journal.reached(WorkerState(*answer.state))
@@ -127,10 +134,28 @@ class Receiver:
             if pace.saw(answer.seconds, result.nbytes):
                 self.tables.handle(Paced(slot.worker_id, pace.places, pace.ahead))
 
+    def _record(self, slot: WorkerSlot, call: Call, result: Result, answer: Answer) -> None:
+        """Has the tally count what the worker did."""
+        tables = self.tables
+        if result.kind is ResultKind.EXHAUSTED:
+            return
+        tally, worker_id = tables.tally, slot.worker_id
+        worker = tally.workers[worker_id]
+        if len(slot.calls) > worker.depth:
+            worker.depth = len(slot.calls)
+        if (call.lent is not None) is not worker.arena:
+            worker.arena = call.lent is not None
+            worker.lane = tables.crew.lane(call.actor)
+        if tally.answered(worker_id, *answer.spent) and (task := tables.schedule.task(result.task_id)) is not None:
+            _, _, fetch, collate, transfer = answer.spent
+            seconds = fetch + collate + transfer
+            tally.note_slow(SlowBatch(result.task_id, worker_id, seconds, indices_of(task, at_most=64)))
+
     def _take_result(self, slot: WorkerSlot, result: Result, lent: Lent | None) -> None:
         """Reports a result to the schedule."""
         tables = self.tables
         if result.kind is ResultKind.EXHAUSTED:
+            tables.tally.skipped += len(result.skipped)
             self._position.skip(result.skipped, self._max_skipped)
             tables.handle(WorkerExhausted(result.task_id))
             return

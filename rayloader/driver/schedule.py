@@ -190,6 +190,10 @@ class Schedule:
         unanswered = (TaskState.QUEUED, TaskState.OUTSTANDING, TaskState.LOST)
         return tuple(task for task in self._tasks.values() if task.state in unanswered)
 
+    def task(self, task_id: int) -> Task | None:
+        """The one of this number, if it is in the task table."""
+        return self._tasks.get(task_id)
+
     def has(self, task: Task) -> bool:
         """Whether it is in the task table; another one of its number may be."""
         return self._tasks.get(task.task_id) is task

@@ -36,6 +36,7 @@ from rayloader.driver.messages import (
     Task,
 )
 from rayloader.driver.opening import describe
+from rayloader.driver.recorder import Tally
 from rayloader.driver.schedule import Schedule
 from rayloader.driver.worker_slot import Call, WorkerSlot
 from rayloader.errors import RayloaderError, WorkerDiedError, add_note
@@ -75,6 +76,7 @@ class Tables:
         crew: its workers are told what to do.
         schedule: says what.
         lock: guards all of this.
+        tally: counts what happens.
 
     Attributes:
         unanswered: tasks that were submitted, and neither answered nor forgotten.
@@ -84,10 +86,11 @@ class Tables:
         on_change: called after each change.
     """
 
-    def __init__(self, crew: Crew, schedule: Schedule, lock: threading.RLock) -> None:
+    def __init__(self, crew: Crew, schedule: Schedule, lock: threading.RLock, tally: Tally) -> None:
         self.crew = crew
         self.schedule = schedule
         self.lock = lock
+        self.tally = tally
         self.begun = self.ended = 0  # changes
         self.unanswered: set[int] = set()
         self.results: dict[int, Result] = {}
@@ -138,6 +141,7 @@ class Tables:
                     slot.dropped = first_task_id
                 case ReplaceWorker(worker_id, cause):
                     if self.crew.replace(self.crew.slots[worker_id]):
+                        self.tally.restarts += 1
                         logger.warning("rayloader: worker %d is lost and gets another process: %s", worker_id, cause)
                 case Fail():
                     self.failure = self._worker_died(command)

@@ -145,6 +145,12 @@ class Arena:
         """Tickets of the slots that are leased, or will never be free again; directly after `freed`."""
         return frozenset(self._leased)
 
+    @property
+    def leased_bytes(self) -> int:
+        """In slots that are leased. Any thread may ask."""
+        dead = {ticket for ticket, _ in self._dead.copy()}
+        return sum(size for ticket, _, size in list(self._leased.values()) if ticket not in dead)
+
     def rest(self, resting: bool) -> None:
         """While it rests the worker takes no slots: what becomes free is given back to the system at once."""
         self._mapping.resting = resting

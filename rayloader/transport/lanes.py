@@ -166,6 +166,16 @@ class ArenaLane:
         """Of the memory file, if there is one."""
         return {self._arena.address.name} if self._arena is not None else set()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an arena."""
+        return self._arena is not None
+
+    @property
+    def leased_bytes(self) -> int:
+        """In slots that hold a batch, or a part of one."""
+        return self._arena.leased_bytes if self._arena is not None else 0
+
     def lend(self, told: ArenaAddress | None = None) -> Lent | None:
         """Room for the batches that a message asks for, and news of it; None where there is no arena.
 

@@ -72,6 +72,11 @@ class WorkerProcess:
         self._line_address: LineAddress | None = None
         self._calls: deque[tuple[Any, ...]] = deque()  # that came over the line, not begun, oldest first
         self._dropped = 0, 0, 0  # after this call and up to that nobody wants the tasks from this one on
+        # For `Answer.spent`, in seconds.
+        self._free_since = 0.0  # perf_counter(): it has done all that it was told
+        self._idle = 0.0  # since the last answer
+        self._answered = 0.0  # perf_counter(): the last answer was ready
+        self._sending = 0.0  # it, and what had to be done before the next task
         self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
         note_modules()
         sys.breakpointhook = functools.partial(self._breakpoint, sys.breakpointhook)
@@ -106,11 +111,14 @@ class WorkerProcess:
         hosted = self._at_work = self._hosted[setup.worker_id] = Worker(setup)
         self._output.open(setup.output, setup.process.logging)
         hosted.start(self._baseline, self._output, source, state, alone=alone)
+        self._begins()
 
     def resume(self, worker_id: int, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
         """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""
         self._switch_to(worker_id)
-        return self._hosted[worker_id].resume(epoch, shared_seed, undo_from)
+        state = self._hosted[worker_id].resume(epoch, shared_seed, undo_from)
+        self._begins()
+        return state
 
     def run(self, message: Any) -> Any:
         """Builds a task's batch.
@@ -123,6 +131,7 @@ class WorkerProcess:
         Returns:
             A packed `Answer`.
         """
+        self._idle += time.perf_counter() - self._free_since
         worker_id, call, task_id, indices, _ = unpack(message)
         return self._packed(self._run(worker_id, Task(call, task_id, indices), None))
 
@@ -140,12 +149,14 @@ class WorkerProcess:
         return self._packed(self._replay(worker_id, call, tasks))
 
     def _packed(self, answer: Answer) -> Any:
-        result = answer.result
-        if result is None:
-            return pack(answer, [])
-        travels = final(result, IN_BAND_BYTES)
-        wires = [] if result.wire is None or isinstance(travels, bytes) else [result.wire]
-        return pack(answer._replace(result=travels), wires)
+        result, wires = answer.result, []
+        if result is not None:
+            travels = final(result, IN_BAND_BYTES)
+            wires = [] if result.wire is None or isinstance(travels, bytes) else [result.wire]
+            answer = answer._replace(result=travels)
+        packed = pack(answer, wires)
+        self._is_free()
+        return packed
 
     def _run(self, worker_id: int, task: Task, arena: ArenaWriter | None) -> Answer:
         self._switch_to(worker_id)
@@ -163,9 +174,23 @@ class WorkerProcess:
         return self._answer(hosted, result, began)
 
     def _answer(self, hosted: Worker, result: Result | None, began: float) -> Answer:
-        seconds, lane = time.perf_counter() - began, self._lane
+        self._answered = ended = time.perf_counter()
+        seconds, lane = ended - began, self._lane
         progress, doubt, state = hosted.progress, hosted.take_doubt(), hosted.snapshot_if_due(seconds)
-        return Answer(result, seconds, progress, doubt, state, lane.take_full(), lane.error)
+        begun, fetch, collate, encode = hosted.spent(ended)
+        spent = begun, self._idle, fetch, collate, encode + self._sending
+        self._idle = self._sending = 0.0
+        return Answer(result, seconds, progress, doubt, state, lane.take_full(), lane.error, spent)
+
+    def _begins(self) -> None:
+        """An epoch, for one of the workers."""
+        self._free_since = time.perf_counter()
+        self._idle = self._sending = 0.0
+
+    def _is_free(self) -> None:
+        """The last answer is on its way."""
+        self._free_since = time.perf_counter()
+        self._sending = self._free_since - self._answered
 
     def serve(self, address: LineAddress, early: list[Any]) -> Served:
         """Does over a line what `run`, `replay` and `resume` do, until the line ends.
@@ -185,7 +210,9 @@ class WorkerProcess:
             self._attend(line)
             if not self._calls:
                 if not line.ended:
+                    waits = time.perf_counter()
                     line.wait()
+                    self._idle += time.perf_counter() - waits
                 continue
             kind, worker_id, call, *arguments = self._calls.popleft()
             if kind == Down.RESUME:
@@ -199,8 +226,10 @@ class WorkerProcess:
                 answer = answer._replace(result=answer.result.fields)
             if wire is not None and wire[2]:  # references to Ray's objects
                 line.drain()  # what is older comes first
+                self._is_free()
                 return Served(answer=pack((worker_id, call, answer), [wire]))
             self._send(line, (Up.ANSWER, worker_id, call, tuple(answer)))
+            self._is_free()
         line.drain()
         self._hang_up()
         return Served()

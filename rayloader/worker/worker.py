@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
-from rayloader import session, skipping
+from rayloader import fetching, session, skipping
 from rayloader._compat import (
     DatasetKind,
     ExceptionWrapper,
@@ -103,6 +103,8 @@ class Worker:
         self._recorder = Recorder(None, Generators({}, []), RandomState.capture([]))
         self._left: deque[Task] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
+        # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
+        self._began = self._fetched = self._collated = 0.0
 
     def start(
         self, baseline: Baseline, output: Output, source: Source, state: WorkerState | None, *, alone: bool
@@ -190,6 +192,12 @@ class Worker:
     def progress(self) -> tuple[int, int]:
         """How many batches were built again, and how many that must be."""
         return self._replayed, self._to_replay
+
+    def spent(self, ended: float) -> tuple[float, float, float, float]:
+        """When the last task began, and what fetching, collating and encoding took; it ended at perf_counter()."""
+        fetched = self._fetched or ended
+        collated = self._collated or ended
+        return self._began, fetched - self._began, collated - fetched, ended - collated
 
     def take_doubt(self) -> int | None:
         """A task since this was asked last whose batch was believed, see `Answer`."""
@@ -331,6 +339,7 @@ class Worker:
             return Result(task_id, ResultKind.EXHAUSTED)
         skipped: list[skipping.Skipped] = []
         setup = self._setup
+        self._began, self._fetched, self._collated = time.perf_counter(), 0.0, 0.0
         try:
             if setup.seed_batches:
                 # Of a stream: what its number would be if no worker's had ended; the true one depends on when that was.
@@ -338,14 +347,15 @@ class Worker:
                 seed_all(setup.base_seed, self._epoch, number)
             if arena is not None:
                 arena.begin(setup.worker_id)
-            batch = self._fetch(task.indices, arena, skipped)
+            batch, samples = self._load(task.indices, arena, skipped)
+            self._collated = time.perf_counter()
             encoded = codec.encode(batch, known_classes=True, carry=CARRY)
             checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum(buffer.nbytes for buffer in encoded.buffers)
             if arena is not None:
                 del batch, encoded  # the last that refer to the batch, unless user code does
                 wire = sealed(wire, arena)
-            result = Result(task_id, ResultKind.BATCH, wire, nbytes=nbytes, skipped=tuple(skipped), digest=checksum)
+            result = Result(task_id, ResultKind.BATCH, wire, "", nbytes, tuple(skipped), checksum, samples)
         except skipping.NothingLeft:
             result = Result(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
         except Exception as error:  # all that user code can raise: it belongs to the user, not to Ray
@@ -361,13 +371,15 @@ class Worker:
         self._tasks, self._last_task = self._tasks + 1, task_id
         return result
 
-    def _fetch(self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]) -> Any:
-        kind, collate_fn = self._setup.dataset_kind, self._collate_fn
+    def _load(self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]) -> tuple[Any, int]:
+        """A batch, and how many samples are in it."""
+        setup = self._setup
         stack_into(arena)
         try:
-            if self._setup.skip_errors:
-                return skipping.fetch(self._fetcher, kind, from_wire(indices), collate_fn, skipped)
-            return self._fetcher.fetch(from_wire(indices))
+            left_out = skipped if setup.skip_errors else None
+            samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), left_out)
+            self._fetched = time.perf_counter()
+            return self._collate_fn(samples), count
         finally:
             stack_into(None)
 
@@ -412,8 +424,8 @@ class Worker:
         setup = self._setup
         if self._is_iterable:
             self._recorder.iterator_begins()
-        self._fetcher = DatasetKind.create_fetcher(
-            setup.dataset_kind, self._dataset, setup.auto_collation, self._collate_fn, setup.drop_last
+        self._fetcher = fetching.create_fetcher(
+            setup.dataset_kind, self._dataset, setup.auto_collation, setup.drop_last
         )
 
 

@@ -1,0 +1,126 @@
+"""What it costs that a loader measures itself.
+
+Motive: `DataLoader.stats()` has no switch, so measuring must cost next to nothing.
+Method: one loader of the tiny case, whose batches are the cheapest there are, runs epoch after epoch in one process.
+Every other epoch the driver's measuring is replaced by functions that do nothing; which kind comes first changes from
+round to round. Compared are the CPU time of the driver and the time that passes, both for a batch: the medians over the
+epochs of either kind, and the median of the ratios of neighbours. Then what is added to a batch is timed alone, in a
+loop: what the driver counts, and what the worker notes, packs and unpacks.
+Command: python benchmarks/stats_cost.py [--rounds N] [--batches N] [--workers N]
+Last results: docs/decisions.md, "A loader always measures itself".
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cases import CASES
+from rayloader import DataLoader, shutdown
+from rayloader.driver.iterator import EpochIterator
+from rayloader.driver.receiver import Receiver
+from rayloader.driver.recorder import Tally
+
+LOOPS = 20_000
+
+
+def nothing(*_: Any) -> None:
+    """Instead of measuring."""
+
+
+MEASURING: dict[tuple[type, str], Any] = {
+    (owner, name): vars(owner)[name] for owner, name in ((Tally, "asked"), (Tally, "gave"), (Receiver, "_record"))
+}
+
+
+def switch(on: bool) -> None:
+    """Measures from here on, or no longer."""
+    for (owner, name), method in MEASURING.items():
+        setattr(owner, name, method if on else nothing)
+
+
+def epoch(loader: Any) -> tuple[float, float]:
+    """Seconds of CPU time and of time for a batch, without the first one."""
+    iterator: EpochIterator = iter(loader)
+    next(iterator)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    count = sum(1 for _ in iterator)
+    return (time.process_time() - cpu_began) / count, (time.perf_counter() - began) / count
+
+
+def alone(work: Callable[[], object]) -> float:
+    """Microseconds of CPU time of one call."""
+    took = []
+    for _ in range(9):
+        began = time.process_time()
+        for _ in range(LOOPS):
+            work()
+        took.append((time.process_time() - began) / LOOPS)
+    return min(took) * 1e6
+
+
+def in_the_driver() -> float:
+    tally = Tally(2)
+    tally.asked()
+    tally.gave(64, 50_000)
+    spent = 1.0, 0.0, 1e-4, 1e-4, 1e-4  # a worker that is never idle
+
+    def work() -> None:
+        tally.asked()
+        tally.answered(0, *spent)
+        tally.gave(64, 50_000)
+
+    return alone(work) - alone(nothing)
+
+
+def in_the_worker() -> float:
+    """The clock is read four times more than without, and five numbers travel."""
+    answer = b"x" * 200, 1e-4, (0, 0), None, None, False, ""
+    with_times = (*answer, (1.1, 2.2, 3.3, 4.4, 5.5))
+
+    def work() -> None:
+        for _ in range(4):
+            time.perf_counter()
+        pickle.dumps(with_times, pickle.HIGHEST_PROTOCOL)
+
+    return alone(work) - alone(lambda: pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--batches", type=int, default=3600)
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    case = CASES["tiny"]
+    loader: Any = DataLoader(
+        case.make(arguments.batches * case.batch_size),
+        batch_size=case.batch_size,
+        num_workers=arguments.workers,
+        persistent_workers=True,
+    )
+    for _ in range(2):
+        epoch(loader)
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for number in range(arguments.rounds):
+        for on in (True, False) if number % 2 else (False, True):
+            switch(on)
+            found[on].append(epoch(loader))
+    switch(True)
+    for place, what in enumerate(("CPU time of the driver", "time")):
+        with_it, without = ([times[place] for times in found[on]] for on in (True, False))
+        ratio = statistics.median(a / b for a, b in zip(with_it, without, strict=True))
+        print(
+            f"{what} for a batch: {statistics.median(with_it) * 1e6:.1f} us with, "
+            f"{statistics.median(without) * 1e6:.1f} us without; ratio {ratio:.4f}"
+        )
+    shutdown()
+    print(f"alone: {in_the_driver():.2f} us in the driver, {in_the_worker():.2f} us in the worker")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""What a loader has measured of itself: `DataLoader.stats()`.
+
+Promise: data, and how it reads; no clock, no Ray, no torch. Times are in seconds, sizes in bytes. The verdict is made
+of these numbers alone, by `verdict.py`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+# How many workers the text describes one by one.
+SHOWN_WORKERS = 16
+# Longer lines are wrapped.
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long something took, each time that it happened; seconds. The quantiles are exact to 6%.
+
+    Attributes:
+        count: how often it happened.
+        total: all of them together.
+        median: half of them took no longer.
+        p95: 95% of them took no longer.
+        p99: 99% of them took no longer.
+        longest: the longest one.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    median: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+    longest: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Seconds, each time on average."""
+        return self.total / self.count if self.count else 0.0
+
+    def __str__(self) -> str:
+        return f"median {seconds(self.median)}, p95 {seconds(self.p95)}, p99 {seconds(self.p99)}"
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """What one worker did for the batches that it has sent. Seconds are those of all these batches together.
+
+    Attributes:
+        worker_id: torch's, from 0 on.
+        build: its work on a batch, the following three together.
+        idle: seconds for which its process had nothing to do, from the first batch of the epoch on.
+        fetch: seconds in the dataset.
+        collate: seconds in `collate_fn`.
+        transfer: seconds for taking a batch apart, placing it in shared memory where there is any, and sending it.
+        lane: how it is reached and how its batches travel: "line, arena", "line" or "Ray calls"; "" if it has sent
+            nothing.
+        depth: batches that were asked of it at one time, at most.
+    """
+
+    worker_id: int
+    build: Times = Times()
+    idle: float = 0.0
+    fetch: float = 0.0
+    collate: float = 0.0
+    transfer: float = 0.0
+    lane: str = ""
+    depth: int = 0
+
+    @property
+    def busy(self) -> float:
+        """The share of its time, from 0 to 1, for which it had something to do."""
+        return _share(self.build.total, self.idle)
+
+    def __str__(self) -> str:
+        batches = self.build.count
+        if not batches:
+            return "has sent no batch"
+        parts = [f"{name} {seconds(getattr(self, name) / batches)}" for name in ("fetch", "collate", "transfer")]
+        return (
+            f"busy {self.busy:.0%}, {batches:,} batches: {', '.join(parts)} each; {self.lane}, "
+            f"up to {self.depth} asked at once"
+        )
+
+
+@dataclass(frozen=True)
+class SlowBatch:
+    """One of the batches that took longest to build.
+
+    Attributes:
+        batch: its number in its epoch, from 0 on.
+        worker_id: who built it.
+        seconds: that this took.
+        indices: of its samples, as text, shortened where there are many; "" of an iterable dataset.
+    """
+
+    batch: int
+    worker_id: int
+    seconds: float
+    indices: str
+
+    def __str__(self) -> str:
+        indices = f", indices {self.indices}" if self.indices else ""
+        return f"batch {self.batch} of worker {self.worker_id}: {seconds(self.seconds)}{indices}"
+
+
+@dataclass(frozen=True)
+class Period:
+    """One epoch, or all epochs together: what the trainer got, and how its time was spent.
+
+    Attributes:
+        batches: that the trainer got.
+        samples: in them; of each batch as many as its worker took from the dataset and did not skip.
+        nbytes: in the memory of their tensors, arrays and other buffers. Without workers only tensors and arrays in
+            lists, tuples and dicts count.
+        first_wait: seconds inside `next()` until the first batch of the epoch, in which workers start and the first
+            batches are built; not part of any other figure. In all: of all epochs together.
+        wait: inside `next()`, for each other batch. Without workers this is the time in which it is built.
+        step: between the return of `next()` and its next call.
+        blocked: seconds of `wait` in which nothing had come from the workers. The rest is the loader's own work.
+        behind: seconds of `blocked` in which a batch was there, and had to wait for one that comes before it.
+        drawing: seconds of `wait` in which the sampler was asked.
+        build: a worker's work on a batch.
+        slow: batches that took more than 4 times the median to build.
+        slow_ratio: how many times the median these took, on average.
+        restarts: of workers whose process died, hung or was lost.
+        skipped: samples that were left out, with `on_error="skip"`.
+        workers: in the order of their numbers; none with `num_workers=0`.
+        slowest: a handful of batches, the slowest first.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    first_wait: float = 0.0
+    wait: Times = Times()
+    step: Times = Times()
+    blocked: float = 0.0
+    behind: float = 0.0
+    drawing: float = 0.0
+    build: Times = Times()
+    slow: int = 0
+    slow_ratio: float = 0.0
+    restarts: int = 0
+    skipped: int = 0
+    workers: tuple[WorkerStats, ...] = ()
+    slowest: tuple[SlowBatch, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Wait and step together, from the first batch of the epoch on."""
+        return self.wait.total + self.step.total
+
+    @property
+    def wait_share(self) -> float:
+        """The share of these seconds, from 0 to 1, that the trainer waits."""
+        return _share(self.wait.total, self.step.total)
+
+    @property
+    def batches_per_s(self) -> float:
+        """Batches a second, from the first one of the epoch on."""
+        return self.wait.count / self.seconds if self.seconds else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples a second, likewise."""
+        return self.batches_per_s * self.samples / self.batches if self.batches else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes a second, likewise."""
+        return self.batches_per_s * self.nbytes / self.batches if self.batches else 0.0
+
+    @property
+    def busy(self) -> float:
+        """The share of the workers' time, from 0 to 1, for which they had something to do."""
+        return _share(self.build.total, sum(worker.idle for worker in self.workers))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.batches:,} batches, {self.samples:,} samples, {nbytes(self.nbytes)}; {self.batches_per_s:,.1f} "
+            f"batches/s, {self.samples_per_s:,.1f} samples/s, {nbytes(self.bytes_per_s)}/s"
+        )
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """What a loader has measured: see `DataLoader.stats()`. Its `str()` is a table to be read.
+
+    Attributes:
+        num_workers: of the last iterator; 0 without workers, and before the first `iter()`.
+        epoch: the epoch under way; the last one, where none is.
+        total: all epochs of all iterators of this loader object.
+        processes: that host these workers.
+        bytes_under_way: bytes of batches that have arrived and were not taken.
+        bytes_leased: bytes of shared memory in which batches lie: some of these, and some of those that the trainer was
+            given and still refers to. Both are 0 without a live iterator that has workers.
+        cpus: that this process may use.
+        cpu_use: the share of them, from 0 to 1, that was in use by anybody since the first batch of the epoch; None
+            where the system does not tell.
+        dynamic: whether `scheduling="dynamic"`.
+        in_order: whether batches are delivered in order.
+        iterable: whether the dataset is iterable-style.
+        prefetch_factor: batches of each worker that may be under way; None if the depth is automatic.
+        verdict: whether the loader or the trainer is the bottleneck, and what to do, in one sentence.
+    """
+
+    num_workers: int = 0
+    epoch: Period = Period()
+    total: Period = Period()
+    processes: int = 0
+    bytes_under_way: int = 0
+    bytes_leased: int = 0
+    cpus: float = 1.0
+    cpu_use: float | None = None
+    dynamic: bool = False
+    in_order: bool = True
+    iterable: bool = False
+    prefetch_factor: int | None = None
+    verdict: str = ""
+
+    def __str__(self) -> str:
+        epoch = self.epoch
+        lines = [("verdict", self.verdict), ("this epoch", str(epoch)), ("in all", str(self.total))]
+        if epoch.batches:
+            lines.append(("first batch", f"after {seconds(epoch.first_wait)}"))
+            lines.append(("wait", f"{epoch.wait_share:.0%} of the time; {epoch.wait}"))
+            lines.append(("step", f"{1 - epoch.wait_share:.0%} of the time; {epoch.step}"))
+        if epoch.build.count:
+            lines.append(("building", f"{epoch.build} of a worker's time a batch"))
+        for worker in epoch.workers[:SHOWN_WORKERS]:
+            lines.append((f"worker {worker.worker_id}", str(worker)))
+        if len(epoch.workers) > SHOWN_WORKERS:
+            lines.append(("", f"and {len(epoch.workers) - SHOWN_WORKERS} more; all together busy {epoch.busy:.0%}"))
+        if self.num_workers:
+            waiting = f"{nbytes(self.bytes_under_way)} of batches wait for the trainer"
+            lines.append(("memory", f"{waiting}; {nbytes(self.bytes_leased)} of shared memory are in use"))
+        if self.cpu_use is not None:
+            lines.append(("CPUs", f"{self.cpu_use:.0%} of {self.cpus:g} in use"))
+        if self.total.restarts or self.total.skipped:
+            total = f"in all {self.total.restarts} and {self.total.skipped}"
+            lines.append(
+                ("failures", f"restarts of workers: {epoch.restarts}, skipped samples: {epoch.skipped}; {total}")
+            )
+        lines += [("slowest" if not place else "", str(slow)) for place, slow in enumerate(epoch.slowest)]
+        return "\n".join(textwrap.fill(f"{name:<11} {text}", WIDTH, subsequent_indent=" " * 12) for name, text in lines)
+
+
+def _share(part: float, rest: float) -> float:
+    return part / (part + rest) if part + rest > 0 else 0.0
+
+
+def seconds(value: float) -> str:
+    """A time, to be read."""
+    if value >= 1:
+        return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def nbytes(value: float) -> str:
+    """A size, to be read."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.3g} TB"

@@ -1,0 +1,192 @@
+"""What a loader with workers measures: counts, workers, lanes, and the verdict on bottlenecks that cannot be missed.
+
+A dataset's work is given as a sleep where the verdict is under test: the ratios are so large that a busy machine does
+not turn them round.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from rayloader import DataLoader
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+class Work(Dataset):
+    """Samples that take so many seconds each, by index."""
+
+    def __init__(self, length, seconds=lambda index: 0.0):
+        self.length = length
+        self.seconds = seconds
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds(index))
+        return torch.full((4,), index)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(10))
+
+
+class Failing(Work):
+    def __getitem__(self, index):
+        if index % 4 == 0:
+            raise ValueError(index)
+        return super().__getitem__(index)
+
+
+def run(loader, step=0.0):
+    for _ in loader:
+        time.sleep(step)
+    return loader.stats()
+
+
+def counts(period):
+    return period.batches, period.samples, period.nbytes
+
+
+def test_epochs_are_counted_and_told_apart():
+    loader = DataLoader(Work(10), batch_size=4, num_workers=2)
+    run(loader)
+    found = run(loader)
+    assert counts(found.epoch) == (3, 10, 320)
+    assert counts(found.total) == (6, 20, 640)
+    assert [worker.build.count for worker in found.epoch.workers] == [2, 1]
+    assert {worker.lane for worker in found.epoch.workers} == {"line, arena"}
+    assert all(worker.depth >= 1 for worker in found.epoch.workers)
+    assert {slow.batch for slow in found.epoch.slowest} == {0, 1, 2}
+    assert "[8, 9]" in {slow.indices for slow in found.epoch.slowest}
+    assert "in all      6 batches, 20 samples" in str(found)
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_samples_of_a_stream_are_counted_by_the_workers(batch_size):
+    found = run(DataLoader(Stream(), batch_size=batch_size, num_workers=2))
+    assert found.epoch.samples == 20
+    assert found.epoch.batches == (6 if batch_size else 20)
+    assert {slow.indices for slow in found.epoch.slowest} == {""}
+
+
+@pytest.mark.parametrize("arguments", [{"in_order": False}, {"persistent_workers": True}, {"arenas": False}])
+def test_other_ways_of_a_batch_are_counted_too(arguments):
+    loader = DataLoader(Work(20), batch_size=4, num_workers=2, **arguments)
+    run(loader)
+    found = run(loader)
+    assert counts(found.total) == (10, 40, 1280)
+    lane = "Ray calls" if "arenas" in arguments else "line, arena"
+    assert {worker.lane for worker in found.epoch.workers} == {lane}
+    assert sum(worker.build.count for worker in found.epoch.workers) == 5
+
+
+def test_batches_that_are_pinned_are_counted(accelerator):
+    assert counts(run(DataLoader(Work(20), batch_size=4, num_workers=2, pin_memory=True)).epoch) == (5, 20, 640)
+
+
+def test_skipped_samples_are_counted():
+    found = run(DataLoader(Failing(20), batch_size=4, num_workers=2, on_error="skip"))
+    assert (found.epoch.batches, found.epoch.samples, found.epoch.skipped) == (5, 15, 5)
+
+
+def test_a_resumed_epoch_counts_what_it_gives():
+    loader = DataLoader(Work(40), batch_size=4, num_workers=2)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    state = loader.state_dict()
+    other = DataLoader(Work(40), batch_size=4, num_workers=2)
+    other.load_state_dict(state)
+    assert counts(run(other).epoch) == (6, 24, 768)
+
+
+def test_an_epoch_that_is_broken_off_counts_what_was_taken():
+    loader = DataLoader(Work(40), batch_size=4, num_workers=2)
+    iterator = iter(loader)
+    kept = [next(iterator) for _ in range(3)]
+    found = loader.stats()
+    assert counts(found.epoch) == (3, 12, 384)
+    assert found.bytes_under_way >= 0
+    del iterator, kept
+    found = loader.stats()
+    assert counts(found.total) == (3, 12, 384)
+    assert (found.bytes_under_way, found.bytes_leased) == (0, 0)
+
+
+def test_memory_that_the_trainer_holds_is_told():
+    class Large(Work):
+        def __getitem__(self, index):
+            return torch.zeros(1 << 18)
+
+    loader = DataLoader(Large(4), batch_size=2, num_workers=1)
+    iterator = iter(loader)
+    kept = [next(iterator), next(iterator)]
+    assert loader.stats().bytes_leased >= 2 * 2 * 4 * (1 << 18)
+    del kept
+
+
+def test_any_thread_may_ask_at_any_time():
+    loader = DataLoader(Work(400), batch_size=1, num_workers=2)
+    done, errors = threading.Event(), []
+
+    def ask():
+        while not done.is_set():
+            try:
+                str(loader.stats())
+            except BaseException as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(2):
+            run(loader)
+    finally:
+        done.set()
+        thread.join()
+    assert errors == []
+    assert loader.stats().total.batches == 800
+
+
+def test_a_restart_is_counted(tmp_path):
+    class Dies(Work):
+        def __getitem__(self, index):
+            mark = tmp_path / "died"
+            if index == 6 and not mark.exists():
+                mark.touch()
+                import os
+                import signal
+
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    found = run(DataLoader(Dies(12), batch_size=2, num_workers=1))
+    assert (found.epoch.restarts, found.epoch.batches) == (1, 6)
+
+
+def test_work_in_the_dataset_is_found_to_be_the_bottleneck():
+    found = run(DataLoader(Work(120, lambda _: 0.02), batch_size=2, num_workers=2), step=0.004)
+    assert found.verdict.startswith("input-bound: the trainer waits")
+    assert "more workers" in found.verdict
+    fetch = sum(worker.fetch for worker in found.epoch.workers)
+    assert fetch > sum(worker.collate + worker.transfer for worker in found.epoch.workers)
+
+
+def test_a_slow_trainer_is_found_to_be_the_bottleneck():
+    found = run(DataLoader(Work(60), batch_size=2, num_workers=2), step=0.05)
+    assert found.verdict.startswith("the trainer is the bottleneck: 1 of 2 workers would do")
+
+
+def test_stragglers_are_found_to_be_the_bottleneck():
+    # One batch in 16 takes 0.4 s, the others next to nothing: the other worker soon has nothing to do.
+    work = Work(160, lambda index: 0.4 if index % 16 == 0 else 0.002)
+    found = run(DataLoader(work, batch_size=1, num_workers=2, prefetch_factor=2), step=0.004)
+    assert found.verdict.startswith("slow batches are the bottleneck: the trainer waits")
+    assert "times the median, and the others wait for it" in found.verdict
+    assert found.verdict.endswith("scheduling='dynamic' (with seeding='batch')")

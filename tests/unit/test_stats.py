@@ -1,0 +1,413 @@
+"""What a loader measures of itself: histograms, tallies with a clock of the test's own, and the verdict on numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+import random
+import weakref
+
+import pytest
+import torch
+
+from rayloader import DataLoader, LoaderStats
+from rayloader.driver import recorder
+from rayloader.driver.recorder import SLOWEST, Histogram, Recorder, Tally
+from rayloader.stats import Period, SlowBatch, Times, WorkerStats
+from rayloader.verdict import ENOUGH_BATCHES, verdict
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still until `clock.now` is set."""
+
+    class Clock:
+        now = 1000.0
+
+    monkeypatch.setattr(recorder, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+# ---- histograms
+
+
+def histogram(times):
+    filled = Histogram()
+    for seconds in times:
+        filled.add(seconds)
+    return filled
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 100.0])
+def test_quantiles_are_right_to_six_percent(scale):
+    source = random.Random(1)
+    times = sorted(scale * source.lognormvariate(0, 1) for _ in range(2001))
+    found = histogram(times).times()
+    assert (found.count, found.longest) == (2001, times[-1])
+    assert math.isclose(found.total, sum(times))
+    for share, quantile in ((0.5, found.median), (0.95, found.p95), (0.99, found.p99)):
+        assert math.isclose(quantile, times[round(2000 * share)], rel_tol=0.07)
+
+
+def test_a_histogram_of_nothing_is_zero():
+    assert Histogram().times() == Times()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-12, 1e9])
+def test_times_beyond_its_classes_are_counted(seconds):
+    assert histogram([seconds]).times().count == 1
+
+
+def test_no_quantile_is_longer_than_the_longest():
+    found = histogram([1.0] * 10).times()
+    assert found.median == found.p95 == found.p99 == found.longest == 1.0
+
+
+def test_histograms_add_up():
+    one, both = histogram([0.001] * 3), histogram([0.001] * 3 + [0.1] * 4)
+    one.merge(histogram([0.1] * 4))
+    assert one.times() == both.times()
+
+
+def test_what_took_longer_is_counted():
+    number, seconds = histogram([0.001] * 98 + [0.03] * 2).above(0.004)
+    assert number == 2
+    assert math.isclose(seconds, 0.03, rel_tol=0.07)
+
+
+# ---- tallies
+
+
+def run_epoch(tally, clock, steps, *, samples=4, nbytes=100):
+    """One epoch: pairs of what `next` and then the step take."""
+    for wait, step in steps:
+        tally.asked()
+        clock.now += wait
+        tally.gave(samples, nbytes)
+        clock.now += step
+    tally.asked()
+    tally.ended()
+
+
+def test_wait_is_inside_next_and_step_between_two_calls(clock):
+    tally = Tally()
+    run_epoch(tally, clock, [(5.0, 0.5), (1.0, 2.0), (1.0, 2.0)])
+    period = tally.period()
+    assert (period.batches, period.samples, period.nbytes, period.first_wait) == (3, 12, 300, 5.0)
+    assert (period.wait.count, period.wait.total) == (2, 2.0)
+    assert (period.step.count, period.step.total) == (3, 4.5)
+    assert math.isclose(period.wait_share, 2.0 / 6.5)
+    assert math.isclose(period.samples_per_s, 2 * 4 / 6.5)
+
+
+def test_what_a_next_that_raises_took_is_neither(clock):
+    tally = Tally()
+    run_epoch(tally, clock, [(1.0, 1.0)] * 2)
+    tally.asked()
+    clock.now += 100.0  # it raised, and then the program did something else
+    tally.asked()
+    clock.now += 1.0
+    tally.gave(4, 100)
+    assert tally.period().seconds == 1.0 + 2.0 + 1.0
+
+
+def test_what_workers_waited_for_before_the_first_batch_is_not_their_idleness(clock):
+    tally = Tally(num_workers=1)
+    tally.asked()
+    tally.answered(0, 0.0, 30.0, 1.0, 0.0, 0.0)
+    clock.now += 60.0
+    tally.gave(1, 1)
+    tally.asked()
+    tally.answered(0, 0.0, 30.0, 1.0, 0.0, 0.0)
+    assert tally.workers[0].idle == 0.0
+    clock.now += 10.0
+    tally.gave(1, 1)
+    tally.asked()
+    tally.answered(0, 0.0, 4.0, 1.0, 0.0, 0.0)
+    assert tally.workers[0].idle == 4.0
+
+
+def test_the_slowest_batches_are_kept_and_no_others():
+    tally = Tally(num_workers=2)
+    order = list(range(100))
+    random.Random(2).shuffle(order)
+    for batch in order:
+        if tally.answered(batch % 2, 0.0, 0.0, 0.5 * batch, 0.25 * batch, 0.25 * batch):
+            tally.note_slow(SlowBatch(batch, batch % 2, float(batch), ""))
+    assert [slow.batch for slow in tally.slowest] == [99, 98, 97, 96, 95][:SLOWEST]
+    assert [worker.build.count for worker in tally.workers] == [50, 50]
+
+
+class Iterator:
+    pass
+
+
+def test_epochs_add_up_and_the_last_one_is_told_apart(clock):
+    kept = Recorder()
+    first, second = Iterator(), Iterator()
+    run_epoch(kept.begins(first, 2), clock, [(1.0, 1.0)] * 3)
+    run_epoch(kept.begins(first, 2), clock, [(1.0, 1.0)] * 4)  # persistent workers: the same iterator
+    del first
+    run_epoch(kept.begins(second, 3), clock, [(1.0, 1.0)] * 5)
+    epoch, whole = kept.tell()
+    assert (epoch.batches, whole.batches) == (5, 12)
+    assert (len(epoch.workers), len(whole.workers)) == (3, 3)
+    del second
+    assert kept.tell()[1].batches == 12
+
+
+def test_iterators_that_live_side_by_side_are_both_counted(clock):
+    kept = Recorder()
+    iterators = Iterator(), Iterator()
+    tallies = [kept.begins(iterator, 0) for iterator in iterators]
+    for tally in tallies * 2:
+        run_epoch(tally, clock, [(1.0, 1.0)])
+    assert kept.tell()[1].batches == 4
+
+
+def test_the_recorder_keeps_no_iterator():
+    kept, iterator = Recorder(), Iterator()
+    ref = weakref.ref(iterator)
+    kept.begins(iterator, 0)
+    del iterator
+    assert ref() is None
+
+
+# ---- the verdict
+
+
+def times(count, each):
+    return Times(count, count * each, each, each, each, each)
+
+
+def stats(
+    *, wait, step, batches=200, workers=2, build=0.01, busy=0.99, blocked=1.0, behind=0.0, lane="line, arena", **more
+):
+    """Stats of an epoch: seconds for each batch, shares for the others."""
+    period_fields = {field.name for field in dataclasses.fields(Period)}
+    each = batches // workers if workers else 0
+    period = Period(
+        **{
+            "batches": batches + 1,
+            "wait": times(batches, wait),
+            "step": times(batches, step),
+            "blocked": blocked * batches * wait,
+            "behind": behind * blocked * batches * wait,
+            "build": times(batches if workers else 0, build),
+            "workers": tuple(
+                WorkerStats(worker_id, times(each, build), each * build * (1 - busy) / busy, lane=lane)
+                for worker_id in range(workers)
+            ),
+            **{name: value for name, value in more.items() if name in period_fields},
+        }
+    )
+    others = {name: value for name, value in more.items() if name not in period_fields}
+    return LoaderStats(
+        **{"num_workers": workers, "processes": workers, "epoch": period, "total": period, "cpus": 16.0, **others}
+    )
+
+
+def test_before_the_first_epoch_nothing_is_known():
+    assert verdict(LoaderStats()) == "too little to say: only 0 batches so far"
+
+
+@pytest.mark.parametrize("batches", [1, ENOUGH_BATCHES - 1])
+def test_a_few_batches_say_nothing(batches):
+    few = verdict(stats(wait=1.0, step=0.1, batches=batches))
+    assert few.startswith(f"too little to say: only {batches + 1} batches so far")
+
+
+def test_many_workers_need_more_batches():
+    assert verdict(stats(wait=1.0, step=0.1, batches=60, workers=32)).startswith("too little")
+
+
+def test_an_epoch_that_has_just_begun_leaves_the_word_to_those_before():
+    before = stats(wait=0.0, step=1.0, build=1.9).epoch
+    assert verdict(stats(wait=1.0, step=0.1, batches=2, total=before)).startswith("nothing to mend")
+
+
+def test_workers_that_have_no_rest_need_more_beside_them():
+    # Two workers at 30 ms a batch bring one in 15 ms, and the trainer takes 10 ms for its step: 30 * 1.2 / 10 = 3.6.
+    said = verdict(stats(wait=0.005, step=0.010, build=0.030))
+    assert said == (
+        "input-bound: the trainer waits 33% of the time, and the workers are busy 99% of theirs; "
+        "about 2 more workers would end it"
+    )
+
+
+def test_no_more_workers_are_recommended_than_there_are_cpus_without_a_word():
+    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=3.0, cpu_use=0.5))
+    assert said.endswith("would end it, if they need less than a CPU each: this machine has 3")
+
+
+def test_where_all_cpus_are_in_use_more_workers_are_no_remedy():
+    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=2.0, cpu_use=0.97))
+    assert "all CPUs of this machine (2) are in use already" in said
+    assert "would end it" not in said
+
+
+def test_the_cpus_of_this_machine_do_not_matter_to_workers_elsewhere():
+    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=2.0, cpu_use=0.97, lane="Ray calls"))
+    assert said.endswith("about 2 more workers would end it")
+
+
+def test_a_trainer_that_does_nothing_waits_for_any_number_of_workers():
+    said = verdict(stats(wait=0.010, step=0.00001))
+    assert "does next to nothing with a batch" in said
+    assert said.endswith("each further worker would raise the rate")
+
+
+def test_workers_that_rest_are_too_many():
+    said = verdict(stats(wait=0.0001, step=0.1, workers=6, build=0.15, busy=0.25))
+    assert said == "the trainer is the bottleneck: 2 of 6 workers would do (the trainer waits only 0.1% of the time)"
+
+
+def test_where_nothing_is_wrong_it_says_so():
+    said = verdict(stats(wait=0.0001, step=0.1, workers=2, build=0.15, busy=0.75))
+    assert said == "nothing to mend: the trainer waits only 0.1% of the time"
+
+
+def test_stragglers_at_the_head_call_for_dynamic_scheduling():
+    slow = stats(wait=0.01, step=0.01, busy=0.5, behind=0.9, slow=4, slow_ratio=30.0)
+    said = verdict(slow)
+    assert "one batch in 50 takes 30 times the median, and the others wait for it" in said
+    assert said.endswith("scheduling='dynamic' (with seeding='batch')")
+    for already in ({"dynamic": True}, {"iterable": True}):
+        assert "scheduling" not in verdict(dataclasses.replace(slow, **already))
+
+
+@pytest.mark.parametrize("behind", [0.0, 0.3])
+def test_slow_batches_that_nobody_waits_behind_are_not_to_blame(behind):
+    assert "median" not in verdict(stats(wait=0.01, step=0.01, busy=0.5, behind=behind, slow=4, slow_ratio=30.0))
+
+
+def test_slow_batches_of_workers_that_have_no_rest_call_for_more_workers():
+    assert "more worker" in verdict(stats(wait=0.01, step=0.01, busy=0.95, behind=0.9, slow=4, slow_ratio=30.0))
+
+
+def test_one_slow_worker_is_named():
+    workers = (
+        WorkerStats(0, times(100, 0.010), 3.0, lane="line, arena"),
+        WorkerStats(1, times(100, 0.039), 0.1, lane="line, arena"),
+        WorkerStats(2, times(100, 0.010), 3.0, lane="line, arena"),
+    )
+    whole = stats(wait=0.01, step=0.01, behind=0.9, workers=3, batches=300)
+    said = verdict(dataclasses.replace(whole, epoch=dataclasses.replace(whole.epoch, workers=workers)))
+    assert said.startswith("worker 1 is the bottleneck")
+    assert "3.9 times as long as the others'" in said
+
+
+def test_the_loaders_own_work_is_called_that():
+    said = verdict(stats(wait=0.0004, step=0.001, build=0.0003, busy=0.4, blocked=0.1))
+    assert "the loader's own work in its process (360 us a batch)" in said
+    assert said.endswith("more workers would not")
+
+
+def test_a_slow_sampler_is_named():
+    said = verdict(stats(wait=0.01, step=0.01, busy=0.1, blocked=0.1, drawing=0.8 * 200 * 0.01))
+    assert said.startswith("the sampler is the bottleneck")
+
+
+def test_restarts_are_named_where_nothing_else_explains_the_wait():
+    assert "workers were restarted 3 times meanwhile" in verdict(stats(wait=0.01, step=0.01, busy=0.4, restarts=3))
+
+
+def test_a_shallow_window_is_named():
+    assert "at most 1 batches of each" in verdict(stats(wait=0.01, step=0.01, busy=0.4, prefetch_factor=1))
+
+
+def test_the_way_through_ray_is_named():
+    assert "on their way through Ray" in verdict(stats(wait=0.01, step=0.01, busy=0.4, lane="Ray calls"))
+
+
+def test_what_the_numbers_do_not_tell_is_not_said():
+    assert verdict(stats(wait=0.01, step=0.01, busy=0.4)).endswith("the numbers do not tell why")
+
+
+def test_without_workers_their_number_is_estimated():
+    said = verdict(stats(wait=0.03, step=0.02, workers=0))
+    assert said.startswith("input-bound: the trainer waits 60% of the time, in which it builds its batches itself")
+    assert said.endswith("num_workers=2 would build them meanwhile")
+
+
+def test_without_workers_and_without_a_cause_it_says_so():
+    assert verdict(stats(wait=0.0001, step=0.02, workers=0)).startswith("nothing to mend")
+
+
+def test_without_workers_and_without_a_free_cpu_none_are_recommended():
+    assert "num_workers" not in verdict(stats(wait=0.03, step=0.02, workers=0, cpu_use=1.0, cpus=1.0))
+
+
+def test_the_text_holds_every_part():
+    whole = stats(wait=0.01, step=0.01, workers=20, restarts=1, skipped=2, slowest=(SlowBatch(7, 1, 0.25, "[1, 2]"),))
+    text = str(dataclasses.replace(whole, verdict=verdict(whole), cpu_use=0.5))
+    assert "batch 7 of worker 1: 250 ms, indices [1, 2]" in text
+    assert "and 4 more" in text
+    assert "restarts of workers: 1, skipped samples: 2" in text
+    assert "50% of 16 in use" in text
+
+
+# ---- of a loader without workers
+
+
+def test_a_loader_counts_batches_samples_and_bytes():
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.zeros(10, 4)), batch_size=4)
+    assert loader.stats().total.batches == 0
+    for _ in range(2):
+        for _ in loader:
+            pass
+    found = loader.stats()
+    assert (found.num_workers, found.epoch.workers) == (0, ())
+    assert (found.epoch.batches, found.epoch.samples, found.epoch.nbytes) == (3, 10, 160)
+    assert (found.total.batches, found.total.samples, found.total.nbytes) == (6, 20, 320)
+    assert found.verdict.startswith("too little to say: only 6 batches so far")
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(("batch_size", "batches"), [(4, 3), (None, 10)])
+def test_samples_of_a_stream_are_those_that_were_built(batch_size, batches):
+    loader = DataLoader(Stream(), batch_size=batch_size)
+    list(loader)
+    assert (loader.stats().epoch.batches, loader.stats().epoch.samples) == (batches, 10)
+
+
+class Failing(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index in (0, 1, 2, 3, 5):
+            raise ValueError(index)
+        return index
+
+
+def test_samples_that_are_skipped_are_counted_as_such():
+    loader = DataLoader(Failing(), batch_size=4, on_error="skip")
+    assert len(list(loader)) == 2
+    found = loader.stats().epoch
+    assert (found.batches, found.samples, found.skipped) == (2, 5, 5)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_of_a_loader_begins_with_nothing(copied):
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.zeros(10, 4)), batch_size=4)
+    list(loader)
+    other = copied(loader)
+    list(other)
+    assert (loader.stats().total.batches, other.stats().total.batches) == (3, 3)
+
+
+def test_stats_are_no_part_of_a_state():
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.zeros(10, 4)), batch_size=4)
+    next(iter(loader))
+    state = loader.state_dict()
+    other = DataLoader(torch.utils.data.TensorDataset(torch.zeros(10, 4)), batch_size=4)
+    other.load_state_dict(state)
+    list(other)
+    assert other.stats().total.batches == 2
