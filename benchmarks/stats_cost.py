@@ -66,13 +66,13 @@ def alone(work: Callable[[], object]) -> float:
 def in_the_driver() -> float:
     tally = Tally(2)
     tally.asked()
-    tally.gave(64, 50_000)
+    tally.gave(0, 64, 50_000)
     spent = 1.0, 0.0, 1e-4, 1e-4, 1e-4  # a worker that is never idle
 
     def work() -> None:
         tally.asked()
         tally.answered(0, *spent)
-        tally.gave(64, 50_000)
+        tally.gave(0, 64, 50_000)
 
     return alone(work) - alone(nothing)
 

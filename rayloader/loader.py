@@ -6,11 +6,14 @@ imports Ray.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
@@ -267,6 +270,27 @@ class DataLoader(TorchDataLoader[_T_co]):
             prefetch_factor=epoch.depth,
         )
         return replace(stats, verdict=verdict(stats))
+
+    def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+        """Writes what the workers and the trainer do, when, to a file for https://ui.perfetto.dev or chrome://tracing.
+
+            with loader.trace("loader.json"):
+                for batch in loader: ...
+
+        There is a lane for each worker, with the fetching, collating and transfer of each batch (with its number and
+        indices), and one for the trainer, with its waits and steps. Times are those of the clock behind
+        `time.perf_counter()`, in microseconds; those of workers on other machines are converted by when their batches
+        came. Tracing costs some microseconds a batch, and some hundred bytes of memory until the file is written.
+
+        Args:
+            path: of the file, written when the block ends, also by an exception. As with torch's
+                `export_chrome_trace`, a file that is there is replaced, and one whose name ends with .gz is compressed.
+
+        Raises:
+            RayloaderError: this loader is being traced already.
+            FileNotFoundError: the file's folder is missing; at the beginning of the block.
+        """
+        return self._recorder.traced(Path(path), f"rayloader: {type(self.dataset).__name__}")
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the user in this loader's stream of batches.

@@ -288,7 +288,7 @@ class EpochIterator(BaseIterator):
             assert delivery is not None
             if not delivery.recorded:
                 delivery.recorded = True  # first: after an interrupt it is not counted again
-                self._tally.gave(delivery.samples, delivery.nbytes)
+                self._tally.gave(delivery.task.task_id, delivery.samples, delivery.nbytes)
         except BaseException as error:
             told, self._told = self._told is error, None
             del self  # a notebook keeps the traceback, which is not to keep the workers

@@ -142,7 +142,7 @@ class LocalIterator(SingleProcessIterator):
     def __next__(self) -> Any:
         self._tally.asked()
         data = super().__next__()
-        self._tally.gave(self._samples, _nbytes(data))
+        self._tally.gave(self._drawn - 1, self._samples, _nbytes(data))
         return data
 
     def _next_data(self) -> Any:

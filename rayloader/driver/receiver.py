@@ -146,10 +146,15 @@ class Receiver:
         if (call.lent is not None) is not worker.arena:
             worker.arena = call.lent is not None
             worker.lane = tables.crew.lane(call.actor)
-        if tally.answered(worker_id, *answer.spent) and (task := tables.schedule.task(result.task_id)) is not None:
-            _, _, fetch, collate, transfer = answer.spent
-            seconds = fetch + collate + transfer
-            tally.note_slow(SlowBatch(result.task_id, worker_id, seconds, indices_of(task, at_most=64)))
+        is_slow = tally.answered(worker_id, *answer.spent)
+        if not is_slow and tally.trace is None:
+            return
+        batch, task = result.task_id, tables.schedule.task(result.task_id)
+        indices = "" if task is None else indices_of(task, at_most=64)
+        if is_slow:
+            tally.note_slow(SlowBatch(batch, worker_id, sum(answer.spent[2:]), indices))
+        if (trace := tally.trace) is not None:
+            trace.built(worker_id, call.actor.created_at, worker.lane != "Ray calls", batch, indices, answer.spent)
 
     def _take_result(self, slot: WorkerSlot, result: Result, lent: Lent | None) -> None:
         """Reports a result to the schedule."""

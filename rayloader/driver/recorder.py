@@ -7,14 +7,18 @@ gets is right but for the batch that is just being counted. Nothing here refers 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import frexp
+from pathlib import Path
 from time import perf_counter
 
 from rayloader.driver.cpu_use import CpuUse
+from rayloader.errors import RayloaderError
 from rayloader.stats import Period, SlowBatch, Times, WorkerStats
+from rayloader.trace import Trace
 
 # Classes of a histogram by octave, and the shortest and longest times that it tells apart, as powers of 2 of a second.
 PER_OCTAVE = 8
@@ -134,6 +138,8 @@ class Tally:
         self.workers = [WorkerTally() for _ in range(num_workers)]
         self.slowest: list[SlowBatch] = []
         self.cpu_use: CpuUse | None = None
+        self.trace: Trace | None = None  # while one is on
+        self._batch = 0  # that `gave` was told last
         self._slow = 0.0  # seconds; what takes longer is one of the slowest
         # perf_counter(): when `next` was called, when it returned (0: it has not), and when it first did.
         self._asked = self._left = 0.0
@@ -146,12 +152,16 @@ class Tally:
         now = perf_counter()
         if self._left:
             self.step.add(now - self._left)
+            if self.trace is not None:
+                self.trace.trainer("step", self._batch, self._left, now)
             self._left = 0.0
         self._asked = now
 
-    def gave(self, samples: int, nbytes: int) -> None:
-        """It is about to return a batch."""
+    def gave(self, batch: int, samples: int, nbytes: int) -> None:
+        """It is about to return this batch."""
         now = perf_counter()
+        if self.trace is not None:
+            self.trace.trainer("wait", batch, self._asked, now)
         if self.batches:
             self.wait.add(now - self._asked)
         else:
@@ -162,7 +172,7 @@ class Tally:
         self.batches += 1
         self.samples += samples
         self.nbytes += nbytes
-        self._left = now
+        self._batch, self._left = batch, now
 
     def ended(self) -> None:
         """There is no further batch."""
@@ -253,6 +263,7 @@ class Recorder:
         # What has ended, in one, and the tallies that iterators still write to, the latest last. Replaced as a whole:
         # another thread may be reading it.
         self._tallies: tuple[Tally, list[tuple[weakref.ref[object], Tally]]] = Tally(), []
+        self._trace: Trace | None = None
 
     def begins(self, iterator: object, num_workers: int, processes: int = 0, depth: int | None = None) -> Tally:
         """An iterator of the loader begins an epoch; the one before, if it had one, has ended. See `Tally`."""
@@ -260,8 +271,29 @@ class Recorder:
         ended = [tally for ref, tally in live if ref() in (None, iterator)]
         others = [(ref, tally) for ref, tally in live if ref() not in (None, iterator)]
         new = Tally(num_workers, processes, depth)
+        new.trace = self._trace
         self._tallies = Tally.of([past, *ended]), [*others, (weakref.ref(iterator), new)]
         return new
+
+    @contextlib.contextmanager
+    def traced(self, path: Path, title: str) -> Iterator[None]:
+        """Traces what the iterators do meanwhile; see `DataLoader.trace`."""
+        if self._trace is not None:
+            raise RayloaderError("this loader is being traced already; end that trace first")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} for the trace; make it first")
+        trace = Trace()
+        self._set_trace(trace)
+        try:
+            yield
+        finally:
+            self._set_trace(None)
+            trace.write(path, title)
+
+    def _set_trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        for _, tally in self._tallies[1]:
+            tally.trace = trace
 
     def tell(self) -> tuple[Tally, Tally]:
         """Of the epoch that began last, and of all."""

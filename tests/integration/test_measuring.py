@@ -4,6 +4,7 @@ A dataset's work is given as a sleep where the verdict is under test: the ratios
 not turn them round.
 """
 
+import json
 import threading
 import time
 
@@ -190,3 +191,22 @@ def test_stragglers_are_found_to_be_the_bottleneck():
     assert found.verdict.startswith("slow batches are the bottleneck: the trainer waits")
     assert "times the median, and the others wait for it" in found.verdict
     assert found.verdict.endswith("scheduling='dynamic' (with seeding='batch')")
+
+
+@pytest.mark.parametrize("arenas", [True, False])
+def test_a_trace_has_a_lane_for_each_worker(tmp_path, arenas):
+    loader = DataLoader(Work(24), batch_size=4, num_workers=2, arenas=arenas)
+    with loader.trace(tmp_path / "trace.json"):
+        run(loader)
+    run(loader)  # is in no trace
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    assert names == ["trainer", "worker 0", "worker 1"]
+    for worker_id in range(2):
+        lane = [(e["name"], e["args"]["batch"]) for e in events if e["ph"] == "X" and e["tid"] == 1 + worker_id]
+        batches = range(worker_id, 6, 2)
+        assert lane == [(what, batch) for batch in batches for what in ("fetch", "collate", "transfer")]
+    assert {e["args"]["indices"] for e in events if e["name"] == "fetch"} >= {"[0, 1, 2, 3]", "[20, 21, 22, 23]"}
+    trainer = [(e["name"], e["args"]["batch"]) for e in events if e["ph"] == "X" and e["tid"] == 0]
+    assert trainer == [(what, batch) for batch in range(6) for what in ("wait", "step")]
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")

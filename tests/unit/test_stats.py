@@ -85,7 +85,7 @@ def run_epoch(tally, clock, steps, *, samples=4, nbytes=100):
     for wait, step in steps:
         tally.asked()
         clock.now += wait
-        tally.gave(samples, nbytes)
+        tally.gave(tally.batches, samples, nbytes)
         clock.now += step
     tally.asked()
     tally.ended()
@@ -109,7 +109,7 @@ def test_what_a_next_that_raises_took_is_neither(clock):
     clock.now += 100.0  # it raised, and then the program did something else
     tally.asked()
     clock.now += 1.0
-    tally.gave(4, 100)
+    tally.gave(2, 4, 100)
     assert tally.period().seconds == 1.0 + 2.0 + 1.0
 
 
@@ -118,12 +118,12 @@ def test_what_workers_waited_for_before_the_first_batch_is_not_their_idleness(cl
     tally.asked()
     tally.answered(0, 0.0, 30.0, 1.0, 0.0, 0.0)
     clock.now += 60.0
-    tally.gave(1, 1)
+    tally.gave(0, 1, 1)
     tally.asked()
     tally.answered(0, 0.0, 30.0, 1.0, 0.0, 0.0)
     assert tally.workers[0].idle == 0.0
     clock.now += 10.0
-    tally.gave(1, 1)
+    tally.gave(0, 1, 1)
     tally.asked()
     tally.answered(0, 0.0, 4.0, 1.0, 0.0, 0.0)
     assert tally.workers[0].idle == 4.0

@@ -1,0 +1,107 @@
+"""A trace of a loader at work: what each worker and the trainer did when, for Perfetto or chrome://tracing.
+
+Promise: while no trace is on, nothing is kept. What is kept is bounded by the batches that are taken while one is on.
+The file is in the Trace Event Format, JSON:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+TRAINER = 0  # the trainer's lane; worker w has lane 1 + w
+
+
+class _Built(NamedTuple):
+    """What a worker did for one batch; times are perf_counter() of its machine, in seconds."""
+
+    worker_id: int
+    process: object  # equal for the same process of that worker
+    received: float | None  # perf_counter() of this machine; None if the worker is on it
+    batch: int
+    indices: str
+    began: float
+    fetch: float
+    collate: float
+    transfer: float
+
+
+class Trace:
+    """Collects what happens. Any thread may tell it something: each appends to a list."""
+
+    def __init__(self) -> None:
+        self._built: list[_Built] = []
+        self._of_trainer: list[tuple[str, int, float, float]] = []  # what, batch, from, to
+
+    def trainer(self, what: str, batch: int, began: float, ended: float) -> None:
+        """The trainer waited for a batch, or took its step with it."""
+        self._of_trainer.append((what, batch, began, ended))
+
+    def built(
+        self, worker_id: int, process: object, near: bool, batch: int, indices: str, spent: tuple[float, ...]
+    ) -> None:
+        """A worker has sent a batch.
+
+        Args:
+            worker_id: that worker.
+            process: equal for what comes from the same process of it.
+            near: it is on this machine, where all processes have one clock.
+            batch: number of the task.
+            indices: of the task, as text.
+            spent: as in `Answer.spent`.
+        """
+        began, _, *parts = spent
+        received = None if near else perf_counter()
+        self._built.append(_Built(worker_id, process, received, batch, indices, began, *parts))
+
+    def write(self, path: Path, title: str) -> None:
+        """Writes the file, in place of what is there; compressed if its name ends with .gz."""
+        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": list(self.events(title))}).encode()
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+        unfinished.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+        unfinished.replace(path)
+
+    def events(self, title: str) -> Iterator[dict[str, Any]]:
+        """What the file holds: names of the lanes, and slices."""
+        built, trainer = list(self._built), list(self._of_trainer)
+        yield _named("process_name", TRAINER, title)
+        yield _named("thread_name", TRAINER, "trainer")
+        for worker_id in sorted({one.worker_id for one in built}):
+            yield _named("thread_name", 1 + worker_id, f"worker {worker_id}")
+        for what, batch, began, ended in trainer:
+            yield _slice(what, TRAINER, began, ended, {"batch": batch})
+        for process in dict.fromkeys((one.worker_id, one.process) for one in built):
+            yield from _of_process([one for one in built if (one.worker_id, one.process) == process])
+
+
+def _of_process(built: list[_Built]) -> Iterable[dict[str, Any]]:
+    # Another machine's clock: what came fastest was sent when it was received.
+    ahead = min((one.received - _end(one) for one in built if one.received is not None), default=0.0)
+    nexts = [one.began for one in built[1:]]
+    for one, next_began in zip(built, [*nexts, float("inf")], strict=True):
+        told = {"batch": one.batch, **({"indices": one.indices} if one.indices else {})}
+        began = one.began
+        for what in ("fetch", "collate", "transfer"):
+            # Sending is told with the next batch, and so would end where that has begun already.
+            ended = min(began + getattr(one, what), next_began)
+            yield _slice(what, 1 + one.worker_id, began + ahead, ended + ahead, told)
+            began = ended
+
+
+def _end(one: _Built) -> float:
+    return one.began + one.fetch + one.collate + one.transfer
+
+
+def _slice(what: str, lane: int, began: float, ended: float, told: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": began * 1e6, "dur": (ended - began) * 1e6}
+    return {"ph": "X", "name": what, "pid": os.getpid(), "tid": lane, **times, "args": told}
+
+
+def _named(what: str, lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": os.getpid(), "tid": lane, "args": {"name": name}}

@@ -1,0 +1,107 @@
+"""What a trace holds, and its file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from rayloader import DataLoader, RayloaderError
+from rayloader.trace import Trace
+
+
+def slices(events, lane):
+    return [(e["name"], round(e["ts"]), round(e["dur"])) for e in events if e["ph"] == "X" and e["tid"] == lane]
+
+
+def names(events):
+    return {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+
+
+def test_each_worker_has_a_lane_and_the_trainer_one():
+    trace = Trace()
+    trace.built(0, 1, True, 0, "[5, 6]", (1.0, 0.5, 0.1, 0.2, 0.3))
+    trace.built(1, 2, True, 1, "", (2.0, 0.5, 0.1, 0.0, 0.0))
+    trace.trainer("wait", 0, 1.0, 1.6)
+    events = list(trace.events("title"))
+    assert names(events) == {0: "trainer", 1: "worker 0", 2: "worker 1"}
+    assert slices(events, 0) == [("wait", 1_000_000, 600_000)]
+    assert slices(events, 1) == [
+        ("fetch", 1_000_000, 100_000),
+        ("collate", 1_100_000, 200_000),
+        ("transfer", 1_300_000, 300_000),
+    ]
+    assert [e["args"] for e in events if e["name"] == "fetch"] == [{"batch": 0, "indices": "[5, 6]"}, {"batch": 1}]
+
+
+def test_slices_of_one_worker_do_not_overlap():
+    trace = Trace()
+    trace.built(0, 1, True, 0, "", (1.0, 0.0, 0.1, 0.1, 0.5))
+    trace.built(0, 1, True, 1, "", (1.3, 0.0, 0.1, 0.1, 0.1))
+    assert slices(trace.events(""), 1)[2] == ("transfer", 1_200_000, 100_000)
+
+
+def test_the_clock_of_another_machine_is_converted_by_what_came_fastest(monkeypatch):
+    trace, now = Trace(), [0.0]
+    monkeypatch.setattr("rayloader.trace.perf_counter", lambda: now[0])
+    for began, received in ((1000.0, 5.0), (1001.0, 5.5), (1002.0, 7.0)):
+        now[0] = received
+        trace.built(0, 1, False, 0, "", (began, 0.0, 0.5, 0.0, 0.0))
+    assert [ts for name, ts, _ in slices(trace.events(""), 1) if name == "fetch"] == [4_000_000, 5_000_000, 6_000_000]
+
+
+def loader():
+    return DataLoader(torch.utils.data.TensorDataset(torch.zeros(10, 4)), batch_size=4)
+
+
+@pytest.mark.parametrize(("name", "opened"), [("trace.json", open), ("trace.json.gz", gzip.open)])
+def test_the_file_holds_waits_and_steps_in_turn(tmp_path, name, opened):
+    traced = loader()
+    path = tmp_path / name
+    path.write_text("what was there")
+    list(traced)
+    with traced.trace(path):
+        list(traced)
+    list(traced)
+    with opened(path) as file:
+        events = json.load(file)["traceEvents"]
+    assert [(e["name"], e["args"]["batch"]) for e in events if e["ph"] == "X"] == [
+        (what, batch) for batch in range(3) for what in ("wait", "step")
+    ]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rayloader: TensorDataset"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_trace_may_begin_and_end_in_the_middle_of_an_epoch(tmp_path):
+    traced = loader()
+    iterator = iter(traced)
+    next(iterator)
+    with traced.trace(tmp_path / "trace.json"):
+        next(iterator)
+    next(iterator)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [(e["name"], e["args"]["batch"]) for e in events if e["ph"] == "X"] == [("step", 0), ("wait", 1)]
+
+
+def test_the_file_is_written_where_the_block_raises(tmp_path):
+    with pytest.raises(ZeroDivisionError), loader().trace(str(tmp_path / "trace.json")):
+        raise ZeroDivisionError
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_one_trace_at_a_time(tmp_path):
+    traced = loader()
+    with traced.trace(tmp_path / "one.json"):
+        with pytest.raises(RayloaderError, match="being traced already"), traced.trace(tmp_path / "two.json"):
+            pass
+        list(traced)
+    with traced.trace(tmp_path / "two.json"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"one.json", "two.json"}
+
+
+def test_a_folder_that_is_missing_is_told_before_anything_is_loaded(tmp_path):
+    with pytest.raises(FileNotFoundError, match="make it first"), loader().trace(tmp_path / "missing" / "trace.json"):
+        raise AssertionError("the block was entered")
