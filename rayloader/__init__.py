@@ -14,6 +14,7 @@ from rayloader.errors import (
 )
 from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
+from rayloader.progress_bar import progress
 from rayloader.shared_list import SharedList
 from rayloader.stats import LoaderStats
 
@@ -34,6 +35,7 @@ __all__ = [
     "WorkerStartError",
     "init",
     "patch",
+    "progress",
     "shutdown",
 ]
 __version__ = "0.1.0"

@@ -298,5 +298,10 @@ class Recorder:
     def tell(self) -> tuple[Tally, Tally]:
         """Of the epoch that began last, and of all."""
         past, live = self._tallies
-        tallies = [tally for _, tally in live]
-        return tallies[-1] if tallies else past, Tally.of([past, *tallies])
+        return self.latest, Tally.of([past, *(tally for _, tally in live)])
+
+    @property
+    def latest(self) -> Tally:
+        """Of the epoch that began last; zeros before the first one."""
+        past, live = self._tallies
+        return live[-1][1] if live else past
