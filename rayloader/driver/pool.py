@@ -193,18 +193,25 @@ class Pool:
         It is kept until the loader's end, or `shutdown`.
         """
         with self._lock:
-            last = next((entry.image for entry in self._loaders if entry.ref() is loader), None)
+            entry = self._entry(loader)
+        last = entry.image if entry is not None else None
         image = Image.write(encoded, mappings) if last is None else last.updated(encoded, mappings)
         with self._lock:
-            for entry in self._loaders:
-                if entry.ref() is loader:
-                    entry.image = image
+            if (entry := self._entry(loader)) is not None:
+                entry.image = image
         return image
 
     def remembered(self, loader: object) -> dict[str, Any]:
         """What a loader's iterators leave to the next one; gone with the loader."""
         with self._lock:
-            return next((entry.remembered for entry in self._loaders if entry.ref() is loader), {})
+            entry = self._entry(loader)
+            return entry.remembered if entry is not None else {}
+
+    def _entry(self, loader: object) -> _LoaderEntry | None:
+        for entry in self._loaders:  # no generator: an interrupt at its end would be lost
+            if entry.ref() is loader:
+                return entry
+        return None
 
     # ---- ends
 
