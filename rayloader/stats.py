@@ -79,10 +79,7 @@ class WorkerStats:
         if not batches:
             return "has sent no batch"
         parts = [f"{name} {seconds(getattr(self, name) / batches)}" for name in ("fetch", "collate", "transfer")]
-        return (
-            f"busy {self.busy:.0%}, {batches:,} batches: {', '.join(parts)} each; {self.lane}, "
-            f"up to {self.depth} asked at once"
-        )
+        return f"busy {self.busy:.0%}, {batches:,} batches: {', '.join(parts)} each; {self.lane}, depth {self.depth}"
 
 
 @dataclass(frozen=True)

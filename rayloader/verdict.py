@@ -52,7 +52,7 @@ def _trainer_bound(stats: LoaderStats, period: Period) -> str:
     waits = f"the trainer waits only {period.wait_share:.1%} of the time"
     if not period.workers:
         return f"nothing to mend: {waits}"
-    needed = max(1, math.ceil(MARGIN * period.build.total / period.seconds))
+    needed = max(1, math.ceil(MARGIN * period.build.mean * period.batches_per_s))  # not `total`: some are built ahead
     if needed < stats.processes:
         return f"the trainer is the bottleneck: {needed} of {_count(stats.processes, 'worker')} would do ({waits})"
     return f"nothing to mend: {waits}"

@@ -174,7 +174,8 @@ class ArenaLane:
     @property
     def leased_bytes(self) -> int:
         """In slots that hold a batch, or a part of one."""
-        return self._arena.leased_bytes if self._arena is not None else 0
+        arena = self._arena  # once: another thread may ask
+        return arena.leased_bytes if arena is not None else 0
 
     def lend(self, told: ArenaAddress | None = None) -> Lent | None:
         """Room for the batches that a message asks for, and news of it; None where there is no arena.
