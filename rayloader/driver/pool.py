@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ class Pool:
         self._placement = Placement()
         self._loaders: list[_LoaderEntry] = []
         self._lock = threading.Lock()
-        self._job = session_name[1]
+        self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same ones
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.output = Output()
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
@@ -274,8 +275,8 @@ class Pool:
         actors = []
         label = lease.name if lease is not None and lease.name else "worker"
         for _ in range(count):
-            # Ray shows the name. It stays the actor's when another loader has it, and must be the job's only one.
-            named = {"name": f"rayloader:{label}:{next(self._made[label])}", "namespace": f"rayloader-{self._job}"}
+            # Ray shows the name. It stays the actor's when another loader has it.
+            named = {"name": f"rayloader:{label}:{next(self._made[label])}", "namespace": self._namespace}
             try:
                 # Ray ends it if an interrupt comes before it is noted below.
                 handle = _remote_worker.options(**options, **named).remote()

@@ -294,3 +294,19 @@ def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
         assert pool.verdict([pending], nowhere) is Verdict.WAIT, "an actor has got a place or started just now"
     pool.kill(pending)
     pool.wait()
+
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    """A process of the same Ray job, as Ray Train and Ray Tune start them."""
+
+    def begin(self):
+        self.iterator = iter(DataLoader(range(4), None, num_workers=1))
+        return next(self.iterator)
+
+
+def test_trainers_of_one_job_have_workers_at_the_same_time():
+    trainers = [Trainer.remote() for _ in range(2)]
+    assert ray.get([trainer.begin.remote() for trainer in trainers]) == [0, 0]
+    for trainer in trainers:
+        ray.kill(trainer)
