@@ -67,7 +67,8 @@ class Moment(NamedTuple):
     @property
     def epoch(self) -> int | None:
         """The epoch of the outermost sampler that has one."""
-        return next((simple["epoch"] for simple in self.attributes if "epoch" in simple), None)
+        epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
+        return epochs[0] if epochs else None
 
     def with_epoch(self, epoch: int | None) -> Moment:
         """The same in another epoch."""
@@ -90,9 +91,10 @@ class Samplers:
         self.index_sampler = loader._index_sampler
         self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self._chain = _chain(self.index_sampler)
-        self._stateful = next((sampler for sampler in self._chain if has_state(sampler)), None)
+        stateful = [sampler for sampler in self._chain if has_state(sampler)]
+        self._stateful = stateful[0] if stateful else None
         innermost = self._chain[-1]
-        self.is_stock = type(innermost) in QUIET_SAMPLERS and all(type(s) is BatchSampler for s in self._chain[:-1])
+        self.is_stock = type(innermost) in QUIET_SAMPLERS and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
         own = loader.generator is not None and getattr(innermost, "generator", loader.generator) is not None
         self._needs_global = not (self.is_stock and own)
         self._loaders_own = loader.generator

@@ -73,7 +73,7 @@ class Answers:
             ready = poll.poll(math.ceil(max(0.0, timeout) * 1000))
         finally:
             self._waiting -= 1
-        if any(descriptor == self._waker.descriptor for descriptor, _ in ready):
+        if self._waker.descriptor in [descriptor for descriptor, _ in ready]:
             self._waker.heard()
         return bool(ready)
 

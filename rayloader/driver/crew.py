@@ -172,7 +172,7 @@ class Crew:
         arrived = [(actor, message) for actor, c in list(self._channels.items()) for message in c.receive()]
         if arrived:
             self._answers.ring_others()
-            if any(isinstance(message, ActorLost) for _, message in arrived):
+            if ActorLost in [type(message) for _, message in arrived]:
                 self.check_session()  # Ray's shutdown is not the worker's fault
         return arrived
 
@@ -296,12 +296,12 @@ class Crew:
         near = [
             a for a in self.actors if a not in self._dead and a.address is not None and a.address.place == where.place
         ]
-        host = next((a for a in near if a.hosts(self._image)), None)
-        host = host or next((a for a in near if a.hosted is not None and a.hosted[0] == self._image.address.name), None)
-        if host is None:
+        hosts = [a for a in near if a.hosts(self._image)]
+        hosts += [a for a in near if a.hosted is not None and a.hosted[0] == self._image.address.name]
+        host = hosts[0] if hosts else actor
+        if not hosts:
             if not contents:
                 contents.append(ray.put([PickleBuffer(content) for content in self._image.contents()]))
-            host = actor
             host.host(self._image, contents[0])
         assert host.hosted is not None
         # In lists: Ray waits for what stands by itself, and would not call at all where it is lost.

@@ -421,7 +421,7 @@ class Epoch:
 
     def note_begins(self) -> None:
         """Waits until every worker has begun the epoch."""
-        while self.tables.failure is None and not all(slot.journal.begun for slot in self._crew.slots):
+        while self.tables.failure is None and [slot for slot in self._crew.slots if not slot.journal.begun]:
             self._receive(TICK_S)
 
     # ---- waiting

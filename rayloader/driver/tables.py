@@ -11,6 +11,8 @@ In the main thread a signal handler, Ctrl-C's for one, may raise at almost any l
    the epoch is `broken`: `next()` says so, and the next `iter()` starts with fresh workers. The position is right
    nevertheless, for it counts what was handed over and nothing else.
 3. Locks that the user's thread takes are C's own, and waits are one call of `select.poll`.
+4. No generator is left before its end, by `any` or `next` for instance: what a handler raises while Python closes it is
+   printed and dropped. Hence lists where a generator would do.
 """
 
 from __future__ import annotations
@@ -115,10 +117,7 @@ class Tables:
     @property
     def is_under_way(self) -> bool:
         """Whether something is to come from the workers."""
-        for slot in self.crew.slots:  # no generator: an interrupt at its end would be lost
-            if slot.calls:
-                return True
-        return bool(self.crew.awaited)
+        return bool([slot for slot in self.crew.slots if slot.calls] or self.crew.awaited)
 
     @changes
     def handle(self, event: Event) -> None:

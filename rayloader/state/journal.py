@@ -50,7 +50,8 @@ class Before(NamedTuple):
     def proves(self) -> bool:
         """Whether that can be done again, and on the way something is built that was delivered."""
         error = "" if self.state is None else self.state.error
-        return not error and any(isinstance(entry, Told) and entry.digest is not None for entry in self.entries)
+        known = [entry for entry in self.entries if isinstance(entry, Told) and entry.digest is not None]
+        return not error and bool(known)
 
 
 class Journal:
@@ -75,7 +76,8 @@ class Journal:
             return self._before.state
         if self.rewinds:
             return self.base
-        return next((s for s in reversed(self._snapshots) if _is_before(s, self._last_answered)), self.base)
+        before = [s for s in self._snapshots if _is_before(s, self._last_answered)]
+        return before[-1] if before else self.base
 
     @property
     def shared_seed(self) -> int | None:
