@@ -8,12 +8,15 @@ import math
 import pickle
 import random
 import weakref
+from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 
 from rayloader import DataLoader, LoaderStats
 from rayloader.driver import recorder
+from rayloader.driver.local import _nbytes
 from rayloader.driver.recorder import SLOWEST, Histogram, Recorder, Tally
 from rayloader.stats import Period, SlowBatch, Times, WorkerStats
 from rayloader.verdict import ENOUGH_BATCHES, verdict
@@ -411,3 +414,24 @@ def test_stats_are_no_part_of_a_state():
     other.load_state_dict(state)
     list(other)
     assert other.stats().total.batches == 2
+
+
+def test_bytes_of_a_batch_are_counted_without_calling_the_users_code():
+    class Refuses(dict):
+        def values(self):
+            raise AssertionError("this is the user's code")
+
+    Pair = namedtuple("Pair", "left right")
+    zeros = torch.zeros(4)
+    endless = []
+    endless.append(endless)
+    for batch, nbytes in [
+        ([zeros, (zeros, {"a": np.zeros(2)})], 48),
+        (Pair(zeros, zeros), 32),
+        (Refuses(a=zeros), 16),
+        (zeros.to_sparse(), 0),
+        (torch.nested.nested_tensor([zeros]), 0),
+        (endless, 0),
+        (object(), 0),
+    ]:
+        assert _nbytes(batch) == nbytes
