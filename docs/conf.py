@@ -23,7 +23,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 80
-napoleon_custom_sections = [("Arguments of rayloader's own", "params_style")]
+napoleon_custom_sections = [("Arguments of rayloader alone", "params_style")]
 python_use_unqualified_type_names = True
 
 

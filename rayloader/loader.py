@@ -82,7 +82,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         pin_memory_device: deprecated in torch.
         in_order: deliver the batches in order; if False, as they are finished.
 
-    Arguments of rayloader's own:
+    Arguments of rayloader alone:
         ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that was already
             running, while it has as many CPUs as this process has workers, and 0 otherwise or if others hold all CPUs
             for 10 seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`,
