@@ -21,7 +21,6 @@ myst_heading_anchors = 3  # links to headings are spelled as in the repository
 default_role = "code"  # docstrings set names in single back-ticks
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them
-autodoc_preserve_defaults = True
 maximum_signature_line_length = 80
 napoleon_custom_sections = [("Arguments of rayloader alone", "params_style")]
 python_use_unqualified_type_names = True
