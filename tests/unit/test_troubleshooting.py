@@ -26,7 +26,8 @@ PLACEHOLDER = re.compile(r"%[-.\d]*[sdgfr]")  # of logging
 
 # The constructors of what a user meets, and the functions that are given a text for the user.
 PUBLIC = {name for name in rayloader.__all__ if name.endswith("Error")}
-SAYS = PUBLIC | {"TypeError", "ValueError", "AssertionError", "IndexError", "FileNotFoundError", "UnpicklingError"}
+SAYS = PUBLIC | {"TypeError", "ValueError", "AssertionError", "IndexError", "FileNotFoundError", "ImportError"}
+SAYS |= {"UnpicklingError"}
 SAYS |= {"warn", "warning", "info", "add_note", "_refusal"}
 
 # What these say that is not for users, or stands elsewhere.
@@ -171,12 +172,12 @@ CALLS: dict[str, Callable[[], object]] = {
     'on_timeout="restart"': lambda: DataLoader(range(4), on_timeout="restart"),
     'scheduling="dynamic" needs seeding="batch"': lambda: DataLoader(range(4), scheduling="dynamic"),
     'scheduling="dynamic" needs a map-style': lambda: DataLoader(Stream(), scheduling="dynamic", seeding="batch"),
-    "... must be ... or ..., got ...": lambda: DataLoader(range(4), seeding="epoch"),  # type: ignore[arg-type]
-    "... must be True": lambda: DataLoader(range(4), arenas=1),  # type: ignore[arg-type]
+    "... must be ... or ..., got ...": lambda: DataLoader(range(4), seeding="epoch"),
+    "... must be True": lambda: DataLoader(range(4), arenas=1),
     "... must be a whole number >= 0": lambda: DataLoader(range(4), max_skipped=-1),
     "snapshot_every_n_steps": lambda: DataLoader(range(4), snapshot_every_n_steps=0),
     "name must be": lambda: DataLoader(range(4), name=""),
-    "ray_remote_args must be": lambda: DataLoader(range(4), ray_remote_args=[]),  # type: ignore[arg-type]
+    "ray_remote_args must be": lambda: DataLoader(range(4), ray_remote_args=[]),
     "ray_remote_args['resources']": lambda: DataLoader(range(4), ray_remote_args={"resources": 1}),
     "ray_remote_args must not": lambda: DataLoader(range(4), ray_remote_args={"name": "mine"}),
     "ray_remote_args: ...": lambda: DataLoader(range(4), ray_remote_args={"num_cpus": -1}),
@@ -281,6 +282,20 @@ TESTS = {
         "test_a_worker_without_a_place_is_hosted_by_the_others": ["rayloader: ... of ... worker"],
         "test_cpus_that_others_have_and_keep_are_done_without": ["rayloader: other Ray work"],
         "test_more_workers_than_cpus_share_them_with_a_warning": ["This DataLoader will create"],
+    },
+    "integration/test_torchrun.py": {
+        "test_a_keeper_that_is_killed_takes_ray_along_and_the_next_epoch_has_another": [
+            "rayloader: the process that kept"
+        ],
+    },
+    "unit/test_torchrun.py": {"test_another_users_socket_is_not_believed": ["another user's process"]},
+    "unit/test_trace.py": {
+        "test_one_trace_at_a_time": ["this loader is being traced"],
+        "test_a_folder_that_is_missing_is_told_before_anything_is_loaded": ["there is no folder"],
+    },
+    "unit/test_progress.py": {
+        "test_other_loaders_are_refused": ["progress() takes"],
+        "test_without_tqdm_the_error_names_the_extra": ["rayloader.progress needs"],
     },
     "unit/test_codec.py": {
         "test_known_classes_need_not_be_picklable_here": ["a class of this batch"],
