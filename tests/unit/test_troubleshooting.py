@@ -397,6 +397,22 @@ def test_the_tests_that_provoke_messages_exist(file: str) -> None:
     assert TESTS[file].keys() <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+def test_the_tree_of_errors_is_that_of_the_classes() -> None:
+    drawn = re.findall(r"^    ([│├└─ ]*)(\w+Error)$", rayloader.errors.__doc__ or "", re.MULTILINE)
+    assert {name for _, name in drawn} == PUBLIC | {"RuntimeError"}
+    above: list[str] = []
+    for branch, name in drawn:
+        above[len(branch) // 4 :] = [name]
+        assert above[-2:-1] in ([], [getattr(rayloader, name, RuntimeError).__base__.__name__])
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"^\.\. auto(?:class|function):: (\w+)", page, re.MULTILINE))
+    assert set(rayloader.__all__) - PUBLIC <= named
+    assert ".. automodule:: rayloader.errors" in page
+
+
 @pytest.mark.parametrize(
     ("source", "texts"),
     [
