@@ -7,6 +7,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 FULL_READY := $(VENV)/.ready-full
+DOCS_READY := $(VENV)/.ready-docs
 
 # Two processes run side by side, for a Ray that starts or ends leaves cores idle; what takes longest begins first. Each
 # has a Ray of its own, whose start costs much: folders share a process where one has not enough to do for itself.
@@ -17,7 +18,7 @@ TOGETHER := $(filter-out $(ALONE) tests/conformance,$(FOLDERS)) tests/conformanc
 PYTEST := $(PY) -m pytest $(SELECTED)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full chaos bench bench-quick bench-check lint format types clean $(ALONE) together
+.PHONY: help demo test test-full docs chaos bench bench-quick bench-check lint format types clean $(ALONE) together
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -32,9 +33,12 @@ test: lint ## lint, types, tests (sampled where a full run takes long) and bench
 	$(call run_tests,-m 'not full')
 	@$(PY) benchmarks/check.py
 
-test-full: lint $(FULL_READY) ## the same with every test
+test-full: lint docs $(FULL_READY) ## the same with every test, and the documentation
 	$(call run_tests,)
 	@$(PY) benchmarks/check.py
+
+docs: $(DOCS_READY) ## build the documentation site in build/docs
+	@$(PY) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
 chaos: $(READY) ## kill workers and whole Ray nodes at random for some minutes; every batch must come, once and the same
 	@$(PY) tests/chaos/chaos.py
@@ -99,4 +103,9 @@ $(FULL_READY): $(READY)
 $(BENCH_READY): $(READY)
 	@echo "Adding the loaders that the benchmarks compare with."
 	@"$(PY)" -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@echo "Adding what builds the documentation."
+	@"$(PY)" -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,docs]'
 	@touch $@

@@ -1,4 +1,19 @@
-"""The errors that rayloader itself raises. Errors in the user's own code arrive as torch's loader raises them."""
+"""The errors that rayloader itself raises. Errors in the user's own code arrive as torch's loader raises them.
+
+::
+
+    RuntimeError
+    └── RayloaderError
+        ├── WorkerDiedError
+        ├── BatchTimeoutError
+        ├── WorkerStartError
+        ├── RaySessionError
+        ├── ReplayError
+        ├── StateError
+        ├── SkipLimitError
+        └── ReplicaError
+            └── ReplicaMemoryError
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
 
     From this call on, `torch.utils.data.DataLoader(...)` gives a `rayloader.DataLoader`, under whatever name it is
     called, and so does torchdata's `StatefulDataLoader(...)`. A loader of ours that a framework makes anew keeps its
-    own arguments. Classes that derive from torch's, and loaders that exist already, are left alone.
+    own arguments. Classes that derive from torch's, and loaders that exist already, are left alone. For instance::
 
         with rayloader.patch(seeding="batch"):
             trainer.train()

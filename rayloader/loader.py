@@ -81,6 +81,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         persistent_workers: keep the workers' dataset objects from epoch to epoch.
         pin_memory_device: deprecated in torch.
         in_order: deliver the batches in order; if False, as they are finished.
+
+    Arguments of rayloader alone:
         ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that was already
             running, while it has as many CPUs as this process has workers, and 0 otherwise or if others hold all CPUs
             for 10 seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`,
@@ -254,7 +256,7 @@ class DataLoader(TorchDataLoader[_T_co]):
 
         The numbers are those of the current or last epoch, and of all epochs of all iterators of this object; they are
         no part of `state_dict()`, and a copy of the loader begins with none. Measuring takes some microseconds a batch.
-        Any thread may call this, at any time: it waits for nothing, and raises nothing.
+        Any thread may call this, at any time: it waits for nothing, and raises nothing. For instance::
 
             print(loader.stats())
         """
@@ -278,6 +280,8 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
         """Writes what the workers and the trainer do, when, to a file for https://ui.perfetto.dev or chrome://tracing.
+
+        For instance::
 
             with loader.trace("loader.json"):
                 for batch in loader: ...

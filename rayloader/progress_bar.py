@@ -18,6 +18,8 @@ _T_co = TypeVar("_T_co", covariant=True)
 def progress(loader: DataLoader[_T_co], **options: Any) -> Progress[_T_co]:
     """The loader with a tqdm bar, which shows the rate, the share of the time that the trainer waits, and restarts.
 
+    For instance::
+
         for batch in rayloader.progress(loader, desc="epoch 3"): ...
 
     Each `iter()` has a bar of its own, in a terminal or a notebook; where standard error is neither, there is none.

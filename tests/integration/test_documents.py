@@ -1,0 +1,81 @@
+"""The Python code in README.md and docs/ runs as it is printed; see `documents.py`.
+
+Blocks that need a process of their own join this process's Ray.
+"""
+
+import ast
+import importlib
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from documents import BLOCKS, ROOT, Block
+from rayloader import frameworks
+
+COMMANDS = {
+    "python": [],
+    "pytest": ["-m", "pytest", "-p", "no:cacheprovider"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the program and raises
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def write(block: Block, folder: Path) -> Path:
+    path = folder / "block.py"
+    path.write_text(block.code)
+    return path
+
+
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    """Ends what a program patches to its end."""
+    yield
+    for patch in list(frameworks._installed):
+        patch.remove()
+
+
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.command == ""], ids=str)
+def test_a_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(write(block, tmp_path)), run_name="__main__")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.command], ids=str)
+def test_a_block_runs_in_a_process_of_its_own(block: Block, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, *COMMANDS[block.command or ""], write(block, tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.command is None], ids=str)
+def test_the_imports_of_a_block_that_is_not_run_resolve(block: Block) -> None:
+    for node in ast.walk(compile(block.code, str(block), "exec", ast.PyCF_ONLY_AST)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+
+
+def test_every_way_to_run_a_block_is_used() -> None:
+    assert {block.command for block in BLOCKS} == {"", None, *COMMANDS}

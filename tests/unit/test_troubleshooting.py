@@ -1,0 +1,442 @@
+"""docs/troubleshooting.md quotes what the sources say, all of it, and what it quotes is what a user meets.
+
+A message of the page is a heading, or the beginning of a list item, in back-ticks; `...` stands for what differs.
+"""
+
+import ast
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch.utils.data import IterableDataset
+
+import rayloader
+from documents import ROOT
+from rayloader import DataLoader, SharedList
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+MESSAGES = re.findall(r"^(?:### |- )`([^`]+)`", PAGE, re.MULTILINE)
+SOURCES = sorted((ROOT / "rayloader").rglob("*.py"))
+
+GAP = "..."
+PLACEHOLDER = re.compile(r"%[-.\d]*[sdgfr]")  # of logging
+
+# The constructors of what a user meets, and the functions that are given a text for the user.
+PUBLIC = {name for name in rayloader.__all__ if name.endswith("Error")}
+SAYS = PUBLIC | {"TypeError", "ValueError", "AssertionError", "IndexError", "FileNotFoundError", "ImportError"}
+SAYS |= {"UnpicklingError"}
+SAYS |= {"warn", "warning", "info", "add_note", "_refusal"}
+
+# What these say that is not for users, or stands elsewhere.
+NOT_ON_THE_PAGE = {
+    "SingleProcessIterator requires timeout == 0": "torch's own text",
+    "check_session() raises for a crew without a lease": "an assertion of the code",
+    "a class of the user's": "an assertion of the code",
+    "it can't be put there": "caught where a generator is put back",
+    "decode needs the skeleton's ... buffers": "an assertion of the code",
+    "a buffer must lie in the ... bytes of its slot": "an assertion of the code",
+    "buffer ... must have ... bytes": "an assertion of the code",
+    "...: its batches would not be the rest of the same stream": "goes on after `the state was saved with`",
+    "...: if the order of the samples depends on it": "goes on after `the state was saved with`",
+    "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
+    "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
+    "... on node ... is another file": "goes on after `The dataset refers to`",
+    "... does not reach node": "goes on after `The dataset refers to`",
+    "... node ... has not got": "goes on after `The dataset refers to`",
+    "... this worker on ... can't open": "goes on after `The dataset refers to`",
+}
+
+
+# --- what the sources say
+
+
+def template(node: ast.AST) -> list[str]:
+    """The texts that an expression may give, with gaps for what is not known here; none if it is no text."""
+    if isinstance(node, ast.Constant):
+        return [PLACEHOLDER.sub(GAP, node.value)] if isinstance(node.value, str) else []
+    if isinstance(node, ast.JoinedStr):
+        parts = [template(part) if isinstance(part, ast.Constant) else gaps(part) for part in node.values]
+        return ["".join(choice) for choice in itertools.product(*parts)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [
+            "".join(pair) for pair in itertools.product(template(node.left) or [GAP], template(node.right) or [GAP])
+        ]
+    if isinstance(node, ast.IfExp):
+        return template(node.body) + template(node.orelse)
+    return []
+
+
+def gaps(node: ast.expr) -> list[str]:
+    """A value within a text: a gap, or the text of a constant of rayloader's."""
+    assert isinstance(node, ast.FormattedValue)
+    name = ast.unparse(node.value)
+    return [constants().get(name, GAP)]
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def constants() -> dict[str, str]:
+    """Names in capitals that stand for one text."""
+    return {
+        node.targets[0].id: node.value.value
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper()
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+
+
+@cache
+def all_texts() -> list[str]:
+    """Whatever text the library may put together."""
+    return [text for path in SOURCES for node in nodes(path) for text in template(node)]
+
+
+def said() -> Iterator[tuple[str, str]]:
+    """Where, and what: the texts of errors, warnings, notes and log lines."""
+    for path in SOURCES:
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SAYS:
+                for argument in node.args:
+                    texts = [text for text in template(argument) if " " in text]
+                    yield from ((f"{path.relative_to(ROOT)}:{node.lineno}", text) for text in texts)
+                    if texts:
+                        break
+
+
+def begins(text: str, message: str) -> bool:
+    """Whether a text begins as a message does; a gap of the one may be anything in the other."""
+    pattern = "(.|\n)*".join(map(re.escape, message.removesuffix(GAP).strip().split(GAP)))
+    return re.match(pattern, text) is not None
+
+
+# --- what provokes a message: a call, or the test that does
+
+
+def looped(**attributes: object) -> None:
+    """Sets attributes of a loader, as programs may, and begins an epoch."""
+    loader = DataLoader(range(4), num_workers=1)
+    vars(loader).update(attributes)
+    iter(loader)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def warned() -> None:
+    rayloader.loader._warned_about_multiprocessing_context = False
+    DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")
+
+
+def start_timeout() -> None:
+    from rayloader.driver.placement import Placement
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYLOADER_START_TIMEOUT", "soon")
+        print(Placement().limit)
+
+
+def closed_archive() -> None:
+    import gzip
+
+    from rayloader.transport.handles import reduce
+
+    with gzip.open(ROOT / "LICENSE") as file:
+        pass
+    reduce(file, type(file))
+
+
+def lacking() -> None:
+    loader = DataLoader(range(4))
+    state = loader.state_dict()
+    del state["position"]
+    loader.load_state_dict(state)
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "prefetch_bytes must be": lambda: DataLoader(range(4), prefetch_bytes=0),
+    "prefetch_factor must be greater than 0": lambda: looped(prefetch_factor=0),
+    "prefetch_factor must be a whole number >= 1": lambda: looped(prefetch_factor="2"),
+    "prefetch_factor must be a whole number where": lambda: looped(prefetch_factor=None),
+    "num_workers must be": lambda: DataLoader(range(4), num_workers=1).resize(0),
+    "timeout must be": lambda: looped(timeout=-1),
+    'on_timeout="restart"': lambda: DataLoader(range(4), on_timeout="restart"),
+    'scheduling="dynamic" needs seeding="batch"': lambda: DataLoader(range(4), scheduling="dynamic"),
+    'scheduling="dynamic" needs a map-style': lambda: DataLoader(Stream(), scheduling="dynamic", seeding="batch"),
+    "... must be ... or ..., got ...": lambda: DataLoader(range(4), seeding="epoch"),
+    "... must be True": lambda: DataLoader(range(4), arenas=1),
+    "... must be a whole number >= 0": lambda: DataLoader(range(4), max_skipped=-1),
+    "snapshot_every_n_steps": lambda: DataLoader(range(4), snapshot_every_n_steps=0),
+    "name must be": lambda: DataLoader(range(4), name=""),
+    "ray_remote_args must be": lambda: DataLoader(range(4), ray_remote_args=[]),
+    "ray_remote_args['resources']": lambda: DataLoader(range(4), ray_remote_args={"resources": 1}),
+    "ray_remote_args must not": lambda: DataLoader(range(4), ray_remote_args={"name": "mine"}),
+    "ray_remote_args: ...": lambda: DataLoader(range(4), ray_remote_args={"num_cpus": -1}),
+    "RAYLOADER_START_TIMEOUT": start_timeout,
+    "multiprocessing_context has": warned,
+    "SharedList index": lambda: SharedList("ab")[2],
+    "resize() needs workers": lambda: DataLoader(range(4)).resize(1),
+    "this is not a state": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
+    "the state must have all": lacking,
+    "closed": closed_archive,
+    "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
+}
+
+
+TESTS = {
+    "faults/test_recovery.py": {
+        "test_all_workers_killed_at_once": ["rayloader: worker ... is lost"],
+    },
+    "faults/test_skip.py": {
+        "test_the_log_names_the_index": ["rayloader: skipped sample"],
+    },
+    "integration/test_arenas.py": {
+        "test_what_the_environment_says_is_checked": ["RAYLOADER_ARENAS"],
+        "test_who_keeps_more_than_an_arena_has_room_for_gets_all_intact_and_one_warning": [
+            "rayloader: so many batches"
+        ],
+        "test_where_no_arena_is_possible_batches_come_all_the_same": ["rayloader: batches travel"],
+    },
+    "integration/test_checkpoint_fit.py": {
+        "test_a_state_of_an_unknown_version_is_refused": ["the state has version"],
+        "test_a_damaged_state_is_refused_and_changes_nothing": ["the state is not what"],
+        "test_a_state_of_another_loader_is_refused": ["the state is of a loader with"],
+        "test_a_state_that_is_ahead_of_what_was_dispatched_is_refused": ["the state tells"],
+    },
+    "integration/test_checkpoint_program.py": {
+        "test_other_workers_end_the_epoch_and_then_the_loaders_own_begin": ["rayloader: only"],
+        "test_a_state_that_is_refused_changes_nothing": ["the state is of a loader whose"],
+        "test_of_a_text_or_a_fraction_that_differs_there_is_a_warning": ["the state was saved with"],
+        "test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks": ["the sampler could not"],
+    },
+    "integration/test_closing.py": {
+        "test_whoever_waits_in_next_is_told_that_the_epoch_was_ended": ["this epoch was ended"],
+    },
+    "integration/test_depth.py": {
+        "test_where_no_line_is_possible_batches_come_by_ray_calls_and_that_is_said": ["rayloader: a worker is reached"],
+    },
+    "integration/test_errors.py": {
+        "test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_works": ["DataLoader worker"],
+        "test_a_timeout_names_batch_and_worker_and_iteration_may_go_on": ["DataLoader timed out"],
+        "test_a_dataset_that_cannot_be_pickled_names_the_attribute_at_iter": ["It cannot be sent"],
+    },
+    "integration/test_interrupts.py": {
+        "test_an_interrupted_next_loses_nothing_and_hangs_nowhere": [
+            "this iterator was interrupted",
+            "rayloader: an epoch was interrupted",
+        ],
+    },
+    "integration/test_local.py": {
+        "test_another_dataset_is_refused": ["the state is of a dataset"],
+        "test_only_who_asks_for_a_state_pays_for_what_cannot_be_told": [
+            "... could not tell its state",
+            "the position in the epoch",
+        ],
+        "test_a_stream_that_cannot_be_read_again_is_an_error": ["the iterable dataset was"],
+    },
+    "integration/test_output.py": {
+        "test_a_breakpoint_says_what_to_do": ["rayloader: breakpoint()"],
+        "test_a_handler_that_raises_does_not_keep_others_from_logging": ["rayloader: a worker's log record"],
+    },
+    "integration/test_ranks.py": {
+        "test_what_does_not_belong_together_is_refused": [
+            "a list of states",
+            "a list must hold",
+            "the states are of different",
+        ],
+    },
+    "integration/test_restoring.py": {
+        "test_a_state_that_cannot_be_told_hurts_only_who_asks_for_it": ["a worker's dataset could not"],
+        "test_what_cannot_be_followed_is_an_error_and_never_another_stream": ["batch ... and is not what it was"],
+        "test_a_stream_with_state_that_gives_nothing_after_a_kill_is_an_error": ["batch ... and did not come"],
+        "test_a_stream_that_differs_is_that_error_for_every_batch": ["the iterable dataset of worker"],
+        "test_a_worker_that_cannot_be_restored_after_a_kill_is_that_error_for_each_of_its_batches": [
+            "the state of worker"
+        ],
+        "test_a_believed_dataset_whose_batches_differ_is_warned_of_once": ["rayloader: batch"],
+        "test_building_again_is_no_hang": ["rayloader: worker ... builds again"],
+    },
+    "integration/test_scripts.py": {
+        "test_ray_and_workers_are_started_ahead": ["Ray is running already"],
+        "test_fork_with_a_live_iterator": ["Ray cannot be used", "an iterator works in the process"],
+        "test_ray_and_rayloader_may_be_shut_down_under_live_iterators": [
+            "Ray was shut down",
+            "this iterator's workers",
+        ],
+    },
+    "multinode/test_cluster_join.py": {
+        "test_ray_client_is_refused": ["rayloader needs a driver"],
+    },
+    "multinode/test_cluster_policy.py": {
+        "test_bad_options_are_errors_at_the_latest_of_iter": ["Ray refuses the workers' options"],
+        "test_workers_without_a_place_are_an_error_that_explains": ["... of ... DataLoader workers found no place"],
+        "test_a_worker_without_a_place_is_hosted_by_the_others": ["rayloader: ... of ... worker"],
+        "test_cpus_that_others_have_and_keep_are_done_without": ["rayloader: other Ray work"],
+        "test_more_workers_than_cpus_share_them_with_a_warning": ["This DataLoader will create"],
+    },
+    "integration/test_torchrun.py": {
+        "test_a_keeper_that_is_killed_takes_ray_along_and_the_next_epoch_has_another": [
+            "rayloader: the process that kept"
+        ],
+    },
+    "unit/test_torchrun.py": {"test_another_users_socket_is_not_believed": ["another user's process"]},
+    "unit/test_trace.py": {
+        "test_one_trace_at_a_time": ["this loader is being traced"],
+        "test_a_folder_that_is_missing_is_told_before_anything_is_loaded": ["there is no folder"],
+    },
+    "unit/test_progress.py": {
+        "test_other_loaders_are_refused": ["progress() takes"],
+        "test_without_tqdm_the_error_names_the_extra": ["rayloader.progress needs"],
+    },
+    "unit/test_codec.py": {
+        "test_known_classes_need_not_be_picklable_here": ["a class of this batch"],
+    },
+    "unit/test_frameworks.py": {
+        "test_a_state_that_was_loaded_is_not_lost_in_silence": ["load_state_dict() was called"],
+        "test_one_warning_tells_of_the_first_loader_that_is_made_anew": ["a rayloader.DataLoader was"],
+    },
+    "unit/test_generators.py": {
+        "test_one_whose_place_is_missing_is_an_error": ["the random generator at"],
+    },
+    "unit/test_handles.py": {
+        "test_what_cannot_be_opened_again_is_refused": [
+            "cannot pickle ... object",
+            "a thread of",
+            "a descriptor of",
+            "open for writing",
+            "a file that is deleted",
+            "not a regular file",
+            "... was removed",
+            "it reads from",
+            "its place is not known",
+            "open with mode",
+        ],
+        "test_a_file_that_is_not_there_is_an_error_that_says_so": ["a file that the dataset has open"],
+    },
+    "unit/test_module_globals.py": {
+        "test_what_cannot_travel_is_said_by_name_once": ["rayloader: ... of the module"],
+    },
+    "unit/test_placement.py": {
+        "test_what_is_waited_for_is_said": ["rayloader: waiting for ... of"],
+        "test_the_users_limit_counts_for_both": ["... of ... DataLoader workers have"],
+    },
+    "unit/test_position.py": {
+        "test_too_many_skipped_samples_end_it": ["... samples have raised"],
+        "test_a_sampler_that_gives_others_is_refused": ["the sampler does not give"],
+        "test_nothing_can_be_told_before_the_workers_have_begun": ["the iterator was dropped"],
+    },
+    "unit/test_replica.py": {
+        "test_a_missing_file_is_named": ["The dataset refers to"],
+        "test_too_little_memory_is_said_before_anything_is_written": ["... GB are needed"],
+    },
+    "unit/test_session.py": {
+        "test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do": [
+            "Ray could not be started",
+            "the Ray that",
+        ],
+    },
+    "unit/test_snapshot.py": {
+        "test_a_dataset_with_other_generators_is_refused": ["the snapshot is of"],
+    },
+}
+
+# What takes another machine, another kernel or another Python, or comes of a fault in Ray or in rayloader.
+UNPROVOKED = [
+    "the workers were shut down",
+    "rayloader: waiting for Ray",
+    "rayloader: no batch for",
+    "rayloader: a worker process",
+    "a closed file without",
+    "cannot pickle a text file",
+    "can't map",
+]
+
+
+# --- tests
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_of_the_page_is_in_the_sources(message: str) -> None:
+    assert any(begins(text, message) for text in all_texts())
+
+
+def test_what_the_sources_say_is_on_the_page() -> None:
+    known = [*MESSAGES, *NOT_ON_THE_PAGE]
+    assert [(place, text) for place, text in said() if not any(begins(text, message) for message in known)] == []
+    assert [text for text in NOT_ON_THE_PAGE if not any(begins(other, text) for _, other in said())] == []
+
+
+@pytest.mark.parametrize("beginning", CALLS)
+def test_a_call_provokes_the_message(beginning: str) -> None:
+    (message,) = [beginning] if beginning in MESSAGES else [text for text in MESSAGES if begins(text, beginning)]
+    with pytest.raises((Exception, UserWarning)) as caught:
+        CALLS[beginning]()
+    text = str(caught.value)
+    assert begins(text, message) or begins(text.rpartition(": ")[2], message)  # the reason of a refusal comes last
+
+
+def test_every_message_is_provoked_by_a_call_or_a_test() -> None:
+    tested = [message for names in TESTS.values() for messages in names.values() for message in messages]
+    known = [*CALLS, *tested, *UNPROVOKED]
+    assert [message for message in MESSAGES if not any(begins(message, beginning) for beginning in known)] == []
+    assert [beginning for beginning in known if not any(begins(message, beginning) for message in MESSAGES)] == []
+
+
+@pytest.mark.parametrize("file", TESTS)
+def test_the_tests_that_provoke_messages_exist(file: str) -> None:
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    assert TESTS[file].keys() <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_tree_of_errors_is_that_of_the_classes() -> None:
+    drawn = re.findall(r"^    ([│├└─ ]*)(\w+Error)$", rayloader.errors.__doc__ or "", re.MULTILINE)
+    assert {name for _, name in drawn} == PUBLIC | {"RuntimeError"}
+    above: list[str] = []
+    for branch, name in drawn:
+        above[len(branch) // 4 :] = [name]
+        assert above[-2:-1] in ([], [getattr(rayloader, name, RuntimeError).__base__.__name__])
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"^\.\. auto(?:class|function):: (\w+)", page, re.MULTILINE))
+    assert set(rayloader.__all__) - PUBLIC <= named
+    assert ".. automodule:: rayloader.errors" in page
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        ("x", []),
+        ("'a' 'b'", ["ab"]),
+        ("f'a {b} c{d!r}'", ["a ... c..."]),
+        ("'%d of %s, 100%%'", ["... of ..., 100%%"]),
+        ("f'a {b}' + c", ["a ......"]),
+        ("'a' if b else f'{c}'", ["a", "..."]),
+    ],
+)
+def test_the_texts_of_an_expression(source: str, texts: list[str]) -> None:
+    assert template(ast.parse(source, mode="eval").body) == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "does"),
+    [
+        ("no room for ... workers", "no room", True),
+        ("no room for ... workers", "no room for ... work", True),
+        ("no room for ... workers", "no room for ... actors", False),
+        ("there is no room", "no room", False),
+        ("got ...; leave it out", "got ...", True),
+    ],
+)
+def test_how_a_text_begins(text: str, message: str, does: bool) -> None:
+    assert begins(text, message) is does
