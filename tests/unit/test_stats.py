@@ -416,6 +416,7 @@ def test_stats_are_no_part_of_a_state():
     assert other.stats().total.batches == 2
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_bytes_of_a_batch_are_counted_without_calling_the_users_code():
     class Refuses(dict):
         def values(self):
