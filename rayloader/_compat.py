@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.util
 import io
+import random
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -35,6 +39,7 @@ __all__ = [
     "collate_tensor_fn",
     "connection_of",
     "default_collate_fn_map",
+    "give_own_random",
     "has_process",
     "may_autoscale",
     "newline_of",
@@ -110,6 +115,24 @@ def set_process_title(ray: ModuleType, title: str) -> None:
 def may_autoscale(ray: ModuleType) -> bool:
     """Whether the cluster that Ray is connected to has an autoscaler."""
     return ray._private.state.state.get_max_resources_from_cluster_config() is not None
+
+
+def give_own_random(ray: ModuleType) -> None:
+    """Has Ray's processes and connections draw from a generator of their own, not from the program's `random`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("ray._private.", "ray._common.")) and getattr(module, "random", None) is random:
+            module.random = _random_of_ray()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _random_of_ray() -> ModuleType:
+    """The module `random` once more."""
+    spec = importlib.util.find_spec("random")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def authenticate(ray: ModuleType) -> None:

@@ -17,6 +17,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 
 class RayloaderError(RuntimeError):
     """Base class of the loader's own errors; a RuntimeError, which is what torch's loader raises."""
@@ -72,7 +74,8 @@ class ReplicaMemoryError(ReplicaError):
 
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an exception, on Python 3.10 too (where tracebacks do not show it, but `__notes__` holds it)."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.__dict__.setdefault("__notes__", []).append(note)
+    with contextlib.suppress(Exception):  # the user's class may take no attributes: its error matters more
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:
+            error.__dict__.setdefault("__notes__", []).append(note)

@@ -24,7 +24,16 @@ from rayloader._compat import BaseIterator
 from rayloader.driver.cpu_use import cpus
 from rayloader.driver.recorder import Recorder
 from rayloader.errors import StateError
-from rayloader.options import OnError, OnTimeout, Scheduling, Seeding, check, check_remote_args, checked_num_workers
+from rayloader.options import (
+    OnError,
+    OnTimeout,
+    Scheduling,
+    Seeding,
+    check,
+    check_name,
+    check_remote_args,
+    checked_num_workers,
+)
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
 from rayloader.stats import LoaderStats
@@ -128,6 +137,8 @@ class DataLoader(TorchDataLoader[_T_co]):
     `ReplicaMemoryError`, `ReplayError`, `SkipLimitError`, `StateError`.
     """
 
+    name: str | None = None
+
     def __init__(
         self,
         dataset: Dataset[_T_co] | Sequence[_T_co],
@@ -179,7 +190,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.max_skipped = max_skipped
         self.arenas = arenas
         self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.name = name
+        if name is not None:  # else it is the class's, which may be a subclass with a name of its own
+            check_name(name)
+            self.name = name
         super().__init__(
             dataset,  # type: ignore[arg-type]  # torch takes sequences too, and does not say so
             batch_size,
@@ -208,9 +221,11 @@ class DataLoader(TorchDataLoader[_T_co]):
             _warn_about_multiprocessing_context()
 
     def __repr__(self) -> str:
-        shown = {"num_workers": int(self.num_workers), "batch_size": self.batch_size, "name": self.name}
+        shown: dict[str, Any] = {"num_workers": 0, "batch_size": None, "name": None}
+        shown.update((key, value) for key in shown if isinstance(value := getattr(self, key, None), (int, str)))
         arguments = "".join(f", {key}={value!r}" for key, value in shown.items() if value is not None)
-        return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({type(self.dataset).__name__}{arguments})"
+        dataset = type(getattr(self, "dataset", None)).__name__
+        return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({dataset}{arguments})"
 
     def __iter__(self) -> BaseIterator:
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
@@ -244,7 +259,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     @property
     def label(self) -> str:
         """How this loader is called where its workers are shown: its name, or else the class of its dataset."""
-        return self.name or type(self.dataset).__name__
+        return self.name if isinstance(self.name, str) and self.name else type(self.dataset).__name__
 
     @property
     def skipped(self) -> int:

@@ -130,8 +130,6 @@ def check(loader: Any) -> None:
             f"prefetch_bytes must be a whole number of bytes >= 1, got {loader.prefetch_bytes!r}; "
             "to fix the depth use prefetch_factor"
         )
-    if loader.name is not None and (not isinstance(loader.name, str) or not loader.name):
-        raise TypeError(f"name must be a text that is not empty, or None, got {loader.name!r}")
     for name in ("fresh_processes", "arenas"):
         if not isinstance(value := getattr(loader, name), bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -161,6 +159,16 @@ def check(loader: Any) -> None:
             'scheduling="dynamic" needs a map-style dataset, got an IterableDataset: each worker has its own stream; '
             'use scheduling="static"'
         )
+
+
+def check_name(name: Any) -> None:
+    """Checks what a loader is called.
+
+    Raises:
+        TypeError: it is not a text, empty, or has no place in UTF-8.
+    """
+    if not isinstance(name, str) or not name or name.encode("utf-8", "ignore").decode() != name:
+        raise TypeError(f"name must be a text that is not empty, or None, got {name!r}")
 
 
 def checked_num_workers(num_workers: Any) -> int:

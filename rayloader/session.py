@@ -40,7 +40,7 @@ import ray
 import ray.util.client
 
 from rayloader import torchrun
-from rayloader._compat import RAY_START_LOGGERS, authenticate, connection_of
+from rayloader._compat import RAY_START_LOGGERS, authenticate, connection_of, give_own_random
 from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
 from rayloader.signals import SignalHandlers
@@ -101,11 +101,12 @@ def current() -> SessionName | None:
     return session
 
 
-def ensure(options: dict[str, Any] | None = None) -> SessionName:
+def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> SessionName:
     """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
 
     Args:
         options: of `ray.init`, the user's.
+        ahead: the program goes on meanwhile.
 
     Raises:
         RaySessionError: Ray can be neither joined nor started; or it is used through Ray Client, or by the parent of
@@ -121,7 +122,7 @@ def ensure(options: dict[str, Any] | None = None) -> SessionName:
     check_options(options or {})
     session = current()
     if session is None and not ray.util.client.ray.is_connected():
-        _start(options or {})
+        _start(options or {}, ahead)
         session = current()
     if session is None or ray.util.client.ray.is_connected():
         raise RaySessionError(
@@ -150,9 +151,10 @@ class _Starter(threading.Thread):
         ending: the keeper of a Ray of several ranks has died, and Ray with it: it must not be called any more.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], ahead: bool) -> None:
         super().__init__(name="rayloader-session", daemon=True)
         self._options = options
+        self._ahead = ahead
         meeting_point = None if _address(options) else torchrun.meeting_point()
         self._membership = None if meeting_point is None else torchrun.Membership(meeting_point)
         self.error: BaseException | None = None
@@ -187,7 +189,7 @@ class _Starter(threading.Thread):
     def run(self) -> None:
         """Starts Ray, then waits for its end."""
         try:
-            _init(self._options, self._membership)
+            _init(self._options, self._membership, self._ahead)
             self.session = current()
         except BaseException as error:  # whatever it is, it is raised where Ray was asked for
             self.error = error
@@ -209,10 +211,10 @@ class _Starter(threading.Thread):
                 self.ending = False
 
 
-def _start(options: dict[str, Any]) -> None:
+def _start(options: dict[str, Any], ahead: bool) -> None:
     global _starter
     _let_starter_go()
-    _starter = _Starter(options)
+    _starter = _Starter(options, ahead)
     _starter.wait()
     if _starter.error is not None:
         raise _starter.error
@@ -231,10 +233,11 @@ def _address(options: dict[str, Any]) -> str | None:
     return options.get("address") or os.environ.get("RAY_ADDRESS")
 
 
-def _init(options: dict[str, Any], membership: torchrun.Membership | None) -> None:
+def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead: bool) -> None:
     global _started
     address = _address(options)
-    state = random.getstate()  # Ray draws from the program's generator
+    give_own_random(ray)
+    state = random.getstate()  # for modules of Ray's that are imported only now
     handlers = SignalHandlers()
     joins = bool(address) and address != "local"
     try:
@@ -248,6 +251,8 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None) -> No
                     ray.init(**(own if membership is None else _shared(own, membership)))
                 _started = current()
     except Exception as error:  # Ray's own have no type in common
+        if ahead and current() is not None and not options:
+            return  # the program has called ray.init() meanwhile: that Ray is joined
         named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
         raise RaySessionError(
             f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it to "
@@ -259,7 +264,8 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None) -> No
         ) from error
     finally:
         handlers.restore()
-        random.setstate(state)
+        if not ahead:  # the program may have drawn, or seeded it
+            random.setstate(state)
 
 
 def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:

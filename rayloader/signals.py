@@ -35,7 +35,17 @@ class SignalHandlers:
                     signal.signal(number, handler)
         for number, action in self._in_kernel.items():
             if _action(number) != action:
-                _libc.sigaction(number, action, None)
+                _libc.sigaction(number, self._wanted(number, action), None)
+
+    def _wanted(self, number: int, action: bytes) -> bytes:
+        """What the kernel is to do: as it was, unless the program has set another handler meanwhile."""
+        handler = signal.getsignal(number)
+        if handler is self._in_python[number]:
+            return action
+        if not callable(handler):
+            return _action(number)
+        interrupt = self._in_python[signal.SIGINT]  # CPython has one function for all handlers in Python
+        return self._in_kernel[signal.SIGINT] if callable(interrupt) else _action(number)
 
 
 def _action(number: int) -> bytes:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rayloader.cli import advice, doctor, rates
@@ -44,9 +45,9 @@ def doctor_command(
         found.append(check)
         if not as_json:
             mark = "[green]ok[/]    " if check.ok else "[red]failed[/]"
-            out.print(mark, f"[bold]{check.name}[/]:", check.found)
+            out.print(mark, f"[bold]{check.name}[/]:", escape(check.found))
             if check.advice:
-                out.print("       ", check.advice)
+                out.print("       ", escape(check.advice))
     if as_json:
         _print_json([asdict(check) for check in found])
     raise typer.Exit(not all(check.ok for check in found))
@@ -132,7 +133,7 @@ def _print_json(content: Any) -> None:
 
 
 def _fail(error: Exception) -> None:
-    err.print(f"[red]rayloader:[/] {error}")
+    err.print("[red]rayloader:[/]", escape(str(error)))
     raise typer.Exit(2) from error
 
 

@@ -128,19 +128,23 @@ def measured(loader: Any, num_workers: int, seconds: float, step: float) -> Rate
     for _ in zip(range(num_workers), iterator, strict=False):  # each worker has started when it has given a batch
         pass
     start = now = time.perf_counter()
-    batches, waited = 0, 0.0
+    batches, waited, came = 0, 0.0, True
     while now < start + seconds:
         try:
             next(iterator)
         except StopIteration:
-            iterator = iter(loader)
+            if not came:
+                break  # the dataset can be read only once
+            iterator, came = iter(loader), False
             continue
         got = time.perf_counter()
         waited += got - now
-        batches += 1
+        batches, came = batches + 1, True
         if step:
             time.sleep(step)
         now = time.perf_counter()
+    if not batches:
+        raise RateError("the dataset gives too few batches to be measured")
     spent = now - start
     return Rate(num_workers, first, batches / spent, waited / spent)
 

@@ -467,6 +467,10 @@ class Crew:
             self._answers.ring()
             self._pool.end(lease, busy=busy, reuse=reuse)
 
+    def settle_output(self) -> None:
+        """Waits until what the workers have logged so far is handled."""
+        self._pool.output.settle()
+
     def later(self, job: Callable[[], object]) -> None:
         """Has something done by the thread that no finalizer can hinder; for finalizers."""
         self._pool.later(job)

@@ -311,6 +311,8 @@ class EpochIterator(BaseIterator):
             raise
         if delivery is None:
             self._tally.ended()
+            assert self._crew is not None
+            self._crew.settle_output()
             self.position.finished = True
             if not self._persistent_workers:
                 self._release()

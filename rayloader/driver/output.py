@@ -14,7 +14,10 @@ import pickle
 import select
 import sys
 import threading
+import time
+import traceback
 
+from rayloader.bell import Bell
 from rayloader.transport.line import (
     STANDARD_STREAMS,
     Line,
@@ -28,6 +31,10 @@ from rayloader.transport.line import (
 )
 
 _QUEUE = 128  # workers that may ask at once
+# How often a wait for the thread looks whether it has missed a round of it, in seconds.
+TICK_S = 0.1
+# How long an epoch's end waits at most for what workers have logged, in seconds.
+SETTLE_S = 2.0
 
 
 class Output:
@@ -42,10 +49,23 @@ class Output:
         self._listener = LocalSocket()
         self._lines: dict[int, Line] = {}  # by descriptor
         self._closing = False
+        self._pid = os.getpid()
+        self._at_work = False
+        self._rounds = Bell()  # of the thread
         self._thread = threading.Thread(target=self._serve, name="rayloader-output", daemon=True)
         with contextlib.suppress(LineError):
             self.address = listen(self._listener, "output", _QUEUE)
             self._thread.start()
+
+    def settle(self) -> None:
+        """Waits until all that workers have sent so far is handled, for a while."""
+        if threading.current_thread() is self._thread or os.getpid() != self._pid:
+            return
+        until = time.monotonic() + SETTLE_S
+        while self._thread.is_alive() and (self._at_work or _readable(list(self._lines))):
+            if time.monotonic() > until:  # a handler may wait for something that this thread holds
+                return
+            self._rounds.wait(TICK_S)
 
     def close(self) -> None:
         """Ends it when all that workers have sent so far is handled; callable more than once."""
@@ -61,11 +81,18 @@ class Output:
             poll.register(self._listener.fileno(), select.POLLIN)
             for descriptor in self._lines:
                 poll.register(descriptor, select.POLLIN)
-            for descriptor, _ in poll.poll():
-                if descriptor in self._lines:
-                    self._handle(descriptor)
-                elif not self._closing:
-                    self._let_in()
+            ready = poll.poll()
+            self._at_work = True
+            for descriptor, _ in ready:
+                try:
+                    if descriptor in self._lines:
+                        self._handle(descriptor)
+                    elif not self._closing:
+                        self._let_in()
+                except BaseException:  # whatever it is, workers wait for this thread
+                    _print_error()
+            self._at_work = False
+            self._rounds.ring()
         for descriptor in list(self._lines):
             self._handle(descriptor)
         for line in self._lines.values():
@@ -82,7 +109,7 @@ class Output:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # it may be anything: closed, or None
                 stream.flush()  # what this process has printed so far comes first
-        hand_over(connection, STANDARD_STREAMS)
+        hand_over(connection, filter(_has_stream, STANDARD_STREAMS))
         line = Line(connection)
         self._lines[line.descriptor] = line
 
@@ -91,18 +118,49 @@ class Output:
         for message in line.receive():
             try:
                 handle(message)
-            except Exception:  # the user's handlers, and what they are given, may raise anything
-                logging.getLogger("rayloader").warning("rayloader: a worker's log record was lost", exc_info=True)
+            except BaseException:  # the user's handlers may raise anything, SystemExit too
+                _print_error()
         if line.ended:
             del self._lines[descriptor]
             line.close()
 
 
+def _print_error() -> None:
+    """Not by logging, whose handlers may have raised it."""
+    with contextlib.suppress(Exception):
+        traceback.print_exc()
+
+
+def _readable(descriptors: list[int]) -> bool:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool([descriptor for descriptor, events in poll.poll(0) if events & select.POLLIN])
+
+
 def handle(message: bytes) -> None:
-    """Has the handlers of one logger handle what a worker has logged."""
-    name, fields = pickle.loads(message)
-    record = logging.makeLogRecord(fields)
-    if logging.getLogger(record.name).filter(record):
+    """Has the handlers of the loggers of these names handle what a worker has logged.
+
+    The record is made, and filtered, by what the program has set up for that: once, as in a forked process.
+    """
+    names, fields = pickle.loads(message)
+    make = logging.getLogRecordFactory()
+    known = (fields[name] for name in ("name", "levelno", "pathname", "lineno", "msg", "args"))
+    record = make(*known, None, fields["funcName"], fields["stack_info"])
+    record.__dict__.update(fields)
+    source = logging.getLogger(record.name)
+    found = source.filter(record)  # newer versions of Python may give another record
+    if not found:
+        return
+    if isinstance(found, logging.LogRecord):
+        record = found
+    for name in names:
         for handler in logging.getLogger(name or None).handlers:
             if record.levelno >= handler.level:
                 handler.handle(record)
+
+
+def _has_stream(number: int) -> bool:
+    """Whether that descriptor is the program's standard output or error, and not a file that was opened later."""
+    stream = {1: sys.__stdout__, 2: sys.__stderr__}[number]
+    return stream is not None and not stream.closed

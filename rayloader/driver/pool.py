@@ -325,13 +325,12 @@ def get_pool() -> Pool:
         failure, _failure = _failure, None
         if failure is not None:
             raise failure
-        return _get_pool({})
+        return _get_pool(session.ensure())
 
 
-def _get_pool(ray_options: dict[str, Any]) -> Pool:
+def _get_pool(session_name: session.SessionName) -> Pool:
     """The same, under the lock."""
     global _pool
-    session_name = session.ensure(ray_options)
     _janitor.start()
     if _pool is None or _pool.closed or _pool.session_name != session_name:
         if _pool is not None:
@@ -348,7 +347,7 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
     def prepare() -> None:
         global _failure
         try:
-            pool = _get_pool(ray_options)
+            pool = _get_pool(session.ensure(ray_options, ahead=True))
             if num_workers:
                 pool.prepare(remote_args, num_workers)
         except BaseException as error:  # whatever it is, it is raised where the pool is needed

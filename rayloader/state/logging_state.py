@@ -11,7 +11,7 @@ import logging
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ class LoggerState(NamedTuple):
     level: int
     propagate: bool
     disabled: bool
+    filters: bool  # it has some
     handled_from: int | None  # the lowest level that one of its own handlers takes; None: it has no handler
 
 
@@ -36,11 +37,6 @@ class WarningFilter(NamedTuple):
     module: str  # regular expression
     line: int
 
-    @classmethod
-    def of(cls, action: str, message: Any, category: Any, module: Any, line: int) -> WarningFilter:
-        """What stands in `warnings.filters`."""
-        return cls(action, _regex(message), cloudpickle.dumps(category), _regex(module), line)
-
 
 @dataclass(frozen=True, slots=True)
 class LoggingState:
@@ -51,6 +47,9 @@ class LoggingState:
     captures_warnings: bool  # `logging.captureWarnings`
     formatter: bytes  # of the root's handler, pickled; empty where it has none, or one that can't be pickled
     warning_filters: list[WarningFilter]
+    level_names: dict[int, str]
+    has_last_resort: bool
+    logger_class: bytes  # pickled; empty where it can't be
 
     @classmethod
     def capture(cls) -> LoggingState:
@@ -62,7 +61,14 @@ class LoggingState:
             disabled_up_to=logging.root.manager.disable,
             captures_warnings=warnings.showwarning.__module__ == "logging",
             formatter=_pickled_formatter(),
-            warning_filters=[WarningFilter.of(*known) for known in warnings.filters],
+            warning_filters=[
+                WarningFilter(action, _regex(message), pickled, _regex(module), line)
+                for action, message, category, module, line in warnings.filters
+                if (pickled := _pickled(category))
+            ],
+            level_names=_level_names(),
+            has_last_resort=logging.lastResort is not None,
+            logger_class=_pickled(logging.getLoggerClass()),
         )
 
     def adopt(self, handler: Callable[[str, int], logging.Handler]) -> Callable[[], None]:
@@ -74,40 +80,45 @@ class LoggingState:
         Returns:
             Puts the loggers back.
         """
-        before = {logger: (_state_of(logger), list(logger.handlers)) for logger in _all_loggers()}
-        disabled = logging.root.manager.disable
+        before = {logger: (_state_of(logger), list(logger.handlers), list(logger.filters)) for logger in _all_loggers()}
+        disabled, last, levels = logging.root.manager.disable, logging.lastResort, _level_names()
+        logger_class = logging.getLoggerClass()
         logging.disable(self.disabled_up_to)
+        _name_levels(self.level_names)
+        if not self.has_last_resort:
+            logging.lastResort = None
+        with contextlib.suppress(Exception):  # a class that can't be had here
+            logging.setLoggerClass(pickle.loads(self.logger_class))
         self.settle(handler)
 
         def restore() -> None:
+            logging.captureWarnings(False)
             logging.disable(disabled)
+            logging.setLoggerClass(logger_class)
+            logging.lastResort = last
+            _name_levels(levels)
             for logger in _all_loggers():
-                _set(logger, *before.get(logger, (_UNTOUCHED, [])))
+                _set(logger, *before.get(logger, (_UNTOUCHED, [], [])))
 
         return restore
 
-    @contextlib.contextmanager
-    def filtering_warnings(self) -> Iterator[None]:
-        """Has this process filter warnings as that one."""
-        with warnings.catch_warnings():
-            warnings.resetwarnings()
-            for action, message, category, module, line in self.warning_filters:
-                with contextlib.suppress(Exception):  # a module of the user's that can't be imported here
-                    warnings.filterwarnings(action, message, pickle.loads(category), module, line, append=True)
-            logging.captureWarnings(self.captures_warnings)
-            try:
-                yield
-            finally:
-                logging.captureWarnings(False)
+    def filter_warnings(self) -> None:
+        """Has this process filter warnings as that one; `warnings.catch_warnings` is to put its filters back."""
+        warnings.resetwarnings()
+        for action, message, category, module, line in self.warning_filters:
+            with contextlib.suppress(Exception):  # a module of the user's that can't be imported here
+                warnings.filterwarnings(action, message, pickle.loads(category), module, line, append=True)
+        logging.captureWarnings(self.captures_warnings)
 
     def settle(self, handler: Callable[[str, int], logging.Handler]) -> None:
         """The same for loggers, once more where modules have been imported that may have made handlers themselves."""
         for name, state in self.loggers.items():
             logger = logging.getLogger(name or None)
-            _set(logger, state, [] if state.handled_from is None else [handler(name, state.handled_from)])
+            # Filters of the program's are asked there, once.
+            _set(logger, state, [] if state.handled_from is None else [handler(name, state.handled_from)], [])
 
 
-_UNTOUCHED = LoggerState(logging.NOTSET, True, False, None)
+_UNTOUCHED = LoggerState(logging.NOTSET, True, False, False, None)
 
 
 def _all_loggers() -> list[logging.Logger]:
@@ -117,21 +128,36 @@ def _all_loggers() -> list[logging.Logger]:
 
 def _state_of(logger: logging.Logger) -> LoggerState:
     levels = [handler.level for handler in logger.handlers]
-    return LoggerState(logger.level, logger.propagate, logger.disabled, min(levels, default=None))
+    return LoggerState(logger.level, logger.propagate, logger.disabled, bool(logger.filters), min(levels, default=None))
 
 
-def _set(logger: logging.Logger, state: LoggerState, handlers: list[logging.Handler]) -> None:
+def _set(logger: logging.Logger, state: LoggerState, handlers: list[logging.Handler], filters: list[Any]) -> None:
     logger.setLevel(state.level)
     logger.propagate, logger.disabled = state.propagate, state.disabled
     logger.handlers[:] = handlers
+    logger.filters[:] = filters
 
 
 def _pickled_formatter() -> bytes:
-    for handler in logging.root.handlers:
-        if handler.formatter is not None:
-            with contextlib.suppress(Exception):  # a class of the user's may raise anything
-                return pickle.dumps(handler.formatter)
+    formatters = [handler.formatter for handler in logging.root.handlers if handler.formatter is not None]
+    return _pickled(formatters[0]) if formatters else b""
+
+
+def _pickled(thing: Any) -> bytes:
+    """Nothing where it can't be pickled: classes of the user's may hold anything."""
+    with contextlib.suppress(Exception):
+        return bytes(cloudpickle.dumps(thing))
     return b""
+
+
+def _level_names() -> dict[int, str]:
+    names = {level: logging.getLevelName(level) for level in range(1, 101)}  # there is no public list of all
+    return {level: name for level, name in names.items() if name != f"Level {level}"}
+
+
+def _name_levels(names: dict[int, str]) -> None:
+    for level, name in names.items():
+        logging.addLevelName(level, name)
 
 
 def _regex(pattern: Any) -> str:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,7 +107,7 @@ class Baseline:
         torch.multiprocessing.set_sharing_strategy(state.sharing_strategy)
         if alone:
             state.module_globals.adopt()
-        self._modes.enter_context(state.logging.filtering_warnings())
+        self._modes.enter_context(warnings.catch_warnings())
         self._modes.enter_context(np.errstate())
         self._modes.enter_context(torch.inference_mode(state.inference_mode))
         self._modes.enter_context(torch.set_grad_enabled(state.grad_enabled))

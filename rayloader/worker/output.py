@@ -34,6 +34,8 @@ class Output:
         self._own: dict[int, int] = {}  # copies of the streams as Ray has made them, by number
         self._loggers: LoggingState | None = None
         self._restore: Callable[[], None] | None = None
+        self._abandoned: Line | None = None  # of the process that this one was forked from
+        os.register_at_fork(after_in_child=self._is_forked)
 
     def open(self, address: LineAddress | None, loggers: LoggingState) -> None:
         """Prints and logs there from now on."""
@@ -47,9 +49,10 @@ class Output:
         self._restore = loggers.adopt(self._handler)
 
     def settle(self) -> None:
-        """Handlers that the user's modules have made as they were imported exist in the program too: removes them."""
+        """To be called when the user's modules are imported: what they have set up exists in the program too."""
         if self._loggers is not None:
             self._loggers.settle(self._handler)
+            self._loggers.filter_warnings()
 
     def close(self) -> None:
         """Prints where Ray lets it, and logs as at the process's start."""
@@ -58,16 +61,20 @@ class Output:
             restore()
         self._disconnect()
 
-    def send(self, name: str, fields: dict[str, Any]) -> None:
-        """Has the handlers of the program's logger of that name handle a record; waits while too much is under way."""
+    def send(self, names: list[str], fields: dict[str, Any]) -> None:
+        """Has the handlers of the program's loggers handle a record; waits while too much is under way."""
         with self._lock:
-            if os.getpid() != self._pid:  # of a process that user code forked: messages of two would be mixed
-                self._pid, self._line = os.getpid(), None
+            if self._abandoned is not None and self._line is None and self._address is not None:
                 with contextlib.suppress(LineError):
-                    self._line = connect(self._address, {}) if self._address is not None else None
+                    self._line = connect(self._address, {})
             if self._line is not None:
-                self._line.send(_pickled(name, fields))
+                self._line.send(_pickled(names, fields))
                 self._line.drain()
+
+    def _is_forked(self) -> None:
+        """In a child that user code forked: it gets a connection of its own, for messages of two would be mixed."""
+        self._lock = threading.RLock()  # it may have been another thread's
+        self._pid, self._abandoned, self._line = os.getpid(), self._line, None  # to close that would end the parent's
 
     def _handler(self, name: str, level: int) -> logging.Handler:
         handler: logging.Handler
@@ -115,28 +122,61 @@ class _Forwarder(logging.Handler):
         self._logger_name = name
 
     def emit(self, record: logging.LogRecord) -> None:
-        """What is to be formatted by the class of an argument is formatted here: the program need not know it."""
-        fields = dict(record.__dict__, msg=record.getMessage(), args=None)
-        if record.exc_info:
-            fields.update(
-                exc_info=None, exc_text=record.exc_text or logging.Formatter().formatException(record.exc_info)
-            )
-        worker = get_worker_info()
-        if worker is not None:
-            fields["processName"] = f"DataLoader worker {worker.id}"
-        self._output.send(self._logger_name, fields)
+        """Sends the record once, for all loggers above its own that have handlers in the program."""
+        if record.__dict__.get(_SENT) is not None:
+            return
+        setattr(record, _SENT, True)
+        try:
+            self._output.send(_forwarding(record.name), _fields(record))
+        except Exception:  # a message that does not fit its arguments, for instance
+            self.handleError(record)
+
+    @property
+    def logger_name(self) -> str:
+        """Of the logger whose handlers it stands for."""
+        return self._logger_name
 
 
-def _pickled(name: str, fields: dict[str, Any]) -> bytes:
-    try:
-        return pickle.dumps((name, fields))
-    except Exception:  # a value that the program has put into the record, of whatever class
-        plain = {key: value if _is_plain(value) else repr(value) for key, value in fields.items()}
-        return pickle.dumps((name, plain))
+_SENT = "_rayloader_sent"
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float))
+def _forwarding(name: str) -> list[str]:
+    """The loggers from this one up to which a record is handed that have handlers in the program."""
+    found: list[str] = []
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None:
+        found += [handler.logger_name for handler in logger.handlers if isinstance(handler, _Forwarder)]
+        logger = logger.parent if logger.propagate else None
+    return found
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What travels of a record. The program need not know the classes of what was logged here."""
+    fields = {key: value for key, value in record.__dict__.items() if key != _SENT}
+    if not (_is_plain(record.msg) and _is_plain(record.args)):
+        fields.update(msg=record.getMessage(), args=None)
+    else:
+        record.getMessage()  # raises here what it would raise there
+    if record.exc_info:
+        fields.update(exc_info=None, exc_text=record.exc_text or logging.Formatter().formatException(record.exc_info))
+    worker = get_worker_info()
+    if worker is not None:
+        fields["processName"] = f"DataLoader worker {worker.id}"
+    return fields
+
+
+def _pickled(names: list[str], fields: dict[str, Any]) -> bytes:
+    """Values that the program has put into the record, of whatever class, travel as text."""
+    return pickle.dumps((names, {key: value if _is_plain(value) else repr(value) for key, value in fields.items()}))
+
+
+def _is_plain(value: Any, depth: int = 3) -> bool:
+    """Whether it is made of Python's own types, and not too deep."""
+    if type(value) in (list, tuple):
+        return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
+    if type(value) is dict:
+        return depth > 0 and all(_is_plain(part, depth - 1) for pair in value.items() for part in pair)
+    return value is None or type(value) in (str, bytes, int, float, bool)
 
 
 def _flush() -> None:

@@ -11,6 +11,7 @@ import math
 import random
 import time
 import traceback
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -113,7 +114,9 @@ class Worker:
         with self._keeping_failure():
             baseline.adopt(self._setup.process, alone=alone)
             before = alive()
-            with noting() as noted:
+            # As after a fork: the program has imported these modules, and made these objects, already.
+            with noting() as noted, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
             output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"

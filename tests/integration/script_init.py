@@ -6,6 +6,8 @@ It prints its steps, and nothing that Ray says of the Ray that it starts.
 """
 
 import os
+import random
+import signal
 
 import psutil
 import ray
@@ -33,8 +35,18 @@ def main():
         print("refused:", "object_store_memory" in str(error) or "memory" in str(error))
 
     rayloader.init(num_workers=2, num_cpus=7, resources={"data": 1})
+    random.seed(0)  # the program goes on meanwhile
+    drawn = [random.random()]
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append("signal"))
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("end"))
     loader = rayloader.DataLoader(Pids(), None, num_workers=2)
-    pids = set(loader)
+    pids = {*loader, *loader}
+    other = random.Random(0)
+    print("random:", [*drawn, random.random()] == [other.random(), other.random()])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("heard:", heard)
     print("workers:", len(pids), sorted(started()))
     print("cpus:", ray.cluster_resources()["CPU"], ray.cluster_resources()["data"])
     rayloader.init(num_workers=1)  # one more, beside those that are at work

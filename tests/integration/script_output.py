@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import warnings
 
 from torch.utils.data import get_worker_info
@@ -63,6 +64,10 @@ class Talks:
             raise ValueError(index)
         except ValueError:
             log.exception("failed %d", index)
+        log.log(25, "a level of the program's own")
+        logging.getLogger("twice").warning("to two handlers, once each")
+        logging.getLogger("structured").warning({"index": index, "name": f"sample {index}"})
+        logging.getLogger(f"made.late{index}").success()
         if worker == 0 and index == 0:
             pid = os.fork()
             if not pid:
@@ -70,6 +75,38 @@ class Talks:
                 os._exit(0)
             os.waitpid(pid, 0)
         return index
+
+
+class Logger(logging.Logger):
+    def success(self):
+        self.warning("success of %s", self.name)
+
+
+class Odd(UserWarning):
+    lock = threading.Lock()  # no process can have it from another
+
+
+class Once:
+    """A filter that lets each message through once per sample."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def filter(self, record):
+        self.seen += 1
+        record.seen = self.seen
+        return True
+
+
+class Keys(logging.StreamHandler):
+    def format(self, record):
+        return f"keys: {sorted(record.msg)}" if isinstance(record.msg, dict) else "no keys"
+
+
+def make_record(name, *arguments, **named):
+    record = logging.LogRecord(name, *arguments, **named)
+    record.short = name.split(".")[0]
+    return record
 
 
 def init(worker):
@@ -92,6 +129,19 @@ def main(folder):
     apart.addHandler(logging.StreamHandler(sys.stdout))
     logging.getLogger("off").disabled = True
     warnings.simplefilter("ignore", OwnWarning)
+    warnings.simplefilter("ignore", Odd)
+    warnings.simplefilter("error", DeprecationWarning)  # the module of the program that gives one is imported already
+    logging.addLevelName(25, "NOTICE")
+    logging.setLogRecordFactory(make_record)
+    logging.setLoggerClass(Logger)
+    twice = logging.getLogger("twice")
+    own = logging.StreamHandler(sys.stdout)
+    own.setFormatter(logging.Formatter("%(seen)s %(short)s %(message)s"))
+    twice.addHandler(own)
+    twice.addFilter(Once())
+    structured = logging.getLogger("structured")
+    structured.propagate = False
+    structured.addHandler(Keys(sys.stdout))
     print("begin")
     list(DataLoader(Talks(), 1, num_workers=1, worker_init_fn=init))  # of two, the lines would be mixed
     logging.captureWarnings(True)

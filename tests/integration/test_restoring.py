@@ -386,7 +386,7 @@ def samples(monkeypatch):
     clock = torch.zeros(1, dtype=torch.double).share_memory_()
 
     class Clock:
-        sleep = time.sleep
+        sleep, perf_counter = time.sleep, time.perf_counter
 
         @staticmethod
         def monotonic():

@@ -179,6 +179,8 @@ def test_ray_and_workers_are_started_ahead():
     assert script.returncode == 0, errors
     assert output == [
         "refused: True",
+        "random: True",
+        "heard: ['signal', 'end']",
         "workers: 2 ['rayloader:worker:0', 'rayloader:worker:1']",
         "cpus: 7.0 1.0",
         "workers: 3 ['rayloader:worker:0', 'rayloader:worker:1', 'rayloader:worker:2']",

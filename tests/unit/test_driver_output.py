@@ -1,0 +1,104 @@
+"""The thread that has the program's handlers handle what workers log; no Ray, and no worker but this process."""
+
+import logging
+import os
+import pickle
+import sys
+
+import pytest
+
+from rayloader.driver.output import Output
+from rayloader.transport.line import connect
+
+
+@pytest.fixture
+def output():
+    output = Output()
+    yield output
+    output.close()
+
+
+@pytest.fixture
+def handled():
+    """A logger with a handler that raises what is logged if that is an exception, and else keeps it."""
+    kept = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if record.msg in ERRORS:
+                raise ERRORS[record.msg]
+            kept.append(record)
+
+    logger, handler = logging.getLogger("handled"), Handler()
+    logger.addHandler(handler)
+    logger.propagate = False
+    yield kept
+    logger.removeHandler(handler)
+    logger.propagate = True
+
+
+ERRORS = {"raise": RuntimeError("from the handler"), "exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
+
+
+def send(output, *messages):
+    line = connect(output.address, {})
+    for message in messages:
+        fields = logging.LogRecord("handled", logging.WARNING, "path", 1, message, (), None).__dict__
+        line.send(pickle.dumps((["handled"], fields)))
+    line.drain()
+    line.close()
+    output.settle()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_whatever_a_handler_raises_the_next_record_is_handled_and_the_next_worker_too(output, handled, error, capsys):
+    send(output, error, "next")
+    send(output, "later")
+    assert [record.msg for record in handled] == ["next", "later"]
+    assert type(ERRORS[error]).__name__ in capsys.readouterr().err
+
+
+def test_what_is_no_record_is_told_and_the_next_is_handled(output, handled, capsys):
+    line = connect(output.address, {})
+    line.send(b"no pickle")
+    line.drain()
+    line.close()
+    send(output, "next")
+    assert [record.msg for record in handled] == ["next"]
+    assert "UnpicklingError" in capsys.readouterr().err
+
+
+def test_only_streams_of_the_program_are_handed_over(output, monkeypatch):
+    """A program that was started without a standard output has a file of its own at descriptor 1."""
+    handed_over = {}
+    connect(output.address, handed_over).close()
+    assert sorted(handed_over) == [1, 2]
+    monkeypatch.setattr(sys, "__stdout__", None)
+    only = {}
+    connect(output.address, only).close()
+    assert sorted(only) == [2]
+    for descriptor in [*handed_over.values(), *only.values()]:
+        os.close(descriptor)
+
+
+def test_the_programs_factory_makes_the_record_and_its_filters_see_it_once(output, handled, monkeypatch):
+    seen = []
+
+    def see(record):
+        seen.append(record.msg)
+        return len(seen) > 1
+
+    def make(name, *arguments, **named):
+        record = logging.LogRecord(name, *arguments, **named)
+        record.short = name.split("d")[0]
+        return record
+
+    monkeypatch.setattr(logging, "_logRecordFactory", make)
+    logger = logging.getLogger("handled")
+    logger.addFilter(see)
+    try:
+        send(output, "dropped", "kept")
+    finally:
+        logger.removeFilter(see)
+    assert seen == ["dropped", "kept"]
+    assert [(record.msg, record.short) for record in handled] == [("kept", "han")]
