@@ -22,6 +22,7 @@ default_role = "code"  # docstrings set names in single back-ticks
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them
 maximum_signature_line_length = 80
+napoleon_use_ivar = True
 napoleon_custom_sections = [("Arguments of rayloader alone", "params_style")]
 python_use_unqualified_type_names = True
 
