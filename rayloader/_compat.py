@@ -120,7 +120,10 @@ def may_autoscale(ray: ModuleType) -> bool:
 def give_own_random(ray: ModuleType) -> None:
     """Has Ray's processes and connections draw from a generator of their own, not from the program's `random`."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(("ray._private.", "ray._common.")) and getattr(module, "random", None) is random:
+        if (
+            name.startswith(("ray._private.", "ray._common.", "ray._raylet"))
+            and getattr(module, "random", None) is random
+        ):
             module.random = _random_of_ray()  # type: ignore[attr-defined]
 
 

@@ -86,15 +86,11 @@ class Odd(UserWarning):
     lock = threading.Lock()  # no process can have it from another
 
 
-class Once:
-    """A filter that lets each message through once per sample."""
-
-    def __init__(self):
-        self.seen = 0
+class Counts:
+    """A filter that notes how often it has seen a record."""
 
     def filter(self, record):
-        self.seen += 1
-        record.seen = self.seen
+        record.seen = getattr(record, "seen", 0) + 1
         return True
 
 
@@ -138,7 +134,7 @@ def main(folder):
     own = logging.StreamHandler(sys.stdout)
     own.setFormatter(logging.Formatter("%(seen)s %(short)s %(message)s"))
     twice.addHandler(own)
-    twice.addFilter(Once())
+    twice.addFilter(Counts())
     structured = logging.getLogger("structured")
     structured.propagate = False
     structured.addHandler(Keys(sys.stdout))

@@ -95,7 +95,7 @@ def test_the_process_is_as_it_was_when_the_next_loader_has_it(capfd):
     assert within[0] == logging.ERROR
 
 
-def test_a_handler_that_raises_does_not_keep_others_from_logging(caplog):
+def test_a_handler_that_raises_does_not_keep_others_from_logging(capsys):
     class Raises(logging.Handler):
         def emit(self, record):
             if record.name == "mine":
@@ -120,7 +120,7 @@ def test_a_handler_that_raises_does_not_keep_others_from_logging(caplog):
     finally:
         logging.root.removeHandler(raises)
         logging.root.removeHandler(hears)
-    assert "a worker's log record was lost" in caplog.text
+    assert "RuntimeError: this handler is broken" in capsys.readouterr().err
 
 
 def test_a_breakpoint_says_what_to_do(caplog):
@@ -221,3 +221,61 @@ def test_who_waits_for_workers_is_told_what_is_waited_for(monkeypatch, caplog):
         "rayloader: waiting for 1 of 1 worker processes. Ray has found no room for 1 of them so far. "
         "Each asks for nowhere 1; free now: "
     )
+
+
+def test_a_message_that_does_not_fit_its_arguments_is_told_as_under_torch(capfd):
+    def log(index):
+        logging.getLogger("mine").warning("%d samples", "many")
+        return index
+
+    assert list(load(log, num_workers=1)) == [0, 1]
+    assert "--- Logging error ---" in capfd.readouterr().err
+
+
+def test_a_fork_beside_a_thread_that_logs_may_log(caplog):
+    def forks(index):
+        ended = threading.Event()
+
+        def talk():
+            while not ended.is_set():
+                logging.getLogger("mine").info("x" * 20_000)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        try:
+            for _ in range(5):
+                pid = os.fork()
+                if not pid:
+                    logging.getLogger("mine").info("from the child")
+                    os._exit(0)
+                os.waitpid(pid, 0)
+        finally:
+            ended.set()
+            thread.join()
+        return index
+
+    logging.getLogger("mine").setLevel(logging.INFO)
+    try:
+        assert list(load(forks, length=1)) == [0]
+    finally:
+        logging.getLogger("mine").setLevel(logging.NOTSET)
+    assert caplog.messages.count("from the child") == 5
+
+
+def test_a_subclass_keeps_a_name_of_its_own():
+    class Method(DataLoader):
+        def name(self):
+            return "method"
+
+    class Property(DataLoader):
+        name = property(lambda self: "property")
+
+    class Before(DataLoader):
+        def __init__(self, *arguments, **options):
+            self.name = "before"
+            super().__init__(*arguments, **options)
+
+    assert Method(range(2)).name() == "method"
+    assert [c(range(2)).name for c in (Property, Before)] == ["property", "before"]
+    assert [c(range(2)).label for c in (Method, Property)] == ["range", "property"]
+    assert repr(DataLoader.__new__(DataLoader)).startswith("rayloader.DataLoader(")
