@@ -245,7 +245,6 @@ TESTS = {
     },
     "integration/test_output.py": {
         "test_a_breakpoint_says_what_to_do": ["rayloader: breakpoint()"],
-        "test_a_handler_that_raises_does_not_keep_others_from_logging": ["rayloader: a worker's log record"],
     },
     "integration/test_ranks.py": {
         "test_what_does_not_belong_together_is_refused": [
