@@ -108,7 +108,7 @@ def test_its_page_on_a_package_index_has_no_link_that_leads_nowhere(metadata: em
     targets = re.findall(r"\]\(([^)]*)\)", page)
     assert targets
     assert all(target.startswith("https://") for target in targets)
-    assert "every difference from torch (`docs/architecture.md`)" in " ".join(page.split())
+    assert "debugging (`docs/howto/debugging.md`)" in " ".join(page.split())
 
 
 def test_oldest_txt_holds_the_lower_bounds(metadata: email.message.Message) -> None:
