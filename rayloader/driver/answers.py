@@ -91,8 +91,9 @@ class _Waker:
     cycle may bring back to life: a ring after that does nothing.
     """
 
+    descriptor = _in = -1  # for `__del__` too, where an interrupt came before the constructor's end
+
     def __init__(self) -> None:
-        self.descriptor = self._in = -1
         self.descriptor, self._in = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._in, False)

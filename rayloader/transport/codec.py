@@ -177,7 +177,7 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
     count = len(header.places) + sum(group.buffers for group in header.groups)
     if len(buffers) != count:
         raise ValueError(f"decode needs the skeleton's {count} buffers, got {len(buffers)}")
-    rest = (memoryview(cast("Buffer", buffer)) for buffer in buffers[len(header.places) :])
+    rest = iter([memoryview(cast("Buffer", buffer)) for buffer in buffers[len(header.places) :]])
     in_bulk = [*(bulk.remake(group, rest) for group in header.groups), *([] for _ in header.views)]
     sources: list[Any] = [*map(iter, in_bulk)]
     for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.places, strict=False)):
