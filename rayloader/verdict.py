@@ -34,6 +34,11 @@ def verdict(stats: LoaderStats) -> str:
     period = next((period for period in (stats.epoch, stats.total) if period.wait.count >= enough), None)
     if period is None:
         return f"too little to say: only {_count(stats.total.batches, 'batch', 'batches')} so far"
+    said = _said(stats, period)
+    return said if period is stats.epoch else f"{said} (over all epochs)"
+
+
+def _said(stats: LoaderStats, period: Period) -> str:
     if period.wait_share < WAIT_SHARE:
         return _trainer_bound(stats, period)
     waits = f"the trainer waits {period.wait_share:.0%} of the time"

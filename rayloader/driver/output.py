@@ -19,6 +19,7 @@ import traceback
 
 from rayloader.bell import Bell
 from rayloader.transport.line import (
+    NO_ROOM,
     STANDARD_STREAMS,
     Line,
     LineAddress,
@@ -49,6 +50,7 @@ class Output:
         self._listener = LocalSocket()
         self._lines: dict[int, Line] = {}  # by descriptor
         self._closing = False
+        self._spare = os.open(os.devnull, os.O_RDONLY)  # with which a worker is turned away where none is left
         self._pid = os.getpid()
         self._at_work = False
         self._rounds = Bell()  # of the thread
@@ -74,6 +76,9 @@ class Output:
             turn_away(self._listener)
             self._thread.join()
         self._listener.close()
+        spare, self._spare = self._spare, -1
+        if spare >= 0:
+            os.close(spare)
 
     def _serve(self) -> None:
         while not self._closing:
@@ -101,7 +106,9 @@ class Output:
     def _let_in(self) -> None:
         try:
             connection = LocalSocket(self._listener.accept()[0].detach())
-        except OSError:  # who came has gone again
+        except OSError as error:  # else: who came has gone again
+            if error.errno in NO_ROOM:
+                self._turn_one_away()
             return
         if peer(connection)[1] != os.getuid():
             connection.close()
@@ -112,6 +119,18 @@ class Output:
         hand_over(connection, filter(_has_stream, STANDARD_STREAMS))
         line = Line(connection)
         self._lines[line.descriptor] = line
+
+    def _turn_one_away(self) -> None:
+        """There is no descriptor left: who waits sees the end of its connection, and prints through Ray."""
+        with contextlib.suppress(OSError):
+            os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        try:
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+        except OSError:  # another thread has taken it
+            self._spare = -1
+            select.poll().poll(TICK_S * 1000)  # whoever waits cannot even be turned away yet
 
     def _handle(self, descriptor: int) -> None:
         line = self._lines[descriptor]

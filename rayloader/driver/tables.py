@@ -141,7 +141,8 @@ class Tables:
                 case ReplaceWorker(worker_id, cause):
                     if self.crew.replace(self.crew.slots[worker_id]):
                         self.tally.restarts += 1
-                        logger.warning("rayloader: worker %d is lost and gets another process: %s", worker_id, cause)
+                        text = _briefly(cause)
+                        logger.warning("rayloader: worker %d is lost and gets another process: %s", worker_id, text)
                 case Fail():
                     self.failure = self._worker_died(command)
         if self.on_change is not None:
@@ -190,3 +191,9 @@ class Tables:
         if fail.task is not None:
             add_note(error, self.describe(fail.task))
         return error
+
+
+def _briefly(cause: str) -> str:
+    """Of a traceback, the error that it ends with."""
+    lines = [line for line in cause.splitlines() if line.strip()]
+    return lines[-1] if "Traceback" in cause else cause

@@ -387,13 +387,15 @@ def _children(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, An
     if not _is_imported(kind):
         yield ("class", None), kind
     if _is(obj, dict):
-        yield from ((("key", k) if _is_plain(k) else None, value) for k, value in list(obj.items()))
-        yield ("factory", None), getattr(obj, "default_factory", None)
-    elif _is(obj, (list, tuple, collections.deque)):
-        if not _ATOMS.issuperset(map(type, obj)):  # a long list of numbers is passed over in C
-            yield from ((("item", number), value) for number, value in enumerate(obj))
-    elif _is(obj, (set, frozenset)):
-        yield from ((None, value) for value in obj)
+        yield from ((("key", k) if _is_plain(k) else None, value) for k, value in list(dict.items(obj)))
+        if _is(obj, collections.defaultdict):
+            yield ("factory", None), obj.default_factory
+    elif (items := _iterator(obj)) is not None:
+        if not _ATOMS.issuperset(map(type, items)):  # a long list of numbers is passed over in C
+            named = _is(obj, _SEQUENCES)
+            yield from (
+                (("item", number) if named else None, value) for number, value in enumerate(_iterator(obj) or ())
+            )
     elif _is(obj, np.ndarray):
         if obj.dtype.hasobject:
             yield from ((None, value) for value in obj.flat)
@@ -441,6 +443,20 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
         yield from ((("global", name), value) for name, value in globals_ if name != "__builtins__")
 
 
+_SEQUENCES = list, tuple, collections.deque
+
+
+def _iterator(obj: Any) -> Iterator[Any] | None:
+    """Over what a list, tuple, deque or set holds; None of anything else.
+
+    A class of the user's may do anything when it is iterated over: packages fill lazy containers then, with imports.
+    """
+    for container in (*_SEQUENCES, set, frozenset):
+        if _is(obj, container):
+            return container.__iter__(obj)
+    return None
+
+
 def _attributes(obj: Any) -> dict[str, Any] | None:
     try:
         attributes = object.__getattribute__(obj, "__dict__")
@@ -463,7 +479,7 @@ def _is_plain(key: Any) -> bool:
 _GET: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": lambda obj, name: _get_attribute(obj, name),
     "key": lambda obj, key: dict.__getitem__(obj, key),
-    "item": lambda obj, number: obj[number],
+    "item": lambda obj, number: next(itertools.islice(_iterator(obj) or (), number, None)),
     "closure": lambda obj, number: obj.__closure__[number],
     "contents": lambda obj, _: obj.cell_contents,
     "default": lambda obj, number: obj.__defaults__[number],

@@ -46,7 +46,7 @@ STANDARD_STREAMS = 1, 2  # descriptors of standard output and standard error
 # A program may have given SIGPIPE back its default action: the death of the other end must not be its own.
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 # Why the system takes no further descriptor; `accept` says so whether somebody has come or not.
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LineError(RayloaderError):
@@ -297,7 +297,7 @@ class DriverLine(Line):
         try:
             connection = LocalSocket(listener.accept()[0].detach())
         except OSError as error:  # else: nobody yet, or who came has gone again, or the line was closed
-            if error.errno in _NO_ROOM and _poll(listener.fileno(), select.POLLIN, 0):
+            if error.errno in NO_ROOM and _poll(listener.fileno(), select.POLLIN, 0):
                 self.refused = f"can't let a worker in: {error}"
             return
         pid, uid = peer(connection)
@@ -397,6 +397,8 @@ def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> 
                 raise LineError(f"{address.name} must be process {address.pid}, and is another one")
             if handed_over is not None:
                 numbers, copies, *_ = socket.recv_fds(connection, len(STANDARD_STREAMS), len(STANDARD_STREAMS))
+                if not numbers:
+                    raise LineError(f"{address.name} was closed by the driver, which has no descriptor left")
                 handed_over.update(zip(numbers, copies, strict=False))
         except BaseException:  # Ctrl-C too: nobody else has the socket yet
             connection.close()

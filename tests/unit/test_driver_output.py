@@ -1,5 +1,6 @@
 """The thread that has the program's handlers handle what workers log; no Ray, and no worker but this process."""
 
+import errno
 import logging
 import os
 import pickle
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from rayloader.driver.output import Output
-from rayloader.transport.line import connect
+from rayloader.transport.line import LineError, connect
 
 
 @pytest.fixture
@@ -102,3 +103,24 @@ def test_the_programs_factory_makes_the_record_and_its_filters_see_it_once(outpu
         logger.removeFilter(see)
     assert seen == ["dropped", "kept"]
     assert [(record.msg, record.short) for record in handled] == [("kept", "han")]
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_without_descriptors_a_worker_is_turned_away_and_the_next_one_served(output, handled, monkeypatch, spare):
+    accept, refused = output._listener.accept, []
+
+    def fails(*arguments):
+        if len(refused) < (1 if spare else 3):
+            refused.append(arguments)
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(*arguments)
+
+    monkeypatch.setattr(output._listener, "accept", fails)
+    if not spare:
+        opened = os.open
+        monkeypatch.setattr(os, "open", lambda *arguments: opened(*arguments) if len(refused) > 2 else fails())
+    if spare:
+        with pytest.raises(LineError, match="no descriptor left"):
+            connect(output.address, {})
+    send(output, "next")
+    assert [record.msg for record in handled] == ["next"]

@@ -1,5 +1,6 @@
 """Generators in an object, in a replica, and made later: found, and put back in another process's copy."""
 
+import collections
 import functools
 import gc
 import random
@@ -304,3 +305,31 @@ def test_whether_a_new_one_lasts_shows_at_the_next_look():
     old.held = Holder(make("numpy"))
     assert [later.lasting for later in mine.look()] == [False]
     assert mine.settled
+
+
+def test_containers_of_the_users_are_looked_into_without_their_code():
+    """Lazy containers of packages import, or raise, when they are iterated over."""
+
+    def refuse(*_):
+        raise ValueError("this is the user's code")
+
+    def lazy(base):
+        return type(
+            f"Lazy{base.__name__}", (base,), dict.fromkeys(("__iter__", "__getitem__", "items", "keys"), refuse)
+        )
+
+    held = np.random.default_rng(1)
+    containers = {
+        base: lazy(base)(content)
+        for base, content in [
+            (dict, {"key": held}),
+            (collections.OrderedDict, {"key": held}),
+            (list, [held]),
+            (tuple, [held]),
+            (collections.deque, [held]),
+        ]
+    }
+    for base, container in containers.items():
+        found = [value for _, value in generators._children(container, {}) if value is held]
+        assert found == [held], base
+    assert list(generators._children(lazy(set)([1]), {}))[-1:] != [held]
