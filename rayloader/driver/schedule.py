@@ -233,7 +233,9 @@ class Schedule:
             or self.head.state is not TaskState.READY,
             "draws are owed, or none": self.owed_draws >= 0 and self._surplus >= 0,
             "the table fits the window": len(self._tasks) + self.owed_draws <= self.window + self._surplus
-            or self._sampler_exhausted,
+            or self._sampler_exhausted
+            # The places of a worker that is exhausted go with it, though its tasks may wait for the head yet.
+            or not all(worker.active for worker in self._workers),
             "lost tasks are of workers that are away": self._failed
             or all(self._workers[t.worker_id].away for t in self._tasks.values() if t.state is TaskState.LOST),
         }

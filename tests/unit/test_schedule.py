@@ -710,3 +710,14 @@ AnyOrder.TestCase.settings = settings(
     max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
 )
 TestAnyOrder = AnyOrder.TestCase
+
+
+def test_the_window_may_shrink_when_a_worker_is_exhausted_whose_tasks_wait_for_the_head():
+    schedule = Schedule(1, 1, elastic=True)
+    schedule.handle(Opened())
+    draw(schedule, 1)
+    schedule.handle(paced(0, 3, 1))
+    draw(schedule, 2)
+    schedule.handle(WorkerExhausted(2))
+    assert schedule.handle(paced(0, 0, 1)) == []
+    schedule.validate()
