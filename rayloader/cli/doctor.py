@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from packaging.requirements import Requirement
@@ -190,7 +189,7 @@ class _Rows(Dataset[torch.Tensor]):
 
 
 def _tried(name: str, attempt: Callable[[], str], advice: str) -> Check:
-    began: Any = time.monotonic()
+    began = time.monotonic()
     try:
         found = attempt()
     except Exception as error:  # whatever it is, it is the answer

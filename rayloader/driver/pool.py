@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import sys
 import threading
@@ -48,8 +47,6 @@ from rayloader.worker.process import WorkerProcess
 # epoch finds them warm. In a Ray that others use too they hold CPUs that somebody may wait for.
 GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
-
-logger = logging.getLogger("rayloader")
 
 _remote_worker: Any = ray.remote(WorkerProcess)
 

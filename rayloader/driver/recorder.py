@@ -117,6 +117,9 @@ class WorkerTally:
         return WorkerStats(worker_id, build, self.idle, self.fetch, self.collate, self.transfer, self.lane, self.depth)
 
 
+_SUMS = "batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "blocked", "behind", "drawing"
+
+
 class Tally:
     """What one epoch of one iterator brought; see `Period`.
 
@@ -216,9 +219,7 @@ class Tally:
         """All of them together."""
         whole = cls()
         for tally in tallies:
-            for name in ("batches", "samples", "nbytes", "restarts", "skipped"):
-                setattr(whole, name, getattr(whole, name) + getattr(tally, name))
-            for name in ("first_wait", "blocked", "behind", "drawing"):
+            for name in _SUMS:
                 setattr(whole, name, getattr(whole, name) + getattr(tally, name))
             whole.wait.merge(tally.wait)
             whole.step.merge(tally.step)

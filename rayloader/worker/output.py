@@ -28,7 +28,6 @@ class Output:
     def __init__(self) -> None:
         self._address: LineAddress | None = None
         self._line: Line | None = None
-        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._streams = sys.stdout, sys.stderr  # Ray's
         self._own: dict[int, int] = {}  # copies of the streams as Ray has made them, by number
@@ -74,7 +73,7 @@ class Output:
     def _is_forked(self) -> None:
         """In a child that user code forked: it gets a connection of its own, for messages of two would be mixed."""
         self._lock = threading.RLock()  # it may have been another thread's
-        self._pid, self._abandoned, self._line = os.getpid(), self._line, None  # to close that would end the parent's
+        self._abandoned, self._line = self._line, None  # to close that would end the parent's
 
     def _handler(self, name: str, level: int) -> logging.Handler:
         handler: logging.Handler
@@ -105,7 +104,7 @@ class Output:
 
     def _disconnect(self) -> None:
         line, self._line = self._line, None
-        if line is not None and os.getpid() == self._pid:
+        if line is not None:
             line.close()
         own, self._own = self._own, {}
         _flush()
@@ -114,27 +113,26 @@ class Output:
 
 
 class _Forwarder(logging.Handler):
-    """Stands for the handlers that a logger has in the program."""
+    """Stands for the handlers that a logger has in the program.
+
+    Attributes:
+        logger_name: of that logger.
+    """
 
     def __init__(self, output: Output, name: str) -> None:
         super().__init__()
         self._output = output
-        self._logger_name = name
+        self.logger_name = name
 
     def emit(self, record: logging.LogRecord) -> None:
         """Sends the record once, for all loggers above its own that have handlers in the program."""
-        if record.__dict__.get(_SENT) is not None:
+        if hasattr(record, _SENT):
             return
         setattr(record, _SENT, True)
         try:
             self._output.send(_forwarding(record.name), _fields(record))
         except Exception:  # a message that does not fit its arguments, for instance
             self.handleError(record)
-
-    @property
-    def logger_name(self) -> str:
-        """Of the logger whose handlers it stands for."""
-        return self._logger_name
 
 
 _SENT = "_rayloader_sent"
