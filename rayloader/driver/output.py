@@ -25,6 +25,7 @@ from rayloader.transport.line import (
     LineAddress,
     LineError,
     LocalSocket,
+    flush_streams,
     hand_over,
     listen,
     peer,
@@ -113,9 +114,7 @@ class Output:
         if peer(connection)[1] != os.getuid():
             connection.close()
             return
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # it may be anything: closed, or None
-                stream.flush()  # what this process has printed so far comes first
+        flush_streams()
         hand_over(connection, filter(_has_stream, STANDARD_STREAMS))
         line = Line(connection)
         self._lines[line.descriptor] = line

@@ -355,7 +355,7 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
     lock.acquire()
     try:
         threading.Thread(target=prepare, name="rayloader-init", daemon=True).start()
-    except BaseException:
+    except BaseException:  # no thread could be started, or Ctrl-C: nobody else would let go of the lock
         lock.release()
         raise
 

@@ -353,6 +353,13 @@ def listen(listener: LocalSocket, purpose: str, waiting: int) -> LineAddress:
         raise LineError(f"can't make a local socket: {error}") from error
 
 
+def flush_streams() -> None:
+    """What this process has printed so far comes before what is printed by whoever has its streams next."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be anything: closed, None, or the user's own
+            stream.flush()
+
+
 def hand_over(connection: LocalSocket, numbers: Iterable[int]) -> None:
     """Gives whoever has just connected copies of these descriptors of this process, those that are open."""
     sent = [number for number in numbers if _is_open(number)]

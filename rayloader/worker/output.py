@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from rayloader.state.logging_state import LoggingState
-from rayloader.transport.line import STANDARD_STREAMS, Line, LineAddress, LineError, connect
+from rayloader.transport.line import STANDARD_STREAMS, Line, LineAddress, LineError, connect, flush_streams
 
 
 class Output:
@@ -92,7 +92,7 @@ class Output:
             with contextlib.suppress(LineError):  # on another machine, for instance
                 self._line = connect(address, handed_over)
         self._address = address
-        _flush()
+        flush_streams()
         if handed_over and not self._own:
             self._own = {number: os.dup(number) for number in STANDARD_STREAMS}
         _put(handed_over)
@@ -107,7 +107,7 @@ class Output:
         if line is not None:
             line.close()
         own, self._own = self._own, {}
-        _flush()
+        flush_streams()
         _put(own)
         sys.stdout, sys.stderr = self._streams
 
@@ -175,12 +175,6 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
     if type(value) is dict:
         return depth > 0 and all(_is_plain(part, depth - 1) for pair in value.items() for part in pair)
     return value is None or type(value) in (str, bytes, int, float, bool)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # user code may have put anything there
-            stream.flush()
 
 
 def _put(descriptors: dict[int, int]) -> None:
