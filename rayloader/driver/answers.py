@@ -18,7 +18,8 @@ import functools
 import math
 import os
 import select
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from rayloader._compat import on_completed
@@ -27,18 +28,46 @@ NONE_YET: Any = object()
 
 
 class Answers:
-    """Answers by the reference of the call; an error of Ray's where there will be none. Any thread may wait."""
+    """Answers by the reference of the call; an error of Ray's where there will be none. Any thread may wait.
+
+    Whoever is to take in what has come, an *owner*, is found without asking the others: a wait costs no more with many
+    workers than with one, but for the system call itself.
+
+    Attributes:
+        ready: owners for which something has come; they are taken out before it is taken in.
+    """
 
     def __init__(self) -> None:
         self._answers: dict[Any, Any] = {}  # to the calls that are watched
         self._waker = _Waker()
         self._waiting = 0  # threads
+        self._descriptors: dict[Any, tuple[tuple[int, int], ...]] = {}  # by owner
+        self._owners: dict[int, Any] = {}  # by descriptor
+        self._poll: Any = None  # of these descriptors; None while a thread has it, or when they have changed
+        self._changes = 0  # of them
+        self.ready: set[Any] = set()
 
-    def watch(self, ref: Any) -> None:
-        """The answer to this call is to end a wait."""
+    def watch(self, ref: Any, owner: Any = None) -> None:
+        """The answer to this call is to end a wait, and to make its owner ready."""
         if ref not in self._answers:
             self._answers[ref] = NONE_YET
-            on_completed(ref, functools.partial(self._answered, ref))
+            on_completed(ref, functools.partial(self._answered, ref, owner))
+
+    def watch_descriptors(self, owner: Any, descriptors: tuple[tuple[int, int], ...]) -> None:
+        """What an owner has to be waited for, besides answers: descriptors, with the events of `select.poll`."""
+        before = self._descriptors.get(owner, ())
+        if descriptors == before:
+            return
+        for descriptor, _ in before:
+            if self._owners.get(descriptor) is owner:  # else it was closed, and its number is another's by now
+                del self._owners[descriptor]
+        self._owners.update((descriptor, owner) for descriptor, _ in descriptors)
+        self._descriptors[owner] = descriptors
+        if not descriptors:
+            del self._descriptors[owner]
+        self._changes += 1
+        self._poll = None
+        self.ring_others()  # they do not wait for these yet
 
     def __getitem__(self, ref: Any) -> Any:
         """The answer to a watched call, or NONE_YET."""
@@ -57,30 +86,33 @@ class Answers:
         if self._waiting:
             self._waker.ring()
 
-    def wait(self, descriptors: Iterable[tuple[int, int]], timeout: float) -> bool:
-        """Waits for `timeout` seconds at most until something has come; whether it has.
-
-        Args:
-            descriptors: to be waited for too, with the events of `select.poll`.
-            timeout: seconds.
-        """
-        poll = select.poll()
-        poll.register(self._waker.descriptor, select.POLLIN)
-        for descriptor, events in descriptors:
-            poll.register(descriptor, events)
+    def wait(self, timeout: float) -> bool:
+        """Waits for `timeout` seconds at most until something has come; whether it has."""
+        changes, (poll, self._poll) = self._changes, (self._poll, None)  # two threads cannot use one at a time
+        if poll is None:
+            poll = select.poll()
+            for descriptor, events in list(chain(*self._descriptors.values())):
+                poll.register(descriptor, events)
+            poll.register(self._waker.descriptor, select.POLLIN)
         self._waiting += 1
         try:
-            ready = poll.poll(math.ceil(max(0.0, timeout) * 1000))
+            found = poll.poll(math.ceil(max(0.0, timeout) * 1000))
         finally:
             self._waiting -= 1
-        if self._waker.descriptor in [descriptor for descriptor, _ in ready]:
-            self._waker.heard()
-        return bool(ready)
+        if changes == self._changes:
+            self._poll = poll
+        for descriptor, _ in found:
+            if descriptor == self._waker.descriptor:
+                self._waker.heard()
+            elif descriptor in self._owners:
+                self.ready.add(self._owners[descriptor])
+        return bool(found)
 
-    def _answered(self, ref: Any, answer: Any) -> None:
+    def _answered(self, ref: Any, owner: Any, answer: Any) -> None:
         """Ray's thread."""
         if ref in self._answers:
             self._answers[ref] = answer
+            self.ready.add(owner)
             self._waker.ring()
 
 

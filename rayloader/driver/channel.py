@@ -7,6 +7,7 @@ belongs to one crew, and is used under the lock of its epoch.
 
 from __future__ import annotations
 
+import math
 import pickle
 import select
 import time
@@ -48,11 +49,14 @@ class Channel(ABC):
 
     Args:
         actor: whose it is.
-        answers: where those of Ray's calls are waited for.
+        answers: where those of Ray's calls are waited for; whatever comes makes the channel ready there.
+
+    Attributes:
+        actor: likewise.
     """
 
     def __init__(self, actor: Actor, answers: Answers) -> None:
-        self._actor = actor
+        self.actor = actor
         self._answers = answers
 
     @abstractmethod
@@ -95,22 +99,22 @@ class Channel(ABC):
     @property
     def patience(self) -> float:
         """How long to wait at most for what the descriptors can't tell, in seconds."""
-        return 1.0
+        return math.inf
 
     @abstractmethod
     def close(self) -> None:
         """Nobody listens any more. Callable more than once, and by any thread."""
 
     def _run(self, worker_id: int, task: Told, room: Any) -> tuple[Any, list[Wire]]:
-        self._actor.calls += 1
+        self.actor.calls += 1
         wire = to_wire(task.indices)
-        return (worker_id, self._actor.calls, task.task_id, wire, room), [wire]
+        return (worker_id, self.actor.calls, task.task_id, wire, room), [wire]
 
     def _replay(self, worker_id: int, tasks: Sequence[Told]) -> tuple[Any, list[Wire]]:
-        self._actor.calls += 1
+        self.actor.calls += 1
         wires = [to_wire(task.indices) for task in tasks]
         again = [(task.task_id, wire, task.digest) for task, wire in zip(tasks, wires, strict=True)]
-        return (worker_id, self._actor.calls, again), wires
+        return (worker_id, self.actor.calls, again), wires
 
 
 class RayCalls(Channel):
@@ -127,12 +131,12 @@ class RayCalls(Channel):
 
     @override
     def run(self, worker_id: int, task: Told) -> Lent | None:
-        self._call(self._actor.handle.run, *self._run(worker_id, task, None))
+        self._call(self.actor.handle.run, *self._run(worker_id, task, None))
         return None
 
     @override
     def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
-        self._call(self._actor.handle.replay, *self._replay(worker_id, tasks))
+        self._call(self.actor.handle.replay, *self._replay(worker_id, tasks))
 
     def _call(self, method: Any, message: Any, wires: list[Wire]) -> None:
         worker_id, call, *_ = message
@@ -140,14 +144,14 @@ class RayCalls(Channel):
 
     @override
     def resume(self, worker_id: int, resumed: Resumed) -> None:
-        self._actor.calls += 1
-        call = self._actor.calls
-        ref = self._actor.handle.resume.remote(worker_id, *resumed)
+        self.actor.calls += 1
+        call = self.actor.calls
+        ref = self.actor.handle.resume.remote(worker_id, *resumed)
         self._await(ref, lambda answer: (Up.BEGUN, worker_id, call, answer))
 
     def _await(self, ref: Any, message: Callable[[Any], Message]) -> None:
         self._unanswered.append((ref, message))
-        self._answers.watch(ref)
+        self._answers.watch(ref, self)
 
     @override
     def drop(self, after_call: int, from_task: int) -> None:
@@ -173,7 +177,7 @@ class RayCalls(Channel):
             self._answers.forget(ref)
             if isinstance(answer, RayError):
                 self.close()
-                return [*messages, ActorLost(self._actor, answer)]
+                return [*messages, ActorLost(self.actor, answer)]
             messages.append(message(answer))
         return messages
 
@@ -220,7 +224,7 @@ class LineCalls(Channel):
     @override
     def run(self, worker_id: int, task: Told) -> Lent | None:
         served = self._for_ray() if task.indices.carried else self._newest()
-        lent = self._actor.lane.lend(served.arena)
+        lent = self.actor.lane.lend(served.arena)
         if lent is not None:
             served.arena = lent.arena.address
         message, _ = self._run(worker_id, task, tuple(lent.room) if lent is not None else None)
@@ -247,13 +251,13 @@ class LineCalls(Channel):
 
     @override
     def resume(self, worker_id: int, resumed: Resumed) -> None:
-        self._actor.calls += 1
-        self._newest().send((Down.RESUME, worker_id, self._actor.calls, *resumed))
+        self.actor.calls += 1
+        self._newest().send((Down.RESUME, worker_id, self.actor.calls, *resumed))
 
     @override
     def drop(self, after_call: int, from_task: int) -> None:
         if self._served and not self._served[-1].paused:
-            self._served[-1].send((Down.DROP, after_call, self._actor.calls, from_task))
+            self._served[-1].send((Down.DROP, after_call, self.actor.calls, from_task))
 
     @override
     def pause(self) -> None:
@@ -270,11 +274,11 @@ class LineCalls(Channel):
     @property
     @override
     def lane(self) -> str:
-        return "line, arena" if self._actor.lane.is_open else "line"
+        return "line, arena" if self.actor.lane.is_open else "line"
 
     def _is_actor(self, pid: int) -> bool:
         try:
-            return not self._actor.has_started() or self._actor.address.pid == pid  # type: ignore[union-attr]
+            return not self.actor.has_started() or self.actor.address.pid == pid  # type: ignore[union-attr]
         except RayError:  # it died meanwhile
             return False
 
@@ -284,13 +288,12 @@ class LineCalls(Channel):
             return
         if self._served[-1].early:
             self._serve(self._served[-1])
-            self._answers.ring_others()  # they do not wait for this line yet
         self._served[-1].line.flush()
 
     def _serve(self, served: _Served) -> None:
         early, served.early = served.early, []
-        served.ref = self._actor.handle.serve.remote(served.line.address, early)
-        self._answers.watch(served.ref)
+        served.ref = self.actor.handle.serve.remote(served.line.address, early)
+        self._answers.watch(served.ref, self)
 
     @override
     def descriptors(self) -> Iterator[tuple[int, int]]:
@@ -328,7 +331,7 @@ class LineCalls(Channel):
                 served.ended_at = time.monotonic()
             elif line.ended and time.monotonic() > served.ended_at + CAUSE_PATIENCE_S:
                 self.close()
-                messages.append(ActorLost(self._actor, "its process has ended"))
+                messages.append(ActorLost(self.actor, "its process has ended"))
             if not self._served:
                 break  # closed: it has no answers any more, and no other line either
         return messages
@@ -337,7 +340,7 @@ class LineCalls(Channel):
         """What it means that the call that served a line has ended."""
         if isinstance(answer, Exception):
             self.close()
-            return [ActorLost(self._actor, answer)]
+            return [ActorLost(self.actor, answer)]
         end: Served = answer
         if end.answer is not None:
             worker_id, call, answer = unpack(end.answer)

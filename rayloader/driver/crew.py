@@ -60,6 +60,7 @@ class Crew:
         self._lines = lines  # where they can be had
         self._channels: dict[Actor, Channel] = {}
         self._unflushed: set[Channel] = set()  # that were told something
+        self._impatient: set[Channel] = set()  # that have more to wait for than descriptors can tell
         self._fresh = fresh  # no actor may have been another's before
         self._remote_args = remote_args
         self._pid = os.getpid()
@@ -153,28 +154,42 @@ class Crew:
     def flush(self) -> None:
         """To be called when the last of several calls has been made: before that they may not be on their way."""
         while self._unflushed:
-            self._unflushed.pop().flush()
+            channel = self._unflushed.pop()
+            channel.flush()
+            self._watch(channel)
 
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come; False if nothing has."""
         self.check_session()
-        descriptors: list[tuple[int, int]] = []
-        for channel in list(self._channels.values()):
-            descriptors += channel.descriptors()
-            timeout = min(timeout, channel.patience)
         for ref in self.awaited:
             self._answers.watch(ref)
-        return self._answers.wait(descriptors, timeout)
+        if self._impatient:
+            timeout = min(timeout, *(channel.patience for channel in self._impatient))
+        return self._answers.wait(timeout)
 
-    def receive(self) -> list[tuple[Actor, Message]]:
-        """What the actors have sent."""
+    def receive(self, *, all_channels: bool = True) -> list[tuple[Actor, Message]]:
+        """What the actors have sent; all of them, or those of which a wait has found that they have."""
         self.check_session()
-        arrived = [(actor, message) for actor, c in list(self._channels.items()) for message in c.receive()]
+        ready = self._answers.ready
+        arrived = []
+        for channel in list(self._channels.values()) if all_channels else {*ready, *self._impatient}:
+            ready.discard(channel)  # first: what comes from here on makes it ready again
+            if channel is not None:
+                arrived += [(channel.actor, message) for message in channel.receive()]
+                self._watch(channel)
         if arrived:
             self._answers.ring_others()
             if ActorLost in [type(message) for _, message in arrived]:
                 self.check_session()  # Ray's shutdown is not the worker's fault
         return arrived
+
+    def _watch(self, channel: Channel) -> None:
+        """It may have to be waited for in another way than before."""
+        self._answers.watch_descriptors(channel, tuple(channel.descriptors()))
+        if channel.patience < math.inf:
+            self._impatient.add(channel)
+        else:
+            self._impatient.discard(channel)
 
     def ring(self) -> None:
         """Ends a wait."""
@@ -220,11 +235,12 @@ class Crew:
         channel = self._channels.pop(actor, None)
         if channel is not None:
             channel.close()
+            self._watch(channel)
 
     def _leave(self, slot: WorkerSlot) -> None:
         """The worker's host is told that it is this worker no longer."""
         if slot.host in self._channels:
-            self._channels[slot.host].pause()
+            self._channel(slot).pause()
         slot.host.leave(slot.worker_id)
         slot.host.lane.abandon(slot.worker_id)
 
@@ -278,7 +294,8 @@ class Crew:
         if journal.shared_seed is not None:
             setup = replace(setup, shared_seed=journal.shared_seed)
         source = self._source(actor, contents)
-        self._open_channel(actor).pause()
+        self._open_channel(actor)
+        self._channel(slot).pause()
         slot.began_at = actor.calls
         slot.started = actor.start(setup, source, journal.state)
         slot.away = False

@@ -71,14 +71,14 @@ class Receiver:
         began = time.perf_counter()
         came = self.tables.crew.wait(timeout)
         self.waited = time.perf_counter() - began
-        self.take()
+        self.take(all_channels=not came)
         return came
 
     @changes
-    def take(self) -> None:
-        """Takes in what has come, but for what the loss of an actor means."""
+    def take(self, *, all_channels: bool = True) -> None:
+        """Takes in what has come, over all channels or those that a wait has found; not what a lost actor means."""
         crew = self.tables.crew
-        for actor, message in crew.receive():
+        for actor, message in crew.receive(all_channels=all_channels):
             self.last_arrival = time.monotonic()
             if isinstance(message, ActorLost):
                 self.lost.append(Lost(message.actor, str(message)))
