@@ -482,13 +482,13 @@ class HeldAtTheBegin(IterableDataset):
         return ((index, torch.rand(1)) for index in range(worker_id, 24, 2))
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_state_waits_for_workers_that_have_not_begun_the_epoch(dies, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("dies", "pins"), [(False, False), (True, False), (False, True)])
+def test_a_state_waits_for_workers_that_have_not_begun_the_epoch(dies, pins, tmp_path, monkeypatch, accelerator):
     gate, death = Gate(tmp_path / "gate"), tmp_path / "death"
     gate.open()
 
     def fresh():
-        return make({"dataset": HeldAtTheBegin(gate, death)}, persistent_workers=True)
+        return make({"dataset": HeldAtTheBegin(gate, death)}, persistent_workers=True, pin_memory=pins)
 
     loader = fresh()
     expected = [[lists(batch) for batch in loader] for _ in range(2)]

@@ -31,6 +31,7 @@ def test_a_program_with_ray_address_joins_the_cluster(nodes, run_script):
     assert result.address == nodes.address
     assert len(result.pids) == 2
     assert set(result.nodes) <= {nodes.here, nodes.away}
+    assert result.heard == [signal.SIGTERM], "the program's handler, not Ray's"
     check_left(vars(result))
 
 
