@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
+import inspect
 import io
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -147,3 +149,16 @@ def authenticate(ray: ModuleType) -> None:
     enable = getattr(setup, "enable_token_auth_by_default", None)
     if enable is not None:
         enable()
+
+
+@contextlib.contextmanager
+def starting_workers_by(ray: ModuleType, path: str | None) -> Iterator[None]:
+    """Has a Ray that is started meanwhile run this script for its worker processes; None: its own."""
+    parameters = ray._private.parameter.RayParams
+    before = parameters.__init__
+    if path is not None and "worker_path" in inspect.signature(before).parameters:
+        parameters.__init__ = functools.partialmethod(before, worker_path=path)
+    try:
+        yield
+    finally:
+        parameters.__init__ = before

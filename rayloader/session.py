@@ -40,9 +40,10 @@ import ray
 import ray.util.client
 
 from rayloader import torchrun
-from rayloader._compat import RAY_START_LOGGERS, authenticate, connection_of, give_own_random
+from rayloader._compat import RAY_START_LOGGERS, authenticate, connection_of, give_own_random, starting_workers_by
 from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
+from rayloader.forkserver.owner import ForkServer
 from rayloader.signals import SignalHandlers
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
@@ -79,6 +80,7 @@ SessionName = tuple[str, str]
 
 _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
 _started: SessionName | None = None  # the Ray that was started here
+_fork_server: ForkServer | None = None  # of that Ray, or the last
 _starter: _Starter | None = None  # from the first need of a Ray until that Ray is shut down
 _forked = False  # whether this process was forked from one that was connected to Ray
 logger = logging.getLogger("rayloader")
@@ -121,6 +123,8 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> Ses
         _starter.wait()  # an interrupted use may have left it at work
     check_options(options or {})
     session = current()
+    if _fork_server is not None:
+        _fork_server.check()
     if session is None and not ray.util.client.ray.is_connected():
         _start(options or {}, ahead)
         session = current()
@@ -248,7 +252,10 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
                 resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
                 own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
                 with _environment(LOCAL_RAY_ENVIRONMENT):
-                    ray.init(**(own if membership is None else _shared(own, membership)))
+                    if membership is None:
+                        _init_forking(own)
+                    else:
+                        ray.init(**_shared(own, membership))
                 _started = current()
     except Exception as error:  # Ray's own have no type in common
         if ahead and current() is not None and not options:
@@ -266,6 +273,18 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
         handlers.restore()
         if not ahead:  # the program may have drawn, or seeded it
             random.setstate(state)
+
+
+def _init_forking(options: dict[str, Any]) -> None:
+    """Starts a Ray whose worker processes are forks."""
+    global _fork_server
+    _fork_server = server = ForkServer()
+    try:
+        with _environment(server.environment), starting_workers_by(ray, server.worker_path):
+            ray.init(**options)
+    except BaseException:
+        server.close()
+        raise
 
 
 def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:
@@ -296,6 +315,8 @@ def _shut_down() -> None:
     handlers = SignalHandlers()
     ray.shutdown()
     handlers.restore()
+    if _fork_server is not None:
+        _fork_server.close()
 
 
 def no_shutdown() -> contextlib.AbstractContextManager[Any]:
@@ -325,6 +346,8 @@ def forget() -> None:
     _shutdown_lock = threading.RLock()  # the parent's may have been held
     if _starter is not None:
         _starter.forget()
+    if _fork_server is not None:
+        _fork_server.forget()
     _started = _starter = None
     _forked = ray.is_initialized()
 

@@ -229,6 +229,9 @@ TESTS = {
         "test_a_timeout_names_batch_and_worker_and_iteration_may_go_on": ["DataLoader timed out"],
         "test_a_dataset_that_cannot_be_pickled_names_the_attribute_at_iter": ["It cannot be sent"],
     },
+    "integration/test_fork_server.py": {
+        "test_without_the_fork_server_workers_start_slowly_and_that_is_said_once": ["rayloader: there is no fork"],
+    },
     "integration/test_interrupts.py": {
         "test_an_interrupted_next_loses_nothing_and_hangs_nowhere": [
             "this iterator was interrupted",

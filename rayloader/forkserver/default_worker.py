@@ -1,0 +1,62 @@
+"""What Ray starts for each worker process: has the fork server make that process, or becomes it.
+
+It has the name of Ray's own script, by which Ray's tools know its processes. It is run by path and needs the standard
+library only. See NOTE [fork server] in owner.py.
+"""
+
+import array
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+VARIABLE = "RAYLOADER_FORK_SERVER"
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+LENGTH = struct.Struct("<Q")
+
+
+def ask(name: str) -> bool:
+    """Has the fork server of this name make the worker process, and waits for its end; False if it does not."""
+    told = json.dumps(
+        {
+            "executable": [sys.executable, sys.prefix, list(sys.flags)],
+            "arguments": sys.argv[1:],
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "group": os.getpgid(0),
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+            "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+            "cpus": list(os.sched_getaffinity(0)),
+        }
+    ).encode()
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect(f"\0{name}")
+            credentials = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            if CREDENTIALS.unpack(credentials)[1] != os.getuid():
+                return False  # another user has taken a name that was free again
+            streams = array.array("i", [0, 1, 2])
+            server.sendmsg([LENGTH.pack(len(told))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+            server.sendall(told)
+            if server.recv(1) != b"f":
+                return False
+            while server.recv(1):
+                pass
+        except OSError:
+            return False  # there is none, or it has died before it has forked: else its end would have been read
+    return True
+
+
+if __name__ == "__main__":
+    if not ask(os.environ.get(VARIABLE, "")):
+        spec = find_spec("ray")
+        assert spec is not None
+        assert spec.origin is not None
+        path = Path(spec.origin).parent / "_private" / "workers" / "default_worker.py"
+        sys.path[0] = str(path.parent)
+        runpy.run_path(str(path), run_name="__main__")

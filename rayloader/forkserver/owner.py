@@ -1,0 +1,107 @@
+"""Starts the fork server of a Ray that is started here, and ends it with that Ray.
+
+Promise: where there can be no fork server, or it dies, worker processes start as Ray starts them: later, and no
+differently.
+
+NOTE [fork server]
+A new worker process has to import Ray and torch, which takes 3 seconds of a core, and some 250 MB that no other process
+shares. Torch's own workers are forks, which have imported everything already. The program itself cannot be forked: Ray
+runs threads in it. So a process of its own, the fork server, imports torch while Ray starts, and then whatever else a
+worker imports; Ray's worker processes are forks of it.
+
+Ray starts a worker by running a script, whose path the program that starts Ray can choose: `default_worker.py` in this
+folder, in place of Ray's script of that name. It connects to the fork server, and tells it what it was started with:
+arguments, environment, working directory, standard streams, and what else a process inherits. The child that the fork
+server then makes takes over all of that, and runs Ray's script. The process that Ray has started stays until the child
+has ended, and where it is killed the child is too. Ray takes the child for its worker: that is who registers there.
+
+What depends on the environment when it is imported would be wrong in a worker that is to have another environment, as
+`ray_remote_args={"runtime_env": ...}` gives it one. Such workers become what Ray meant them to be: they import
+everything themselves. The environment of the first worker counts, for it is the first that knows which Ray it belongs
+to. Hence the fork server imports Ray only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rayloader.transport.line import LineError, LocalSocket, listen
+
+HERE = Path(__file__).parent
+# Where the fork server is, for the processes that Ray starts.
+VARIABLE = "RAYLOADER_FORK_SERVER"
+# Processes that ask at the same time; others start without it.
+BACKLOG = 512
+
+logger = logging.getLogger("rayloader")
+
+
+class ForkServer:
+    """Runs until `close`, or until the thread ends that has made it.
+
+    Attributes:
+        environment: for the Ray whose processes are to use it; empty without a fork server.
+        worker_path: the script with which that Ray is to start its workers; None without a fork server.
+    """
+
+    def __init__(self) -> None:
+        self.environment: dict[str, str] = {}
+        self.worker_path: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        if sys.platform != "linux":
+            return
+        listener = LocalSocket()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
+        # A Ctrl-C of the terminal is the program's, from the first moment on.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            address = listen(listener, "fork-server", BACKLOG)
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=[listener.fileno()],
+            )
+        except (LineError, OSError) as error:
+            _warn(error)
+            return
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            listener.close()  # the fork server has the other copy: nobody is to wait for one that has died
+        self.environment = {VARIABLE: address.name}
+        self.worker_path = str(HERE / "default_worker.py")
+
+    def check(self) -> None:
+        """Says so, once, if it has died."""
+        if self._process is not None and self._process.poll() is not None:
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").splitlines()
+            _warn(lines[-1] if lines else f"it has died, with exit status {self._process.returncode}")
+            self.close()
+
+    def close(self) -> None:
+        """Ends it; the processes that it has made live on. Callable more than once."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(OSError):
+                process.wait()
+            self._errors.close()
+
+    def forget(self) -> None:
+        """To be called in a forked child, whose child it is not."""
+        if self._process is not None:
+            self._process.returncode = 0  # so that nobody waits for it, or warns of it
+            self._process = None
+
+
+def _warn(why: object) -> None:
+    logger.warning("rayloader: there is no fork server, so new worker processes start slowly: %s", why)

@@ -1,0 +1,238 @@
+"""The fork server: imports what worker processes import, and forks one for each `default_worker.py` that asks.
+
+    python rayloader/forkserver/server.py DESCRIPTOR OWNER
+
+DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. It runs no
+thread of its own and keeps nothing but its connections. It is run by path: see NOTE [fork server] in owner.py.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+LENGTH = struct.Struct("<Q")
+PR_SET_PDEATHSIG = 1
+# What differs from one worker of a Ray to the next, and is looked at only when a worker runs.
+OF_ONE_WORKER = {"RAY_JOB_ID", "SPT_NOENV", "PWD", "OLDPWD", "SHLVL", "_"}
+
+
+class Request:
+    """A process that wants to be replaced by a fork.
+
+    Args:
+        connection: to it.
+
+    Attributes:
+        told: what it has told of itself, once that is whole.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.told: dict[str, Any] | None = None
+        self.child = 0  # process id, once there is one
+        self._streams: list[int] = []
+        self._read = b""
+
+    def read(self) -> bool:
+        """Takes in what has come; False if the other end has gone."""
+        try:
+            if self._streams:
+                part = self.connection.recv(1 << 20)
+            else:
+                part, self._streams, _, _ = socket.recv_fds(self.connection, LENGTH.size, 3)
+        except OSError:
+            return False
+        self._read += part
+        if len(self._read) >= LENGTH.size:
+            length = LENGTH.size + LENGTH.unpack_from(self._read)[0]
+            if len(self._read) >= length:
+                self.told = json.loads(self._read[LENGTH.size : length])
+        return bool(part)
+
+    def close(self) -> None:
+        """Lets go of it."""
+        for descriptor in self._streams:
+            os.close(descriptor)
+        self._streams = []
+        self.connection.close()
+
+    def become(self) -> NoReturn:
+        """In the fork: is from here on the process that Ray has started."""
+        assert self.told is not None
+        told = self.told
+        for descriptor, copy in enumerate(self._streams):
+            os.dup2(copy, descriptor)
+        shim = credentials(self.connection)[0]
+        try:
+            self.connection.sendall(b"f")  # by this process itself: who hears of it knows that there is one
+        except OSError:
+            os._exit(0)  # it was killed meanwhile
+        self.close()
+        os.environ.clear()
+        os.environ.update(told["environment"])
+        os.chdir(told["folder"])
+        for adopt in (
+            lambda: os.setpgid(0, told["group"]),
+            lambda: os.setpriority(os.PRIO_PROCESS, 0, told["niceness"]),
+            lambda: os.sched_setaffinity(0, told["cpus"]),
+            lambda: Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{shim}/oom_score_adj").read_text()),
+        ):
+            with contextlib.suppress(OSError):  # it may not have what the other has
+                adopt()
+        signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
+        run(told["arguments"])
+
+
+def run(arguments: list[str]) -> NoReturn:
+    """Runs Ray's script for worker processes."""
+    import numpy as np
+    import ray
+
+    np.random.seed()  # else all worker processes would draw the same; Python's own generator is seeded by the fork
+    path = Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py"
+    sys.argv = [str(path), *arguments]
+    sys.path[0] = str(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+    sys.exit()
+
+
+class Server:
+    """Forks for whoever asks, one after the other.
+
+    Args:
+        listener: where they ask.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._requests: dict[int, Request] = {}  # by descriptor of the connection
+        self._children: dict[int, Request] = {}  # by descriptor of the process
+        self._environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY")}
+        self._told_first = False  # it is that of the first worker by now
+
+    def serve(self) -> Request:
+        """Returns in each child, with what it is to become."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._listener.fileno():
+                    self._let_in()
+                elif descriptor in self._children:
+                    self._ended(descriptor)
+                elif descriptor in self._requests:
+                    request = self._requests[descriptor]
+                    if not request.read():
+                        self._gone(descriptor)
+                    elif request.told is not None and not request.child:
+                        if not self._suits(request.told):
+                            self._gone(descriptor)  # it starts without us
+                        elif self._fork(request):
+                            return request
+
+    def _let_in(self) -> None:
+        connection, _ = self._listener.accept()
+        if credentials(connection)[1] != os.getuid():
+            connection.close()  # a stranger who has read the name in /proc/net/unix
+            return
+        self._requests[connection.fileno()] = Request(connection)
+        self._poll.register(connection, select.POLLIN)
+
+    def _suits(self, told: dict[str, Any]) -> bool:
+        """Whether what is imported here is what that process would import."""
+        if told["executable"] != [sys.executable, sys.prefix, list(sys.flags)]:
+            return False
+        environment = {key: value for key, value in told["environment"].items() if key not in OF_ONE_WORKER}
+        if not self._told_first:  # what is set for Ray itself could not be known
+            others = {key: value for key, value in environment.items() if not key.startswith("RAY")}
+            if others != {key: value for key, value in self._environment.items() if key not in OF_ONE_WORKER}:
+                return False
+            self._environment, self._told_first = environment, True
+            os.environ.update(told["environment"])
+            import_the_rest()
+        return environment == self._environment
+
+    def _fork(self, request: Request) -> bool:
+        """Whether this is the child."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of OpenBLAS' threads, which it ends before a fork and starts again after
+            child = os.fork()
+        if not child:
+            self._leave(request)
+            return True
+        process = os.pidfd_open(child)
+        request.child = child
+        self._children[process] = request
+        self._poll.register(process, select.POLLIN)
+        return False
+
+    def _gone(self, descriptor: int) -> None:
+        """Who asked has gone, or is told to start by itself. What was forked for it ends with it."""
+        request = self._requests.pop(descriptor)
+        self._poll.unregister(descriptor)
+        for process, other in self._children.items():
+            if other is request:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        request.close()
+
+    def _ended(self, process: int) -> None:
+        """A child has."""
+        request = self._children.pop(process)
+        self._poll.unregister(process)
+        os.close(process)
+        os.waitpid(request.child, 0)
+        descriptor = request.connection.fileno()
+        if descriptor in self._requests:
+            self._gone(descriptor)
+
+    def _leave(self, request: Request) -> None:
+        """In a child: nobody is to find the server's descriptors in it."""
+        self._listener.close()
+        for process in self._children:
+            os.close(process)
+        for other in self._requests.values():
+            if other is not request:
+                other.close()
+
+
+def credentials(connection: socket.socket) -> tuple[int, ...]:
+    """Process id, user id and group id of the other end."""
+    return CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+
+
+def import_the_rest() -> None:
+    """What all workers import that depends on whose workers they are."""
+    import rayloader.worker.process  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a collection in a worker would write to all of these pages
+
+
+def main() -> Request:
+    """Serves; returns in each child."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[2]):
+        sys.exit("the program had ended before this process could hear of it")
+    os.close(os.pidfd_open(os.getpid()))  # raises where the kernel has no such thing, before anybody relies on it
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.set_inheritable(False)
+    sys.path[0] = str(Path(__file__).parents[2])
+    import torch  # noqa: F401
+
+    return Server(listener).serve()
+
+
+if __name__ == "__main__":
+    main().become()

@@ -1,0 +1,100 @@
+"""The fork server, asked as Ray's raylet has it asked, with arguments that have Ray's script do nothing but print."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from rayloader.forkserver.owner import HERE, VARIABLE, ForkServer
+
+LIMIT = 120  # seconds for a process to end; on expiry the test fails
+SCRIPT = str(HERE / "default_worker.py")
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A fork server."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+def ask(name, *arguments, **more):
+    """A process that Ray might start, and what it has printed."""
+    environment = {**os.environ, VARIABLE: name, **more}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def test_rays_script_is_run_once_by_the_fork(server):
+    help_, plain = ask(server.environment[VARIABLE], "--help"), ask("no-such-server", "--help")
+    assert (help_.stdout, help_.stderr) == (plain.stdout, plain.stderr)
+    assert help_.stdout.count("usage: default_worker.py") == 1
+
+
+def test_what_a_fork_prints_of_its_arguments_is_what_the_process_would_print(server):
+    asked, plain = ask(server.environment[VARIABLE], "--no-such"), ask("no-such-server", "--no-such")
+    assert re.search("the following arguments are required", plain.stderr)
+    assert (asked.stdout, asked.stderr) == (plain.stdout, plain.stderr)
+
+
+def forks(server):
+    return psutil.Process(server._process.pid).children()
+
+
+def test_another_environment_is_not_served(server):
+    """Whoever asks first says which one is."""
+    ask(server.environment[VARIABLE], "--help")
+    before = psutil.Process(server._process.pid).cpu_times()
+    other = ask(server.environment[VARIABLE], "--help", OMP_NUM_THREADS="7")
+    assert other.stdout.count("usage: default_worker.py") == 1
+    assert psutil.Process(server._process.pid).cpu_times().children_user == before.children_user  # none has ended
+
+
+def test_where_nobody_asks_any_more_no_fork_is_left(server):
+    """A process that is killed before it is told of a fork."""
+    asking = subprocess.Popen([sys.executable, SCRIPT, "--help"], env={**os.environ, **server.environment})
+    asking.kill()
+    asking.wait(LIMIT)
+    ask(server.environment[VARIABLE], "--help")  # it has dealt with the first by now
+    assert psutil.wait_procs(forks(server), LIMIT)[1] == []
+
+
+def test_it_ends_with_its_owner():
+    program = """
+import os
+from rayloader.forkserver.owner import ForkServer
+server = ForkServer()
+print(server._process.pid, flush=True)
+os._exit(0)
+"""
+    started = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
+    ).stdout
+    if psutil.pid_exists(int(started)):
+        psutil.Process(int(started)).wait(LIMIT)
+
+
+def test_it_is_closed_once_and_a_fork_of_its_owner_leaves_it_alone():
+    server = ForkServer()
+    process = server._process
+    child = os.fork()
+    if not child:
+        server.forget()
+        server.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert process.poll() is None
+    server.close()
+    assert process.returncode == -signal.SIGKILL
+    server.close()
