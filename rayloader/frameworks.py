@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from rayloader.errors import StateError
 from rayloader.loader import DataLoader, WorkerCount
 from rayloader.options import OwnArguments
+from rayloader.sharding import check_once
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -152,6 +153,9 @@ class _Watched:
 
     def __get__(self, loader: Any, loader_class: type) -> Any:
         if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
+            source = loader.num_workers.loader()
+            if source is not None and source.num_replicas is not None:
+                check_once(loader._index_sampler)
             _warn_once(type(loader))
         return self._method.__get__(loader, loader_class)
 

@@ -36,6 +36,7 @@ from rayloader.options import (
 )
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
+from rayloader.sharding import Order, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.stats import LoaderStats
 from rayloader.verdict import verdict
 
@@ -78,7 +79,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         num_workers: number of worker actors, one process each.
         collate_fn: makes a batch from a list of samples; runs in the workers.
         pin_memory: copy batches to page-locked memory, in a background thread.
-        drop_last: drop the last incomplete batch (of each worker, for iterable datasets).
+        drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas` also drop
+            samples that do not give each rank as many.
         timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
         multiprocessing_context: checked as torch checks it, but without effect: workers are Ray actors.
@@ -126,6 +128,14 @@ class DataLoader(TorchDataLoader[_T_co]):
             costs one percent of its time.
         name: what the loader is called where it is shown: in its `repr`, in Ray's list of actors, and in the titles of
             the worker processes ("rayloader:train:0"). By default the class of the dataset stands there.
+        num_replicas: number of ranks (processes that train together) among which the data is divided. Given one of
+            `num_replicas` and `rank`, the other is that of torch.distributed; given neither, nothing is divided. See
+            the how-to page on ranks for what each rank gets. In short: without a sampler of yours the sampler is
+            torch's `DistributedSampler`; of any other sampler rank r gets the samples, and of a batch sampler the
+            batches, number r, r + num_replicas and so on. All ranks get as many: what comes first is repeated, or with
+            `drop_last` what comes last is left out. An iterable dataset asks `get_shard_info()`.
+        rank: of this process, from 0 on. All other arguments must be the same in all ranks.
+        seed: of the order in which the ranks share the data, together with the epoch of `set_epoch`.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -171,6 +181,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         arenas: bool = True,
         snapshot_every_n_steps: int | None = 1,
         name: str | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
     ) -> None:
         self._recorder = Recorder()
         self._stream_workers = num_workers  # that the batches depend on
@@ -193,12 +206,21 @@ class DataLoader(TorchDataLoader[_T_co]):
         if name is not None:  # else it is the class's, which may be a subclass with a name of its own
             check_name(name)
             self.name = name
+        ranks = ranks_of(num_replicas, rank, seed)
+        self.num_replicas = None if ranks is None else ranks.num_replicas
+        self.rank = None if ranks is None else ranks.rank
+        self.seed = seed
+        order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
+        if ranks is not None:
+            before = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
+            is_same = before is not None and (before.num_replicas, before.rank, before.seed) == ranks
+            order = of_rank(order, ranks, before._index_sampler if is_same else None)  # type: ignore[union-attr]
         super().__init__(
             dataset,  # type: ignore[arg-type]  # torch takes sequences too, and does not say so
             batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
+            order.shuffle,
+            order.sampler,
+            order.batch_sampler,
             num_workers,
             collate_fn,
             pin_memory,
@@ -226,6 +248,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         arguments = "".join(f", {key}={value!r}" for key, value in shown.items() if value is not None)
         dataset = type(getattr(self, "dataset", None)).__name__
         return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({dataset}{arguments})"
+
+    def __setattr__(self, attr: str, val: Any) -> None:
+        if attr in ("num_replicas", "rank", "seed") and attr in vars(self):
+            raise ValueError(f"{attr} attribute should not be set after {type(self).__name__} is initialized")
+        super().__setattr__(attr, val)
 
     def __iter__(self) -> BaseIterator:
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
@@ -315,6 +342,15 @@ class DataLoader(TorchDataLoader[_T_co]):
             FileNotFoundError: the file's folder is missing; at the beginning of the block.
         """
         return self._recorder.traced(Path(path), f"rayloader: {self.label}")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the sampler, the batch sampler and the dataset which epoch the next `iter()` begins.
+
+        That is those of them, and of the samplers that they wrap, which have `set_epoch`, as torch's
+        `DistributedSampler` has. With `num_replicas` it is due before every epoch, in all ranks: the order of an epoch
+        depends on this number, the same number is the same order.
+        """
+        tell_epoch([*chain_of(self._index_sampler, until=Shard), self.dataset], epoch)  # a shard tells what it wraps
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the user in this loader's stream of batches.

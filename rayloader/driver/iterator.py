@@ -50,7 +50,6 @@ from rayloader.state.checkpoint import goes_on
 from rayloader.state.journal import Resumed
 from rayloader.state.position import Position
 from rayloader.state.process_state import ProcessState
-from rayloader.state.redeal import Stage
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
@@ -151,7 +150,7 @@ class EpochIterator(BaseIterator):
         super()._reset(loader, first_iter)
         redeal, self._redeal = self._redeal, None
         if redeal is not None:
-            self._sampler_iter = self.position.redeals(redeal["epoch"], [Stage(taken) for taken in redeal["stages"]])
+            self._sampler_iter = self.position.redeals(redeal)
         if plan.begin is Begin.NEXT:
             self._resume_workers(plan)
 

@@ -31,7 +31,6 @@ from rayloader.state.draws import drawn
 from rayloader.state.local_state import Stream, generators_of
 from rayloader.state.position import Position
 from rayloader.state.random_state import RandomState, seed_all
-from rayloader.state.redeal import Stage
 from rayloader.state.snapshot import has_state, load_state
 
 
@@ -62,8 +61,7 @@ class LocalIterator(SingleProcessIterator):
         if saved is None:
             position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
             if state is not None and state["redeal"] is not None:
-                stages = [Stage(taken) for taken in state["redeal"]["stages"]]
-                self._sampler_iter = position.redeals(state["redeal"]["epoch"], stages)
+                self._sampler_iter = position.redeals(state["redeal"])
             begin = RandomState.capture(self._generators) if self._is_read_again else None
             self._iterate(Stream(begin))
         else:
