@@ -36,7 +36,7 @@ from rayloader.options import (
 )
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
-from rayloader.sharding import Order, Shard, chain_of, of_rank, ranks_of, tell_epoch
+from rayloader.sharding import Order, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.stats import LoaderStats
 from rayloader.verdict import verdict
 
@@ -192,6 +192,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._state: dict[str, Any] | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
+        self._same_order = SameOrder()
+        self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' were not yet
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
         self.prefetch_bytes = prefetch_bytes
@@ -258,6 +260,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
             self._iterator, self._of_other_workers = None, False
         note_first_attributes(self)  # of samplers that were put in since the loader was made
+        if self.num_replicas is not None:
+            finished = self._state is None and self._position is not None and self._position.finished
+            self._same_order.begins(self._index_sampler, finished=finished)
         return super().__iter__()
 
     def _get_iterator(self) -> BaseIterator:
@@ -348,8 +353,13 @@ class DataLoader(TorchDataLoader[_T_co]):
 
         That is those of them, and of the samplers that they wrap, which have `set_epoch`, as torch's
         `DistributedSampler` has. With `num_replicas` it is due before every epoch, in all ranks: the order of an epoch
-        depends on this number, the same number is the same order.
+        depends on this number, and the same number means the same order.
+
+        Workers have the dataset as it is at `iter()`; in persistent workers, which keep theirs, `set_epoch` is called
+        there when the next epoch begins.
         """
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self._dataset_epoch = epoch
         tell_epoch([*chain_of(self._index_sampler, until=Shard), self.dataset], epoch)  # a shard tells what it wraps
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import copy
 import itertools
 import math
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -205,6 +206,29 @@ def part_of(index_sampler: Any) -> DistributedSampler[Any] | None:
     """The sampler of a loader that gives this rank's part, if its whole order can be drawn."""
     found = [sampler for sampler in chain_of(index_sampler) if type(sampler) in (DistributedSampler, Shard)]
     return found[0] if found else None
+
+
+class SameOrder:
+    """Notices that a program goes through a random order again, because it does not set the epoch."""
+
+    def __init__(self) -> None:
+        self._begun: int | None = None  # epoch; None: one that is not known, or none
+        self._warned = False
+
+    def begins(self, index_sampler: Any, *, finished: bool) -> None:
+        """A loader with ranks begins to iterate; `finished`: the epoch before was taken to its end."""
+        part = part_of(index_sampler)
+        if part is None:
+            return
+        is_random = part.is_random if isinstance(part, Shard) else part.shuffle
+        if finished and is_random and part.epoch == self._begun and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"this epoch has the same random order as the one before, for its number is still {part.epoch}; call "
+                "set_epoch(epoch) of the loader before each epoch, in all ranks",
+                stacklevel=3,
+            )
+        self._begun = part.epoch
 
 
 def order_of(part: DistributedSampler[Any]) -> list[Any]:

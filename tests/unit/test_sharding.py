@@ -1,6 +1,7 @@
 """Each rank's part of what samplers give, beside torch's DistributedSampler."""
 
 import random
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -196,6 +197,54 @@ def test_the_sampler_within_is_told_the_epoch():
     assert batches(loader) == [[2, 3]]
 
 
+# ---- the epoch
+
+
+def shuffled(**options):
+    return DataLoader(range(100), 4, num_replicas=2, rank=0, **options)
+
+
+@pytest.mark.parametrize("given", [{"shuffle": True}, {"sampler": Draws()}])
+def test_the_same_random_order_again_is_told_once(given):
+    loader = shuffled(**given)
+    next(iter(loader))  # a look at the first batch
+    list(loader)
+    with pytest.warns(UserWarning, match=r"same random order .* number is still 0; call set_epoch") as caught:
+        list(loader)
+    assert caught[0].filename == __file__
+    list(loader)
+
+
+def test_no_warning_without_cause():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = shuffled(shuffle=True)
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            list(loader)
+        for loader in (
+            shuffled(),
+            shuffled(sampler=range(20)),
+            shuffled(sampler=RandomSampler(range(20), generator=torch.Generator())),
+            DataLoader(range(20), shuffle=True),
+        ):
+            list(loader)
+            list(loader)
+
+
+def test_set_epoch_is_told_to_who_wants_to_know():
+    class Dataset(list):
+        set_epoch = Weighted.set_epoch
+
+    sampler = Weighted()
+    for given in ({"sampler": sampler}, {"batch_sampler": BatchSampler(sampler, 2, False)}):
+        loader = DataLoader(Dataset(range(9)), **given)
+        loader.set_epoch(3)
+        assert (loader.dataset.epoch, sampler.epoch) == (3, 3)
+        sampler.epoch = 0
+    DataLoader(range(3)).set_epoch(3)
+
+
 # ---- frameworks
 
 
@@ -214,18 +263,19 @@ def test_frameworks_see_a_distributed_sampler():
 )
 def test_a_loader_that_is_made_anew_from_its_attributes_is_not_divided_twice(given):
     loader = DataLoader(range(100), **given, num_replicas=2, rank=1, seed=4)
+    expected = batches(loader)
     names = ("num_replicas", "rank", "seed", "num_workers")
     own = {name: getattr(loader, name) for name in names}
     if "batch_sampler" in given:
         anew = type(loader)(loader.dataset, batch_sampler=loader.batch_sampler, **own)
     else:
         anew = type(loader)(loader.dataset, sampler=loader.sampler, **own)
-    assert batches(anew) == batches(loader)
+    assert batches(anew) == expected
     assert type(anew.num_workers) is WorkerCount
     with rayloader.patch():
         anew = TorchDataLoader(loader.dataset, batch_sampler=loader.batch_sampler, num_workers=loader.num_workers)
     assert (anew.num_replicas, anew.rank, anew.seed) == (2, 1, 4)
-    assert batches(anew) == batches(loader)
+    assert batches(anew) == expected
 
 
 class AcceleratesShard(BatchSampler):
