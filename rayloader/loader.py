@@ -236,6 +236,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if isinstance(self.batch_sampler, Shard):
+            vars(self)["sampler"] = self.batch_sampler  # where frameworks look for one that is told the epoch
         check(self)
         note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:
