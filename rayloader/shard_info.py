@@ -106,9 +106,12 @@ class Reader:
         _working = worker_info, self
 
     def has_read(self, dataset: Any) -> None:
-        """It has: warns, in one worker, where it did not ask and all ranks seem to read the same."""
+        """It has: warns, in one worker and once, where it did not ask and all ranks seem to read the same."""
         several = self._ranks is not None and self._ranks[1] > 1
-        if several and not self.asked and self._worker_id == 0 and not isinstance(dataset, IterDataPipe):
+        if not several or self.asked or self._worker_id or isinstance(dataset, IterDataPipe):
+            return
+        if type(dataset).__qualname__ not in _told_of:
+            _told_of.add(type(dataset).__qualname__)
             logger.warning(
                 "rayloader: the loader has num_replicas, and its iterable dataset %s did not ask for its part by "
                 "get_shard_info(), so that all ranks read the same; have its __iter__ read what get_shard_info() says, "
@@ -128,6 +131,7 @@ class Reader:
             _local = before
 
 
+_told_of: set[str] = set()  # kinds of datasets
 _local: Reader | None = None
 _working: tuple[Any, Reader] | None = None
 
