@@ -36,7 +36,7 @@ from rayloader.options import (
 )
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
-from rayloader.sharding import Order, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
+from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.stats import LoaderStats
 from rayloader.verdict import verdict
 
@@ -147,7 +147,12 @@ class DataLoader(TorchDataLoader[_T_co]):
     `ReplicaMemoryError`, `ReplayError`, `SkipLimitError`, `StateError`.
     """
 
+    # Attributes of the class, for a subclass may have others of these names.
     name: str | None = None
+    num_replicas: int | None = None
+    rank: int | None = None
+    seed: int = 0
+    _ranks: Ranks | None = None  # what these say, where they are this class's
 
     def __init__(
         self,
@@ -209,14 +214,13 @@ class DataLoader(TorchDataLoader[_T_co]):
             check_name(name)
             self.name = name
         ranks = ranks_of(num_replicas, rank, seed)
-        self.num_replicas = None if ranks is None else ranks.num_replicas
-        self.rank = None if ranks is None else ranks.rank
-        self.seed = seed
         order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
         if ranks is not None:
+            self.num_replicas, self.rank, self.seed = ranks
             before = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
-            is_same = before is not None and (before.num_replicas, before.rank, before.seed) == ranks
-            order = of_rank(order, ranks, before._index_sampler if is_same else None)  # type: ignore[union-attr]
+            own = before._index_sampler if before is not None and before._ranks == ranks else None
+            order = of_rank(order, ranks, own)
+        self._ranks = ranks
         super().__init__(
             dataset,  # type: ignore[arg-type]  # torch takes sequences too, and does not say so
             batch_size,
@@ -254,7 +258,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({dataset}{arguments})"
 
     def __setattr__(self, attr: str, val: Any) -> None:
-        if attr in ("num_replicas", "rank", "seed") and attr in vars(self):
+        if attr in Ranks._fields and self._ranks is not None:
             raise ValueError(f"{attr} attribute should not be set after {type(self).__name__} is initialized")
         super().__setattr__(attr, val)
 
@@ -262,7 +266,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
             self._iterator, self._of_other_workers = None, False
         note_first_attributes(self)  # of samplers that were put in since the loader was made
-        if self.num_replicas is not None:
+        if self._ranks is not None:
             finished = self._state is None and self._position is not None and self._position.finished
             self._same_order.begins(self._index_sampler, finished=finished)
         return super().__iter__()

@@ -138,7 +138,7 @@ _working: tuple[Any, Reader] | None = None
 
 def ranks_told(loader: Any) -> tuple[int, int] | None:
     """The rank of a loader, and their number; None if it was not told, and there are several."""
-    return _ranks_of(None if loader.num_replicas is None else (loader.rank, loader.num_replicas))
+    return _ranks_of(None if loader._ranks is None else (loader._ranks.rank, loader._ranks.num_replicas))
 
 
 def _ranks_of(given: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 import random
 import warnings
 from collections.abc import Iterator
@@ -69,8 +68,8 @@ class Shard(DistributedSampler[Any]):
         yield from dealt(self.order(), self.num_replicas, drop_last=self.drop_last)[self.rank]
 
     def __len__(self) -> int:
-        parts = len(self.sampler) / self.num_replicas
-        return math.floor(parts) if self.drop_last else math.ceil(parts)
+        rest = 0 if self.drop_last else self.num_replicas - 1
+        return (len(self.sampler) + rest) // self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
         """As of torch's; the samplers within are told too, if they want to know."""

@@ -87,8 +87,8 @@ class EpochIterator(BaseIterator):
             )
         self._num_workers = self.num_workers
         self._worker_init_fn = loader.worker_init_fn
-        if isinstance(self._dataset, IterDataPipe) and loader.num_replicas is not None:
-            self._world_size, self._rank = loader.num_replicas, loader.rank  # else torch.distributed's
+        if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
+            self._world_size, self._rank, _ = loader._ranks  # else torch.distributed's
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._worker_init_fn = functools.partial(
                 sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank

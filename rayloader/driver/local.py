@@ -55,8 +55,8 @@ class LocalIterator(SingleProcessIterator):
         self._index_sampler = loader._index_sampler
         if self._timeout != 0:
             raise AssertionError("SingleProcessIterator requires timeout == 0")
-        if isinstance(self._dataset, IterDataPipe) and loader.num_replicas is not None:
-            self._world_size, self._rank = loader.num_replicas, loader.rank  # else torch.distributed's
+        if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
+            self._world_size, self._rank, _ = loader._ranks  # else torch.distributed's
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             apply_sharding(self._dataset, self._world_size, self._rank)
         self._generators = generators_of(loader) if self._iterable or saved is not None else []

@@ -281,5 +281,5 @@ def _fits(loader: Any, samplers: Samplers) -> dict[str, Any]:
 
 def _ranks(loader: Any, samplers: Samplers) -> dict[str, int]:
     """Which of how many ranks the loader is; nothing if it is not one of several."""
-    told: Any = samplers.part if samplers.part is not None else loader
-    return {name: value for name in RANK if (value := getattr(told, name)) is not None}
+    told: Any = samplers.part if samplers.part is not None else loader._ranks
+    return {} if told is None else {name: getattr(told, name) for name in RANK}

@@ -401,6 +401,25 @@ def test_without_ranks_nothing_is_divided():
     assert type(loader.sampler) is SequentialSampler
 
 
+class Subclass(DataLoader):
+    """Has attributes of these names."""
+
+    def __init__(self, dataset, rank, num_replicas):
+        self.rank, self.seed = rank, 5
+        super().__init__(dataset, sampler=DistributedSampler(dataset, num_replicas, rank))
+        self.num_replicas, self.rank = num_replicas, rank
+
+
+def test_a_subclass_may_have_attributes_of_these_names():
+    loader = Subclass(range(6), 1, 2)
+    assert (loader.rank, loader.seed, loader.num_replicas, len(list(loader))) == (1, 5, 2, 3)
+    loader.load_state_dict(loader.state_dict())
+    loader = Subclass(range(6), 1, 2)
+    with rayloader.patch():
+        anew = TorchDataLoader(loader.dataset, sampler=loader.sampler, num_workers=loader.num_workers)
+    assert (anew.num_replicas, anew.rank, anew.seed) == (None, None, 0)
+
+
 # ---- draw-ahead
 
 
