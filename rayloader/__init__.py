@@ -15,6 +15,7 @@ from rayloader.errors import (
 from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
 from rayloader.progress_bar import progress
+from rayloader.shard_info import ShardInfo, get_shard_info
 from rayloader.shared_list import SharedList
 from rayloader.stats import LoaderStats
 
@@ -28,11 +29,13 @@ __all__ = [
     "ReplayError",
     "ReplicaError",
     "ReplicaMemoryError",
+    "ShardInfo",
     "SharedList",
     "SkipLimitError",
     "StateError",
     "WorkerDiedError",
     "WorkerStartError",
+    "get_shard_info",
     "init",
     "patch",
     "progress",

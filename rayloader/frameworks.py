@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from rayloader.errors import StateError
 from rayloader.loader import DataLoader, WorkerCount
 from rayloader.options import OwnArguments
+from rayloader.sharding import Ranks, check_once
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -137,7 +138,8 @@ def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
             "load_state_dict() was called on a loader that a framework now makes anew, and the state would be lost; "
             "load it into the new loader, for instance into what prepare() returns"
         )
-    return {name: getattr(source, name) for name in _OWN}
+    names = _OWN if source._ranks is not None else _OWN - set(Ranks._fields)
+    return {name: getattr(source, name) for name in names}
 
 
 class _Watched:
@@ -152,6 +154,9 @@ class _Watched:
 
     def __get__(self, loader: Any, loader_class: type) -> Any:
         if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
+            source = loader.num_workers.loader()
+            if source is not None and source._ranks is not None:
+                check_once(loader._index_sampler)
             _warn_once(type(loader))
         return self._method.__get__(loader, loader_class)
 

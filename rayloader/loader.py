@@ -36,6 +36,7 @@ from rayloader.options import (
 )
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
+from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.stats import LoaderStats
 from rayloader.verdict import verdict
 
@@ -78,7 +79,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         num_workers: number of worker actors, one process each.
         collate_fn: makes a batch from a list of samples; runs in the workers.
         pin_memory: copy batches to page-locked memory, in a background thread.
-        drop_last: drop the last incomplete batch (of each worker, for iterable datasets).
+        drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas` also drop
+            samples that do not give each rank as many.
         timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
         multiprocessing_context: checked as torch checks it, but without effect: workers are Ray actors.
@@ -126,6 +128,14 @@ class DataLoader(TorchDataLoader[_T_co]):
             costs one percent of its time.
         name: what the loader is called where it is shown: in its `repr`, in Ray's list of actors, and in the titles of
             the worker processes ("rayloader:train:0"). By default the class of the dataset stands there.
+        num_replicas: number of ranks (processes that train together) among which the data is divided. Given one of
+            `num_replicas` and `rank`, the other is that of torch.distributed; given neither, nothing is divided. See
+            the how-to page on ranks for what each rank gets. In short: without a sampler of yours the sampler is
+            torch's `DistributedSampler`; of any other sampler rank r gets the samples, and of a batch sampler the
+            batches, number r, r + num_replicas and so on. All ranks get as many: what comes first is repeated, or with
+            `drop_last` what comes last is left out. An iterable dataset asks `get_shard_info()`.
+        rank: of this process, from 0 on. All other arguments must be the same in all ranks.
+        seed: of the order in which the ranks share the data, together with the epoch of `set_epoch`.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -137,7 +147,12 @@ class DataLoader(TorchDataLoader[_T_co]):
     `ReplicaMemoryError`, `ReplayError`, `SkipLimitError`, `StateError`.
     """
 
+    # Attributes of the class, for a subclass may have others of these names.
     name: str | None = None
+    num_replicas: int | None = None
+    rank: int | None = None
+    seed: int = 0
+    _ranks: Ranks | None = None  # what these say, where they are this class's
 
     def __init__(
         self,
@@ -171,6 +186,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         arenas: bool = True,
         snapshot_every_n_steps: int | None = 1,
         name: str | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
     ) -> None:
         self._recorder = Recorder()
         self._stream_workers = num_workers  # that the batches depend on
@@ -179,6 +197,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._state: dict[str, Any] | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
+        self._same_order = SameOrder()
+        self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' were not yet
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
         self.prefetch_bytes = prefetch_bytes
@@ -193,12 +213,20 @@ class DataLoader(TorchDataLoader[_T_co]):
         if name is not None:  # else it is the class's, which may be a subclass with a name of its own
             check_name(name)
             self.name = name
+        ranks = ranks_of(num_replicas, rank, seed)
+        order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
+        if ranks is not None:
+            self.num_replicas, self.rank, self.seed = ranks
+            before = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
+            own = before._index_sampler if before is not None and before._ranks == ranks else None
+            order = of_rank(order, ranks, own)
+        self._ranks = ranks
         super().__init__(
             dataset,  # type: ignore[arg-type]  # torch takes sequences too, and does not say so
             batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
+            order.shuffle,
+            order.sampler,
+            order.batch_sampler,
             num_workers,
             collate_fn,
             pin_memory,
@@ -212,6 +240,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if isinstance(self.batch_sampler, Shard):
+            vars(self)["sampler"] = self.batch_sampler  # where frameworks look for one that is told the epoch
         check(self)
         note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:
@@ -227,10 +257,18 @@ class DataLoader(TorchDataLoader[_T_co]):
         dataset = type(getattr(self, "dataset", None)).__name__
         return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({dataset}{arguments})"
 
+    def __setattr__(self, attr: str, val: Any) -> None:
+        if attr in Ranks._fields and self._ranks is not None:
+            raise ValueError(f"{attr} attribute should not be set after {type(self).__name__} is initialized")
+        super().__setattr__(attr, val)
+
     def __iter__(self) -> BaseIterator:
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
             self._iterator, self._of_other_workers = None, False
         note_first_attributes(self)  # of samplers that were put in since the loader was made
+        if self._ranks is not None:
+            finished = self._state is None and self._position is not None and self._position.finished
+            self._same_order.begins(self._index_sampler, finished=finished)
         return super().__iter__()
 
     def _get_iterator(self) -> BaseIterator:
@@ -315,6 +353,20 @@ class DataLoader(TorchDataLoader[_T_co]):
             FileNotFoundError: the file's folder is missing; at the beginning of the block.
         """
         return self._recorder.traced(Path(path), f"rayloader: {self.label}")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the sampler, the batch sampler and the dataset which epoch the next `iter()` begins.
+
+        That is those of them, and of the samplers that they wrap, which have `set_epoch`, as torch's
+        `DistributedSampler` has. With `num_replicas` it is due before every epoch, in all ranks: the order of an epoch
+        depends on this number, and the same number means the same order.
+
+        Workers have the dataset as it is at `iter()`; in persistent workers, which keep theirs, `set_epoch` is called
+        there when the next epoch begins.
+        """
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self._dataset_epoch = epoch
+        tell_epoch([*chain_of(self._index_sampler, until=Shard), self.dataset], epoch)  # a shard tells what it wraps
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the user in this loader's stream of batches.

@@ -36,6 +36,9 @@ class OwnArguments(TypedDict, total=False):
     arenas: bool
     snapshot_every_n_steps: int | None
     name: str | None
+    num_replicas: int | None
+    rank: int | None
+    seed: int
 
 
 # Actor options that the loader sets itself, with the reason that the error gives.

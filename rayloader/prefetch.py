@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from rayloader._compat import InfiniteConstantSampler
+from rayloader.sharding import Shard
 
 # Bytes of batches under way, of all workers together, where the depth is automatic: three calls of batches of 5 MB from
 # each of sixteen workers, and little beside what training takes. More would only hide longer pauses of the workers.
@@ -38,6 +39,7 @@ PREFETCH_BYTES = 256 << 20
 #   that is something else, all from there on is drawn again, and built again, at torch's moments.
 # - A RandomSampler that has given a permutation asks for its own length, which may have changed, and draws from its
 #   generator, which may be the user's. So what comes after the permutation is never drawn early.
+# A rank's shard of any sampler has drawn its whole epoch by then, whatever the sampler within is.
 QUIET_SAMPLERS = {
     SequentialSampler,
     RandomSampler,
@@ -45,6 +47,7 @@ QUIET_SAMPLERS = {
     WeightedRandomSampler,
     DistributedSampler,
     InfiniteConstantSampler,
+    Shard,
 }
 
 # Whose items are what they are: looking one up twice calls nothing of the user's.

@@ -56,6 +56,7 @@ class Setup:
     batch_size: int | None
     drop_last: bool
     skip_errors: bool
+    ranks: tuple[int, int] | None  # the loader's rank, and their number; see `shard_info.Reader`
     persistent: bool  # after this epoch the same dataset object is iterated over again
     max_undone: int  # tasks that `resume` may have to undo
     process: ProcessState

@@ -28,6 +28,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from rayloader.errors import StateError
 from rayloader.prefetch import QUIET_SAMPLERS
+from rayloader.sharding import Shard, chain_of, order_of, part_of
 from rayloader.state import redeal
 from rayloader.state.generators import find_generators, suit
 from rayloader.state.random_state import RandomState
@@ -70,11 +71,6 @@ class Moment(NamedTuple):
         epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
         return epochs[0] if epochs else None
 
-    def with_epoch(self, epoch: int | None) -> Moment:
-        """The same in another epoch."""
-        changed = [{**simple, "epoch": epoch} if "epoch" in simple else simple for simple in self.attributes]
-        return self._replace(attributes=changed)
-
 
 class OwnState(NamedTuple):
     """What `state_dict` of a sampler gave, and of its iterator; or why it can't be told."""
@@ -90,13 +86,17 @@ class Samplers:
     def __init__(self, loader: Any) -> None:
         self.index_sampler = loader._index_sampler
         self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
-        self._chain = _chain(self.index_sampler)
+        self._chain = chain_of(self.index_sampler)
         stateful = [sampler for sampler in self._chain if has_state(sampler)]
         self._stateful = stateful[0] if stateful else None
         innermost = self._chain[-1]
-        self.is_stock = type(innermost) in QUIET_SAMPLERS and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
-        own = loader.generator is not None and getattr(innermost, "generator", loader.generator) is not None
-        self._needs_global = not (self.is_stock and own)
+        self.part = part_of(self.index_sampler)
+        is_stock = type(innermost) in QUIET_SAMPLERS and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
+        # What draws from the global generators: the base seed, and samplers. A shard's order does not depend on them.
+        shards = type(self.part) is Shard
+        self._only_torch = is_stock or shards
+        own = loader.generator is not None and (shards or getattr(innermost, "generator", loader.generator) is not None)
+        self._needs_global = not (self._only_torch and own)
         self._loaders_own = loader.generator
         self._makes_generator = [_makes_generator(sampler) for sampler in self._chain]
         self._generators = self._find_generators()
@@ -106,24 +106,40 @@ class Samplers:
         """Of the kinds of samplers."""
         return " of ".join(type(sampler).__name__ for sampler in self._chain)
 
-    @property
-    def distributed(self) -> DistributedSampler[Any] | None:
-        """The sampler, if it is torch's for several ranks."""
-        return self._chain[-1] if type(self._chain[-1]) is DistributedSampler else None
-
     def iterator(self, stages: list[redeal.Stage]) -> Any:
         """The index sampler's; after stages, over what is left for this rank."""
         if not stages:
             return iter(self.index_sampler)
-        sampler = self.distributed
-        assert sampler is not None
-        mine = redeal.share(sampler, sampler.epoch, stages, sampler.num_replicas, sampler.rank)
+        part = self.part
+        assert part is not None
+        mine = redeal.share(order_of(part), stages, part.num_replicas, part.rank, drop_last=part.drop_last)
         return redeal.in_batches(mine, self._batch_size, drop_last=self._drop_last)
 
     # ---- generators and attributes
 
+    def of_this_rank(self, moment: Moment) -> Moment:
+        """A moment of another rank's samplers, as it would have been of these: only what all ranks share is theirs."""
+        own = self.capture()
+        attributes = [
+            {**theirs, **{name: value for name, value in ours.items() if name in _OF_RANK}}
+            for theirs, ours in zip(moment.attributes, own.attributes, strict=True)
+        ]
+        others = moment.random.others
+        if others and self._keeps_generator:
+            others = own.random.others[:1] + others[1:]  # type: ignore[index]
+        return Moment(own.random._replace(others=others), attributes)
+
+    @property
+    def _keeps_generator(self) -> bool:
+        """Whether the loader's generator is of no matter to the samplers: only base seeds are drawn from it."""
+        return self._loaders_own is not None and all(g is not self._loaders_own for g in self._held_generators())
+
     def _find_generators(self) -> list[Any]:
-        found = [] if self._loaders_own is None else [self._loaders_own]
+        own = [] if self._loaders_own is None else [self._loaders_own]
+        return own + [g for g in self._held_generators() if g is not self._loaders_own]
+
+    def _held_generators(self) -> list[Any]:
+        found: list[Any] = []
         for sampler in self._chain:
             inner = {k: v for k, v in _vars(sampler).items() if type(v) not in _SIMPLE and not self._is_searched(k, v)}
             if inner:  # torch's own have none, and a state is made before every batch by some frameworks
@@ -147,7 +163,7 @@ class Samplers:
         """The generators that `iter()` and the samplers draw from, and the samplers' attributes."""
         if any(self._makes_generator):
             self._generators = self._find_generators()
-        random = RandomState.capture(self._generators, only_torch=self.is_stock)
+        random = RandomState.capture(self._generators, only_torch=self._only_torch)
         if not self._needs_global:
             random = random._replace(torch=None)
         return Moment(random, [_simple(sampler) for sampler in self._chain])
@@ -279,7 +295,7 @@ class Resuming:
 
 def note_first_attributes(loader: Any) -> None:
     """Remembers what a loader's samplers are like when it is made."""
-    for sampler in _chain(loader._index_sampler):
+    for sampler in chain_of(loader._index_sampler):
         _first_attributes(sampler)
 
 
@@ -301,15 +317,6 @@ def _first_attributes(sampler: Any) -> dict[str, Any]:
             return _simple(sampler)
         _first_seen[key] = reference, _simple(sampler)
     return _first_seen[key][1]
-
-
-def _chain(sampler: Any) -> list[Any]:
-    chain: list[Any] = []
-    while sampler is not None and all(sampler is not known for known in chain):
-        chain.append(sampler)
-        inner = getattr(sampler, "sampler", None)  # a tensor, perhaps: it has no truth
-        sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
-    return chain
 
 
 def _vars(obj: Any) -> dict[str, Any]:

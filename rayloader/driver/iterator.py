@@ -46,11 +46,11 @@ from rayloader.protocol import CARRY, Replica, Setup
 from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
 from rayloader.samplers import Resuming, Samplers
+from rayloader.shard_info import ranks_told
 from rayloader.state.checkpoint import goes_on
 from rayloader.state.journal import Resumed
 from rayloader.state.position import Position
 from rayloader.state.process_state import ProcessState
-from rayloader.state.redeal import Stage
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
@@ -87,6 +87,8 @@ class EpochIterator(BaseIterator):
             )
         self._num_workers = self.num_workers
         self._worker_init_fn = loader.worker_init_fn
+        if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
+            self._world_size, self._rank, _ = loader._ranks  # else torch.distributed's
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._worker_init_fn = functools.partial(
                 sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
@@ -101,7 +103,7 @@ class EpochIterator(BaseIterator):
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
 
-    def _reset(self, loader: TorchDataLoader[Any], first_iter: bool = False) -> None:
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
         plan = self._end_epoch(first_iter)
         try:
@@ -115,6 +117,7 @@ class EpochIterator(BaseIterator):
                 self._begin_epoch(loader, first_iter, plan)
             self._epoch = self._new_epoch(loader, plan)
             self._epoch.open(fresh=plan.starts_workers)
+            loader._dataset_epoch = None  # the workers know it
         except BaseException as error:  # the sampler's or pickling's error, Ctrl-C: passed on
             if first_iter or not self._persistent_workers or not isinstance(error, Exception):
                 self._close()  # no crew without an epoch that watches it; after an interrupt nobody knows where it is
@@ -144,16 +147,16 @@ class EpochIterator(BaseIterator):
             self._epoch.close(resuming=lives and plan.carries_over)
         return plan
 
-    def _begin_epoch(self, loader: TorchDataLoader[Any], first_iter: bool, plan: EpochPlan) -> None:
+    def _begin_epoch(self, loader: Any, first_iter: bool, plan: EpochPlan) -> None:
         """A new epoch, drawn by a new iterator of the sampler's."""
         # torch's argument may be any object that is true or false.
         self.position.begins(bool(self._persistent_workers) and plan.begin is Begin.NEXT)
         super()._reset(loader, first_iter)
         redeal, self._redeal = self._redeal, None
         if redeal is not None:
-            self._sampler_iter = self.position.redeals(redeal["epoch"], [Stage(taken) for taken in redeal["stages"]])
+            self._sampler_iter = self.position.redeals(redeal)
         if plan.begin is Begin.NEXT:
-            self._resume_workers(plan)
+            self._resume_workers(plan, loader._dataset_epoch)
 
     def _new_epoch(self, loader: Any, plan: EpochPlan) -> Epoch:
         assert self._crew is not None
@@ -187,7 +190,7 @@ class EpochIterator(BaseIterator):
             tally=self._tally,
         )
 
-    def _resume_workers(self, plan: EpochPlan) -> None:
+    def _resume_workers(self, plan: EpochPlan, dataset_epoch: int | None) -> None:
         """Tells workers that have had an epoch that another begins; those just started read it in their journals."""
         assert self._crew is not None
         self.position.shared_seed = self._shared_seed
@@ -196,7 +199,7 @@ class EpochIterator(BaseIterator):
         untaken = 1 + max(slot.journal.last_taken for slot in self._crew.slots)
         for slot in self._crew.slots:
             undo_from = slot.dropped if plan.carries_over else untaken
-            resumed = Resumed(self.position.epoch, self._shared_seed, undo_from)
+            resumed = Resumed(self.position.epoch, self._shared_seed, undo_from, dataset_epoch)
             slot.journal.begins(resumed, undoes=plan.carries_over)
             if not plan.starts_workers and not slot.away:
                 if not plan.carries_over:
@@ -245,6 +248,7 @@ class EpochIterator(BaseIterator):
                     batch_size=getattr(loader.batch_sampler, "batch_size", None),  # as it is now
                     drop_last=self._drop_last,
                     skip_errors=options.skips_errors,
+                    ranks=ranks_told(loader),
                     persistent=self._persistent_workers,
                     max_undone=plan.max_undone if self._persistent_workers else 0,
                     process=process,

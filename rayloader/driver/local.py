@@ -25,13 +25,13 @@ from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, 
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
 from rayloader.samplers import Resuming, Samplers
+from rayloader.shard_info import Reader, ranks_told
 from rayloader.state.checkpoint import goes_on
 from rayloader.state.digest import chain, digest
 from rayloader.state.draws import drawn
 from rayloader.state.local_state import Stream, generators_of
 from rayloader.state.position import Position
 from rayloader.state.random_state import RandomState, seed_all
-from rayloader.state.redeal import Stage
 from rayloader.state.snapshot import has_state, load_state
 
 
@@ -55,15 +55,17 @@ class LocalIterator(SingleProcessIterator):
         self._index_sampler = loader._index_sampler
         if self._timeout != 0:
             raise AssertionError("SingleProcessIterator requires timeout == 0")
+        if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
+            self._world_size, self._rank, _ = loader._ranks  # else torch.distributed's
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             apply_sharding(self._dataset, self._world_size, self._rank)
         self._generators = generators_of(loader) if self._iterable or saved is not None else []
+        self._reader = Reader(ranks_told(loader))
         self._failure: SkipLimitError | None = None
         if saved is None:
             position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
             if state is not None and state["redeal"] is not None:
-                stages = [Stage(taken) for taken in state["redeal"]["stages"]]
-                self._sampler_iter = position.redeals(state["redeal"]["epoch"], stages)
+                self._sampler_iter = position.redeals(state["redeal"])
             begin = RandomState.capture(self._generators) if self._is_read_again else None
             self._iterate(Stream(begin))
         else:
@@ -86,7 +88,7 @@ class LocalIterator(SingleProcessIterator):
 
     def _iterate(self, stream: Stream) -> None:
         """Has the dataset make its iterator."""
-        with self._seeded_as_worker():
+        with self._seeded_as_worker(), self._reader.reads():
             self._dataset_fetcher = fetching.create_fetcher(
                 self._dataset_kind, self._dataset, self._auto_collation, self._drop_last
             )
@@ -201,10 +203,12 @@ class LocalIterator(SingleProcessIterator):
 
     def _build(self, task: int, indices: Any, skipped: list[skipping.Skipped]) -> Any:
         left_out = skipped if self._options.skips_errors else None
-        with self._seeded(task):
+        with self._seeded(task), self._reader.reads():
             samples, self._samples = fetching.fetch(self._dataset_fetcher, self._dataset_kind, indices, left_out)
             data = self._collate_fn(samples)
             del samples
+        if self._iterable and task == 0:
+            self._reader.has_read(self._dataset)
         if self._stream.begin is not None:
             self._stream.digest = chain(digest(data), self._stream.digest)
         return data

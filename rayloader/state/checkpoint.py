@@ -14,13 +14,14 @@ from typing import Any
 
 from rayloader.errors import StateError
 from rayloader.samplers import RANK, Moment, Samplers
+from rayloader.sharding import order_of
 from rayloader.state import local_state, redeal
 from rayloader.state.local_state import pack_object, unpack_object
 from rayloader.state.position import Checksums, Position, pack_worker
 from rayloader.state.seal import check_seal, sealed
 from rayloader.state.snapshot import WorkerState
 
-FORMAT, VERSION = "rayloader", 4
+FORMAT, VERSION = "rayloader", 5
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
 # Batches taken of the epoch that is under way, by torchdata's name: Accelerate lowers it where it has fetched batches
 # that are not dispatched to other processes yet.
@@ -162,11 +163,11 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
         StateError: they do not belong together, or not to this loader.
     """
     samplers = Samplers(loader)
-    sampler = samplers.distributed
-    if sampler is None or loader._dataset_kind or (loader.batch_size is None and loader._auto_collation):
+    part, own = samplers.part, _ranks(loader, samplers)
+    if not own:
         raise StateError(
-            "a list of states is for a map-style dataset with torch's DistributedSampler and a batch_size; load the "
-            "one state of this rank"
+            "a list of states is for a loader that is one rank's, with num_replicas and rank, or with torch's "
+            "DistributedSampler; load the one state of this loader"
         )
     for state in states:
         check_state(loader, state, any_rank=True)
@@ -177,14 +178,34 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
             f"a list must hold one state of each rank, got ranks {[state['fits']['rank'] for state in states]} of "
             f"{sorted(worlds)}"
         )
-    if len(states) == sampler.num_replicas:
-        return states[sampler.rank]  # type: ignore[no-any-return]
+    if len(states) == own["num_replicas"]:
+        return states[own["rank"]]  # type: ignore[no-any-return]
+    is_outermost = part is not None and (part is loader.sampler or part is samplers.index_sampler)
+    if loader._dataset_kind or not is_outermost or any(state["sampler"]["tells"] for state in states):
+        raise StateError(
+            f"the states are of {len(states)} ranks, and this loader is one of {own['num_replicas']}: the number can "
+            "change where the loader itself deals a sampler's samples or batches out (num_replicas and rank, or "
+            "torch's DistributedSampler), and the sampler has no state_dict(). Other loaders, those of iterable "
+            "datasets too, go on with as many ranks"
+        )
     positions = [state["position"] for state in states]
+    state = make_state(loader, None, states[0]["num_workers"])
+    # One that has asked the sampler knows what that has drawn from its generators, which is the same in all ranks.
+    lead = next((rank for rank, position in enumerate(positions) if position is not None and position["draws"]), 0)
+    state["now"] = samplers.of_this_rank(Moment.unpack(states[lead]["now"])).pack()
+    state["sampler"]["progress"] = states[lead]["sampler"]["progress"]
     if all(position is None or position["finished"] for position in positions):
-        return make_state(loader, None, states[0]["num_workers"])
+        return sealed(state, KEYS)
     if any(position is None for position in positions) or len({str(_epoch_of(p)) for p in positions}) > 1:
         raise StateError("the states are of different epochs; save them at the same step of every rank")
-    epoch, stages = _epoch_of(positions[0])
+    assert part is not None
+    _, stages = _epoch_of(positions[lead])
+    if not stages and not any(position["draws"] for position in positions):
+        return sealed(state, KEYS)  # the epoch begins when the sampler is asked
+    first = positions[lead]["starts"][0]
+    start = samplers.of_this_rank(Moment.unpack(first["drawing"] or first["moment"]))
+    with samplers.at(start):
+        order = order_of(part)
     size = loader.batch_size
     for rank, position in enumerate(positions):
         expected = {
@@ -192,21 +213,21 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
             position["drawn"]["tasks"]: position["drawn"]["checksum"],
         }
         checksums = Checksums(expected)
-        share = redeal.share(sampler, epoch, [redeal.Stage(taken) for taken in stages], len(states), rank)
+        before = [redeal.Stage(taken) for taken in stages]
+        share = redeal.share(order, before, len(states), rank, drop_last=part.drop_last)
         for indices in itertools.islice(redeal.in_batches(share, size, drop_last=loader.drop_last), max(expected)):
             checksums.add(indices)
         if not checksums.as_expected:
             raise StateError(
                 f"the sampler does not give the same indices again that rank {rank} got before its state was saved; "
-                "make dataset and sampler (seed, shuffle, drop_last) as those that were saved"
+                "make dataset and sampler (seed, shuffle, drop_last) as those that were saved. If they are: the ranks "
+                "had drawn different orders, by random generators of the sampler's that were seeded differently"
             )
     taken = [
         [(0, p["next_task"] * (size or 1)), *((t * (size or 1), (t + 1) * (size or 1)) for t in p["ahead"])]
         for p in positions
     ]
-    state = make_state(loader, None, states[0]["num_workers"])
-    now = Moment.unpack(state["now"]).with_epoch(epoch).pack()
-    return sealed({**state, "now": now, "redeal": {"epoch": epoch, "stages": [*stages, taken]}}, KEYS)
+    return sealed({**state, "redeal": {"start": start.pack(), "stages": [*stages, taken]}}, KEYS)
 
 
 def _epoch_of(position: dict[str, Any]) -> tuple[int | None, list[list[redeal.Ranges]]]:
@@ -254,5 +275,11 @@ def _fits(loader: Any, samplers: Samplers) -> dict[str, Any]:
         length = None
     kind = "iterable" if loader._dataset_kind else "map"
     fits = {name: getattr(loader, name) for name in _FITS}
-    rank = {name: getattr(samplers.distributed, name) for name in RANK} if samplers.distributed is not None else {}
-    return {**fits, "dataset_kind": kind, "dataset_length": length, "sampler": samplers.name, **rank}
+    ranks = _ranks(loader, samplers)
+    return {**fits, "dataset_kind": kind, "dataset_length": length, "sampler": samplers.name, **ranks}
+
+
+def _ranks(loader: Any, samplers: Samplers) -> dict[str, int]:
+    """Which of how many ranks the loader is; nothing if it is not one of several."""
+    told: Any = samplers.part if samplers.part is not None else loader._ranks
+    return {} if told is None else {name: getattr(told, name) for name in RANK}

@@ -37,6 +37,7 @@ class Resumed(NamedTuple):
     epoch: int
     shared_seed: int | None
     undo_from: int | None
+    dataset_epoch: int | None = None  # for the dataset's `set_epoch`
 
 
 class Before(NamedTuple):

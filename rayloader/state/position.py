@@ -150,12 +150,12 @@ class Position:
         self.error = ""  # why the position can't be told
         self._draws = 0  # from the sampler; the one that found its end among them
 
-    def redeals(self, epoch: int | None, stages: list[redeal.Stage]) -> Any:
+    def redeals(self, packed: dict[str, Any]) -> Any:
         """The epoch is one that other ranks have begun: the iterator over this rank's share of the rest."""
-        self.stages = stages
-        self.starts = [start._replace(moment=start.moment.with_epoch(epoch)) for start in self.starts]
+        self.stages = [redeal.Stage(taken) for taken in packed["stages"]]
+        self.starts = [Start(Moment.unpack(packed["start"]))]
         with self.samplers.at(self.starts[0].moment):
-            return self.samplers.iterator(stages)
+            return self.samplers.iterator(self.stages)
 
     def sampler_begins(self, iterator: Any) -> None:
         """The sampler's iterator is about to be asked for the first time, or to go on."""
@@ -167,7 +167,8 @@ class Position:
 
     def first_draw(self, iterator: Any) -> None:
         """The same, where that is some time after the iterator was made."""
-        self.starts = [self.starts[0]._replace(drawing=self.samplers.capture())]
+        if not self.stages:  # else all of the epoch is drawn already
+            self.starts = [self.starts[0]._replace(drawing=self.samplers.capture())]
         self.sampler_begins(iterator)
 
     def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> None:

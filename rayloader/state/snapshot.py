@@ -40,6 +40,7 @@ class WorkerState(NamedTuple):
         begin: likewise, before the iterator of this epoch was made.
         dataset: the dataset's `state_dict()`, pickled; None if it has none, or is its own iterator.
         iterator: likewise of its iterator.
+        dataset_epoch: what `set_epoch` of the dataset was last told in the worker; None: nothing.
         error: why there is no whole snapshot, if that is so.
     """
 
@@ -53,6 +54,7 @@ class WorkerState(NamedTuple):
     begin: RandomState | None = None
     dataset: bytes | None = None
     iterator: bytes | None = None
+    dataset_epoch: int | None = None
     error: str = ""
 
     @property

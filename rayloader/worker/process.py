@@ -40,6 +40,7 @@ from rayloader.protocol import (
 from rayloader.replica.image import Image, image_from_contents
 from rayloader.replica.opening import ImageAddress
 from rayloader.state.generators import note_modules
+from rayloader.state.journal import Resumed
 from rayloader.state.process_state import Baseline
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport.arena import ArenaWriter
@@ -113,10 +114,10 @@ class WorkerProcess:
         hosted.start(self._baseline, self._output, source, state, alone=alone)
         self._begins()
 
-    def resume(self, worker_id: int, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
-        """Begins a new epoch with the same dataset object, as if tasks from `undo_from` on had not been given."""
+    def resume(self, worker_id: int, *resumed: Any) -> WorkerState:
+        """Begins a new epoch with the same dataset object; `resumed` are the fields of a `Resumed`."""
         self._switch_to(worker_id)
-        state = self._hosted[worker_id].resume(epoch, shared_seed, undo_from)
+        state = self._hosted[worker_id].resume(Resumed(*resumed))
         self._begins()
         return state
 

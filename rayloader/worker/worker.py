@@ -45,8 +45,10 @@ from rayloader.protocol import (
     Source,
 )
 from rayloader.replica.opening import open_image
+from rayloader.shard_info import Reader
 from rayloader.state.digest import chain, digest
 from rayloader.state.generators import Generators, alive, noting
+from rayloader.state.journal import Resumed
 from rayloader.state.process_state import Baseline
 from rayloader.state.random_state import RandomState, Rewind, seed_all
 from rayloader.state.snapshot import Recorder, WorkerState, has_state, load_state
@@ -93,6 +95,7 @@ class Worker:
         self._exhausted = False
         self._end_is_told = False  # in a snapshot
         self._epoch = 0
+        self._dataset_epoch: int | None = None
         self._tasks = 0  # built in this epoch
         self._last_task = -1
         self._digest = 0
@@ -101,6 +104,7 @@ class Worker:
         self._replayed, self._to_replay = 0, 0  # batches
         self._parked: RandomState | None = None
         self._worker_info: Any = None
+        self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
         self._recorder = Recorder(None, Generators({}, []), RandomState.capture([]))
         self._left: deque[Task] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
@@ -142,6 +146,7 @@ class Worker:
         if state.error:
             raise ReplayError(f"the state of worker {self._setup.worker_id} could not be told:\n{state.error}")
         self._epoch, self._exhausted = state.epoch, state.exhausted
+        self._tell_epoch(state.dataset_epoch)
         load_state(self._dataset, state.dataset)
         has_own = state.dataset is not None or state.iterator is not None
         if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not has_own)):
@@ -235,6 +240,7 @@ class Worker:
             "exhausted": self._exhausted,
             "ended": getattr(self._fetcher, "ended", False),
             "digest": self._digest,
+            "dataset_epoch": self._dataset_epoch,
         }
 
     def park(self) -> None:
@@ -245,9 +251,9 @@ class Worker:
         """This worker is to work again."""
         assert self._parked is not None
         self._parked.restore([])
-        set_worker_info(self._worker_info)
+        self._tell_who_reads()
 
-    def resume(self, epoch: int, shared_seed: int | None, undo_from: int | None) -> WorkerState:
+    def resume(self, resumed: Resumed) -> WorkerState:
         """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again.
 
         What torch's worker would have been given is built first, also as there, and nothing more: the random streams
@@ -256,21 +262,28 @@ class Worker:
         self._read_on(math.inf)
         while self._left:
             task = self._left.popleft()
-            if undo_from is None or task.task_id < undo_from:
+            if resumed.undo_from is None or task.task_id < resumed.undo_from:
                 self._do(task, None)
         if self._rewind is not None:
-            self._rewind.undo_from(undo_from)
-        self._epoch, self._exhausted, self._end_is_told = epoch, False, False
+            self._rewind.undo_from(resumed.undo_from)
+        self._epoch, self._exhausted, self._end_is_told = resumed.epoch, False, False
         self._tasks, self._last_task, self._digest = 0, -1, 0
         if self._unrestored and self._failure is not None:
             return self.snapshot()._replace(error=self._failure.text)
         if self._fetcher is not None:  # else never started: that failure stands
             self._failure = None
             with self._keeping_failure():
-                self._shuffle_datapipe(shared_seed)
+                self._shuffle_datapipe(resumed.shared_seed)
+                self._tell_epoch(resumed.dataset_epoch)
                 self._create_fetcher()
         self._recorder.forget()  # answers of an epoch that was broken off
         return self.snapshot()
+
+    def _tell_epoch(self, epoch: int | None) -> None:
+        """To a dataset of an epoch before, what the program has told its own since then."""
+        if epoch is not None:
+            self._dataset_epoch = epoch
+            self._dataset.set_epoch(epoch)
 
     def run(self, task: Task, arena: ArenaWriter | None) -> Result:
         """A task's result."""
@@ -371,6 +384,8 @@ class Worker:
             return _exited(task_id, error)
         if self._is_iterable:
             self._digest = chain(result.digest, self._digest)
+            if self._tasks == self._epoch == 0:
+                self._reader.has_read(self._dataset)
         self._tasks, self._last_task = self._tasks + 1, task_id
         return result
 
@@ -414,7 +429,12 @@ class Worker:
         self._worker_info = torch_worker.WorkerInfo(
             id=setup.worker_id, num_workers=setup.num_workers, seed=seed, dataset=self._dataset
         )
+        self._tell_who_reads()
+
+    def _tell_who_reads(self) -> None:
+        """What `get_worker_info()` and `get_shard_info()` give from now on."""
         set_worker_info(self._worker_info)
+        self._reader.attach(self._worker_info)
 
     def _shuffle_datapipe(self, shared_seed: int | None) -> None:
         if isinstance(self._dataset, IterDataPipe):

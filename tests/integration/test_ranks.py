@@ -1,14 +1,25 @@
-"""Checkpoints of several ranks, resumed with another number of ranks."""
+"""Loaders of several ranks, with workers: their checkpoints, resumed with another number of ranks, and their parts.
 
+tests/unit has more of both, without workers.
+"""
+
+import itertools
+import os
+import signal
+from collections import Counter
+
+import psutil
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from latches import Gate
-from rayloader import DataLoader, StateError
+from rayloader import DataLoader, StateError, get_shard_info
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 DATA = torch.arange(48)
+EXIT_LIMIT = 30.0  # seconds for a process to end; on expiry the test fails
+FULL = pytest.mark.full
 
 
 def rank_of(num_replicas, rank, seed=0, dataset=DATA, **options):
@@ -41,6 +52,52 @@ def test_no_sample_of_the_epoch_is_lost_or_repeated_with_other_ranks():
         loader.load_state_dict(second[::-1])
         seen += [sample for batch in loader for sample in batch.tolist()]
     assert sorted(seen) == DATA.tolist()
+
+
+def weighted(num_replicas, rank):
+    torch.manual_seed(rank)
+    return DataLoader(
+        DATA, 4, sampler=WeightedRandomSampler(range(1, 49), 48), num_workers=2, num_replicas=num_replicas, rank=rank
+    )
+
+
+def by_batches(num_replicas, rank):
+    torch.manual_seed(rank)
+    sampler = BatchSampler(WeightedRandomSampler(range(1, 49), 48), 4, drop_last=False)
+    return DataLoader(DATA, batch_sampler=sampler, num_workers=2, num_replicas=num_replicas, rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_replicas"),
+    [(weighted, 2), (by_batches, 3), pytest.param(weighted, 3, marks=FULL), pytest.param(by_batches, 2, marks=FULL)],
+)
+def test_with_any_sampler_what_four_ranks_have_not_taken_goes_to_others(make, num_replicas):
+    whole = order_in_epoch(2)
+    seen = []
+    states = []
+    for rank in range(4):
+        loader = make(4, rank)
+        loader.set_epoch(2)
+        iterator = iter(loader)
+        seen += next(iterator).tolist()
+        states.append(loader.state_dict())
+    steps = []
+    for rank in range(num_replicas):
+        loader = make(num_replicas, rank)
+        loader.load_state_dict(states)
+        rest = [batch.tolist() for batch in loader]
+        steps.append(len(rest))
+        seen += itertools.chain.from_iterable(rest)
+    assert not Counter(whole) - Counter(seen)
+    assert len(set(steps)) == 1
+    assert len(seen) - 48 <= (num_replicas - 1) * (4 if make is by_batches else 1)
+
+
+def order_in_epoch(epoch):
+    """What all ranks get together."""
+    loader = DataLoader(DATA, 1, sampler=WeightedRandomSampler(range(1, 49), 48), num_replicas=1, rank=0)
+    loader.set_epoch(epoch)
+    return [int(batch) for batch in loader]
 
 
 def test_in_the_middle_of_what_was_dealt_anew_each_rank_goes_on():
@@ -132,5 +189,77 @@ def test_what_does_not_belong_together_is_refused():
         rank_of(3, 0).load_state_dict(states[:1])
     with pytest.raises(StateError, match="different epochs"):
         rank_of(3, 0).load_state_dict([states[0], take(rank_of(2, 1), 1, epoch=2)[1]])
-    with pytest.raises(StateError, match="DistributedSampler"):
+    with pytest.raises(StateError, match="load the one state of this loader"):
         DataLoader(DATA, 4, num_workers=1).load_state_dict(states)
+
+
+# ---- parts of iterable datasets, and the epoch
+
+
+class Records(IterableDataset):
+    """Its part, with what it was told."""
+
+    def __iter__(self):
+        shard = get_shard_info()
+        yield from ((n, shard.rank, shard.worker_id) for n in range(shard.index, 20, shard.count))
+
+
+def test_each_worker_of_each_rank_has_a_part_of_its_own_in_whatever_process_it_is():
+    found = []
+    for rank in range(2):
+        loader = DataLoader(Records(), None, num_workers=2, num_replicas=2, rank=rank)
+        part = list(loader)
+        loader.resize(1)  # both workers in one process
+        assert list(loader) == part
+        found += map(tuple, part)
+    assert sorted(found) == [(n, n % 4 // 2, n % 2) for n in range(20)]
+
+
+def test_that_all_ranks_read_the_same_is_told_in_the_log(caplog):
+    list(DataLoader(Unaware(), None, num_workers=2, num_replicas=2, rank=0))
+    assert caplog.text.count("Unaware did not ask for its part") == 1
+
+
+class Unaware(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class OfEpoch(Dataset):
+    """Samples say the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return self.epoch, index
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_learn_the_epoch_that_the_dataset_is_told_and_keep_it_after_a_kill(persistent):
+    loader = DataLoader(OfEpoch(), 2, num_workers=2, persistent_workers=persistent)
+    for epoch in (4, 5, 6):
+        loader.set_epoch(epoch)
+        iterator = iter(loader)
+        found = [next(iterator)]
+        if epoch > 4:
+            process = psutil.Process(iterator._crew.address(iterator._crew.slots[0]).pid)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(EXIT_LIMIT)
+        found += iterator
+        assert [(e.tolist(), i.tolist()) for e, i in found] == [([epoch] * 2, [i, i + 1]) for i in range(0, 16, 2)]
+
+
+def test_a_state_of_persistent_workers_says_the_epoch_of_their_dataset():
+    loader = DataLoader(OfEpoch(), 2, num_workers=2, persistent_workers=True)
+    list(loader)
+    loader.set_epoch(7)
+    next(iter(loader))
+    again = DataLoader(OfEpoch(), 2, num_workers=2, persistent_workers=True)
+    again.load_state_dict(loader.state_dict())
+    assert [epoch.tolist() for epoch, _ in again] == [[7, 7]] * 7

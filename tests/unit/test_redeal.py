@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from rayloader.sharding import order_of
 from rayloader.state.redeal import Stage, share
 
 
@@ -33,7 +34,8 @@ def test_what_one_world_has_not_taken_another_gets_once(length, worlds, shuffle,
     stages, seen = [], []
     for number, world in enumerate(worlds):
         sampler = sampler_of(length, world, 0, shuffle=shuffle, drop_last=drop_last)
-        dealt = [share(sampler, 3, stages, world, rank) for rank in range(world)]
+        order = order_of(sampler)
+        dealt = [share(order, stages, world, rank, drop_last=drop_last) for rank in range(world)]
         if number == 0:  # then it is what the sampler itself gives
             assert dealt == [
                 list(sampler_of(length, world, r, shuffle=shuffle, drop_last=drop_last)) for r in range(world)
@@ -53,3 +55,23 @@ def test_what_one_world_has_not_taken_another_gets_once(length, worlds, shuffle,
     else:
         assert sorted(counts) == list(range(length))
         assert repeated <= sum(world - 1 for world in worlds)
+
+
+@given(
+    order=st.lists(st.integers(0, 5), min_size=1, max_size=40),
+    worlds=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=100)
+def test_what_comes_more_than_once_in_an_epoch_is_given_as_often(order, worlds, data):
+    """As samples that are drawn with replacement do."""
+    stages, seen = [], []
+    for number, world in enumerate(worlds):
+        dealt = [share(order, stages, world, rank, drop_last=True) for rank in range(world)]
+        last = number == len(worlds) - 1
+        taken = [[(0, len(mine) if last else data.draw(st.integers(0, len(mine))))] for mine in dealt]
+        seen += [item for mine, [(begin, end)] in zip(dealt, taken, strict=True) for item in mine[begin:end]]
+        stages.append(Stage(taken))
+    missing = Counter(order) - Counter(seen)
+    assert not Counter(seen) - Counter(order)
+    assert missing.total() < worlds[-1]

@@ -162,6 +162,10 @@ def lacking() -> None:
     loader.load_state_dict(state)
 
 
+def set_rank() -> None:
+    DataLoader(range(4), num_replicas=2, rank=0).rank = 1
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "prefetch_bytes must be": lambda: DataLoader(range(4), prefetch_bytes=0),
     "prefetch_factor must be greater than 0": lambda: looped(prefetch_factor=0),
@@ -187,6 +191,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "resize() needs workers": lambda: DataLoader(range(4)).resize(1),
     "this is not a state": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
     "the state must have all": lacking,
+    "... was given without": lambda: DataLoader(range(4), rank=0),
+    "num_replicas must be": lambda: DataLoader(range(4), num_replicas=0, rank=0),
+    "rank must be": lambda: DataLoader(range(4), num_replicas=1, rank=1),
+    "seed must be": lambda: DataLoader(range(4), seed=-1),
+    "seed=...": lambda: DataLoader(range(4), seed=1),
+    "... attribute should not": set_rank,
     "closed": closed_archive,
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
 }
@@ -255,6 +265,7 @@ TESTS = {
             "a list must hold",
             "the states are of different",
         ],
+        "test_that_all_ranks_read_the_same_is_told_in_the_log": ["rayloader: the loader has num_replicas"],
     },
     "integration/test_restoring.py": {
         "test_a_state_that_cannot_be_told_hurts_only_who_asks_for_it": ["a worker's dataset could not"],
@@ -336,6 +347,9 @@ TESTS = {
         "test_a_sampler_that_gives_others_is_refused": ["the sampler does not give"],
         "test_nothing_can_be_told_before_the_workers_have_begun": ["the iterator was dropped"],
     },
+    "unit/test_rank_states.py": {
+        "test_what_cannot_be_dealt_anew_goes_on_with_as_many_ranks": ["the states are of ... ranks"],
+    },
     "unit/test_replica.py": {
         "test_a_missing_file_is_named": ["The dataset refers to"],
         "test_too_little_memory_is_said_before_anything_is_written": ["... GB are needed"],
@@ -345,6 +359,18 @@ TESTS = {
             "Ray could not be started",
             "the Ray that",
         ],
+    },
+    "unit/test_shard_info.py": {
+        "test_a_loader_that_does_not_know_its_rank_is_an_error": ["get_shard_info() was called"],
+        "test_a_worker_of_torchs_loader_is_an_error": ["get_shard_info() does not know"],
+    },
+    "unit/test_sharding.py": {
+        "test_what_is_divided_already_is_refused": ["the data would be"],
+        "test_an_endless_sampler_is_an_error_and_no_hang": [
+            "with num_replicas a sampler",
+            "the sampler ... gives more",
+        ],
+        "test_the_same_random_order_again_is_told_once": ["this epoch has the same"],
     },
     "unit/test_snapshot.py": {
         "test_a_dataset_with_other_generators_is_refused": ["the snapshot is of"],

@@ -1,0 +1,148 @@
+"""Which part of an iterable dataset is this worker's, of all ranks': `rayloader.get_shard_info`.
+
+Promise: pure of Ray. The answer is the same for a rank and worker id however often it is asked, in whatever process the
+worker runs, and after a resumption. Where it would be wrong without notice, it is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterDataPipe, get_worker_info
+
+from rayloader.errors import RayloaderError
+
+logger = logging.getLogger("rayloader")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """Which part of the data is this worker's; see `get_shard_info`.
+
+    Attributes:
+        index: of the part, from 0 on: `rank * num_workers + worker_id`.
+        count: how many parts there are: `num_replicas * num_workers`.
+        rank: of this process among those that train together.
+        num_replicas: how many those are.
+        worker_id: of this worker among those of its loader; 0 without workers.
+        num_workers: how many those are; 1 without workers.
+    """
+
+    index: int
+    count: int
+    rank: int
+    num_replicas: int
+    worker_id: int
+    num_workers: int
+
+
+def get_shard_info() -> ShardInfo:
+    """Which part of the data is to be read here: one of `num_replicas * num_workers`.
+
+    It is to torch's `get_worker_info()` what ranks and workers are to workers, and meant for the `__iter__` of iterable
+    datasets::
+
+        def __iter__(self):
+            shard = rayloader.get_shard_info()
+            yield from itertools.islice(self.records(), shard.index, None, shard.count)
+
+    Rank and number of ranks are the loader's `rank` and `num_replicas`. Where it has none they are 0 and 1, unless
+    torch.distributed has several ranks. In a loop over a loader without workers the reader is worker 0 of 1, and so it
+    is where no loader reads.
+
+    Raises:
+        RayloaderError: torch.distributed has several ranks, and the loader was not told which of them it is; or this is
+            a worker of torch's own loader. All ranks would read the same.
+    """
+    worker = get_worker_info()
+    if worker is None:
+        return (_local if _local is not None else Reader(_ranks_of(None))).info()
+    if _working is None or _working[0] is not worker:
+        raise RayloaderError(
+            "get_shard_info() does not know the rank of a worker of torch's own DataLoader; read the dataset with "
+            "rayloader.DataLoader, and call rayloader.patch() where a framework makes the loaders"
+        )
+    return _working[1].info()
+
+
+class Reader:
+    """Who reads a dataset.
+
+    Args:
+        ranks: its rank, and their number; None: the loader was not told, and there are several.
+        worker_id: of how many workers, which one.
+        num_workers: how many.
+
+    Attributes:
+        asked: the dataset has asked for its part.
+    """
+
+    def __init__(self, ranks: tuple[int, int] | None, worker_id: int = 0, num_workers: int = 1) -> None:
+        self._ranks, self._worker_id, self._num_workers = ranks, worker_id, num_workers
+        self.asked = False
+
+    def info(self) -> ShardInfo:
+        """What the dataset is to read."""
+        if self._ranks is None:
+            raise RayloaderError(
+                "get_shard_info() was called where torch.distributed has several ranks, and the loader was not told "
+                "which of them it is, so that all would read the same; pass num_replicas=dist.get_world_size() to the "
+                "DataLoader, or num_replicas=1, rank=0 if something else divides the data among the ranks"
+            )
+        self.asked = True
+        rank, num_replicas = self._ranks
+        index = rank * self._num_workers + self._worker_id
+        count = num_replicas * self._num_workers
+        return ShardInfo(index, count, rank, num_replicas, self._worker_id, self._num_workers)
+
+    def attach(self, worker_info: Any) -> None:
+        """This is the reader as long as `get_worker_info()` gives that."""
+        global _working
+        _working = worker_info, self
+
+    def has_read(self, dataset: Any) -> None:
+        """It has: warns, in one worker and once, where it did not ask and all ranks seem to read the same."""
+        several = self._ranks is not None and self._ranks[1] > 1
+        if not several or self.asked or self._worker_id or isinstance(dataset, IterDataPipe):
+            return
+        if type(dataset).__qualname__ not in _told_of:
+            _told_of.add(type(dataset).__qualname__)
+            logger.warning(
+                "rayloader: the loader has num_replicas, and its iterable dataset %s did not ask for its part by "
+                "get_shard_info(), so that all ranks read the same; have its __iter__ read what get_shard_info() says, "
+                "or leave num_replicas and rank out if it knows its part otherwise",
+                type(dataset).__name__,
+            )
+
+    @contextlib.contextmanager
+    def reads(self) -> Iterator[None]:
+        """For a while, in a process without workers."""
+        global _local
+        before = _local
+        _local = self if before is None else before  # a loader in a dataset reads for the one that reads that
+        try:
+            yield
+        finally:
+            _local = before
+
+
+_told_of: set[str] = set()  # kinds of datasets
+_local: Reader | None = None
+_working: tuple[Any, Reader] | None = None
+
+
+def ranks_told(loader: Any) -> tuple[int, int] | None:
+    """The rank of a loader, and their number; None if it was not told, and there are several."""
+    return _ranks_of(None if loader._ranks is None else (loader._ranks.rank, loader._ranks.num_replicas))
+
+
+def _ranks_of(given: tuple[int, int] | None) -> tuple[int, int] | None:
+    if given is not None:
+        return given
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return None if several else (0, 1)

@@ -1,0 +1,282 @@
+"""Loaders of several ranks: each rank's part of what a sampler gives.
+
+Promise: pure of Ray and of workers. The ranks of a job that make their loaders alike, but for `rank`, and set the same
+epoch, draw the same order, and each gets its own part of it: disjoint parts of equal size, but for what is repeated to
+make them equal. What is a part of something already is not divided again.
+
+NOTE [One order]: ranks that draw different orders get parts that overlap, and nobody would notice. So an order does not
+depend on the global random generators, which differ from rank to rank: it is drawn while they are seeded by seed and
+epoch, as DistributedSampler seeds its own, and afterwards they are put back. A generator that a sampler holds is the
+program's: it has to be in the same state in all ranks. The list of all ranks' states shows whether it was: it cannot be
+loaded if it was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from rayloader.state.random_state import RandomState
+from rayloader.state.redeal import dealt
+
+# What samplers that are parts, and datasets too, say of themselves: torch's and those made after it; Accelerate's;
+# Megatron's and others.
+_NUMBERS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
+
+
+class Shard(DistributedSampler[Any]):
+    """A rank's part of what a sampler gives, or of the batches of a batch sampler.
+
+    It is one of torch's DistributedSamplers, so that frameworks which look for one leave it alone, and tell it the
+    epoch. What differs: `shuffle` and `dataset` are the sampler's own business, and the order of an epoch is drawn by
+    the first `next()`. It is drawn as a whole, so the sampler must end.
+
+    Args:
+        sampler: the whole one; it has a length.
+        num_replicas: how many parts there are.
+        rank: which of them this is.
+        seed: of the global generators while the sampler is asked, together with the epoch; see NOTE [One order].
+        drop_last: leave out what does not fill all parts, rather than repeat what comes first.
+    """
+
+    def __init__(self, sampler: Any, num_replicas: int, rank: int, *, seed: int = 0, drop_last: bool = False) -> None:
+        try:
+            len(sampler)
+        except (TypeError, NotImplementedError):
+            raise TypeError(
+                f"with num_replicas a sampler must have a length, and {type(sampler).__name__} has none: all of an "
+                "epoch is drawn at once, to give each rank as much. Give it __len__(); or let an endless sampler give "
+                "only what is this rank's, and leave num_replicas and rank out"
+            ) from None
+        self.sampler = sampler
+        self.num_replicas, self.rank = num_replicas, rank
+        self.seed, self.drop_last = seed, drop_last
+        self.epoch = 0
+        self.is_random = False  # the global generators were asked for the last order
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from dealt(self.order(), self.num_replicas, drop_last=self.drop_last)[self.rank]
+
+    def __len__(self) -> int:
+        rest = 0 if self.drop_last else self.num_replicas - 1
+        return (len(self.sampler) + rest) // self.num_replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        """As of torch's; the samplers within are told too, if they want to know."""
+        self.epoch = epoch
+        tell_epoch(chain_of(self.sampler), epoch)
+
+    def order(self) -> list[Any]:
+        """What the whole sampler gives in this epoch."""
+        with _seeded(self.seed + self.epoch):
+            before = RandomState.capture([])
+            length = len(self.sampler)
+            given = [_kept(item) for item in itertools.islice(self.sampler, length + 1)]
+            changes = RandomState.capture([]).since(before)
+        self.is_random = any(part is not None for part in changes)
+        if len(given) > length:
+            raise ValueError(
+                f"the sampler {type(self.sampler).__name__} gives more than the {length} that its len() says: with "
+                "num_replicas its length must be right, for an endless sampler would be drawn for ever. Mend "
+                "__len__(); or let the sampler give only what is this rank's, and leave num_replicas and rank out"
+            )
+        return given
+
+
+class Ranks(NamedTuple):
+    """Which part of the data is a loader's."""
+
+    num_replicas: int
+    rank: int
+    seed: int
+
+
+def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | None:
+    """What these arguments of a loader mean; None: all of the data is its.
+
+    Raises:
+        ValueError: one is out of range, or missing where torch.distributed can't tell it.
+    """
+    if not _is_whole(seed) or seed < 0:
+        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
+    if num_replicas is None and rank is None:
+        if seed:
+            raise ValueError(
+                f"seed={seed} is the seed of the order that several ranks share, and has no effect without "
+                "num_replicas and rank; use generator=torch.Generator().manual_seed(...), or leave it out"
+            )
+        return None
+    if (num_replicas is None or rank is None) and not (dist.is_available() and dist.is_initialized()):
+        given, missing = ("rank", "num_replicas") if num_replicas is None else ("num_replicas", "rank")
+        raise ValueError(
+            f"{given} was given without {missing}, which torch.distributed tells only after init_process_group(); pass "
+            f"{missing} too"
+        )
+    num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+    rank = dist.get_rank() if rank is None else rank
+    if not _is_whole(num_replicas) or num_replicas < 1:
+        raise ValueError(f"num_replicas must be a whole number >= 1, got {num_replicas!r}")
+    if not _is_whole(rank) or not 0 <= rank < num_replicas:
+        raise ValueError(f"rank must be a whole number from 0 to {num_replicas - 1}, got {rank!r}")
+    return Ranks(num_replicas, rank, seed)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Order(NamedTuple):
+    """The arguments of a loader that say what it reads, and in which order."""
+
+    dataset: Any
+    shuffle: bool | None
+    sampler: Any
+    batch_sampler: Any
+    drop_last: bool
+
+
+def of_rank(order: Order, ranks: Ranks, own: Any) -> Order:
+    """The same for the rank's part. An iterable dataset chooses its part itself, see `shard_info.py`.
+
+    Args:
+        order: of all that there is.
+        ranks: whose part.
+        own: the index sampler of the loader that is made anew here, if that is so: the parts in it are ours.
+
+    Raises:
+        ValueError: somebody has chosen a part already.
+    """
+    given = order.sampler if order.batch_sampler is None else order.batch_sampler
+    parts = [sampler for sampler in chain_of(given) if is_part(sampler)]
+    if parts and all(any(part is known for known in chain_of(own)) for part in parts):
+        return order
+    is_iterable = isinstance(order.dataset, IterableDataset)
+    if is_iterable and is_part(order.dataset):
+        parts.append(order.dataset)
+    if parts:
+        _refuse(parts[0])
+    if is_iterable:
+        return order
+    num_replicas, rank, seed = ranks
+    if order.batch_sampler is not None:
+        drop_last = bool(getattr(order.batch_sampler, "drop_last", False))
+        shard = Shard(order.batch_sampler, num_replicas, rank, seed=seed, drop_last=drop_last)
+        return order._replace(batch_sampler=shard)
+    if order.sampler is not None:
+        return order._replace(sampler=Shard(order.sampler, num_replicas, rank, seed=seed, drop_last=order.drop_last))
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        order.dataset, num_replicas, rank, shuffle=bool(order.shuffle), seed=seed, drop_last=order.drop_last
+    )
+    return order._replace(shuffle=None, sampler=sampler)
+
+
+def check_once(index_sampler: Any) -> None:
+    """Raises ValueError if a sampler is a part of a part."""
+    parts = [sampler for sampler in chain_of(index_sampler) if is_part(sampler)]
+    if len(parts) > 1:
+        _refuse(parts[0])
+
+
+def _refuse(part: Any) -> NoReturn:
+    raise ValueError(
+        f"the data would be divided among the ranks twice, by {type(part).__name__} and by num_replicas and rank, and "
+        "most of it never be read: leave num_replicas and rank out, or pass a sampler, or dataset, that gives "
+        "everything. A framework that deals the data out to the ranks itself (Accelerate; Lightning, unless "
+        "use_distributed_sampler=False) needs a loader without num_replicas and rank"
+    )
+
+
+def is_part(obj: Any) -> bool:
+    """Whether a sampler, or a dataset, gives only one rank's part of something, as far as it tells."""
+    return isinstance(obj, DistributedSampler) or any(
+        all(isinstance(getattr(obj, name, None), int) for name in names) for names in _NUMBERS
+    )
+
+
+def part_of(index_sampler: Any) -> DistributedSampler[Any] | None:
+    """The sampler of a loader that gives this rank's part, if its whole order can be drawn."""
+    found = [sampler for sampler in chain_of(index_sampler) if type(sampler) in (DistributedSampler, Shard)]
+    return found[0] if found else None
+
+
+class SameOrder:
+    """Notices that a program goes through a random order again, because it does not set the epoch."""
+
+    def __init__(self) -> None:
+        self._begun: int | None = None  # epoch; None: one that is not known, or none
+        self._warned = False
+
+    def begins(self, index_sampler: Any, *, finished: bool) -> None:
+        """A loader with ranks begins to iterate; `finished`: the epoch before was taken to its end."""
+        part = part_of(index_sampler)
+        if part is None:
+            return
+        is_random = part.is_random if isinstance(part, Shard) else part.shuffle
+        if finished and is_random and part.epoch == self._begun and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"this epoch has the same random order as the one before, for its number is still {part.epoch}; call "
+                "set_epoch(epoch) of the loader before each epoch, in all ranks",
+                stacklevel=3,
+            )
+        self._begun = part.epoch
+
+
+def order_of(part: DistributedSampler[Any]) -> list[Any]:
+    """All that the ranks get together in this epoch, in order, before anything is repeated or left out."""
+    if isinstance(part, Shard):
+        return part.order()
+    alone: DistributedSampler[Any] = DistributedSampler(part.dataset, 1, 0, part.shuffle, part.seed)
+    alone.set_epoch(part.epoch)
+    return list(alone)
+
+
+def chain_of(sampler: Any, until: type | None = None) -> list[Any]:
+    """A sampler and those that it wraps, the innermost last; or the first one of a type."""
+    chain: list[Any] = []
+    while sampler is not None and all(sampler is not known for known in chain):
+        chain.append(sampler)
+        if until is not None and isinstance(sampler, until):
+            break
+        inner = getattr(sampler, "sampler", None)  # a tensor, perhaps: it has no truth
+        sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
+    return chain
+
+
+def tell_epoch(parts: list[Any], epoch: int) -> None:
+    """Tells it to those of a loader's parts that want to know."""
+    for part in parts:
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _kept(item: Any) -> Any:
+    """An item that stays as it is: a sampler may use its list again for the next batch."""
+    if type(item) is int:
+        return item
+    if type(item) is list and {*map(type, item)} <= {int}:  # a tenth of what deepcopy takes
+        return item.copy()
+    return copy.deepcopy(item)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """For a while the global generators are those of this seed; not CUDA's, whose samplers there are none of."""
+    before = RandomState.capture([])
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        before.restore([])
