@@ -2,11 +2,13 @@
 
 from rayloader.errors import (
     BatchTimeoutError,
+    ConsumerDroppedError,
     RayloaderError,
     RaySessionError,
     ReplayError,
     ReplicaError,
     ReplicaMemoryError,
+    ShareError,
     SkipLimitError,
     StateError,
     WorkerDiedError,
@@ -16,10 +18,13 @@ from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
 from rayloader.progress_bar import progress
 from rayloader.shared_list import SharedList
+from rayloader.shares import Consumer, SharedLoader, share, shared
 from rayloader.stats import LoaderStats
 
 __all__ = [
     "BatchTimeoutError",
+    "Consumer",
+    "ConsumerDroppedError",
     "DataLoader",
     "LoaderStats",
     "Patch",
@@ -28,7 +33,9 @@ __all__ = [
     "ReplayError",
     "ReplicaError",
     "ReplicaMemoryError",
+    "ShareError",
     "SharedList",
+    "SharedLoader",
     "SkipLimitError",
     "StateError",
     "WorkerDiedError",
@@ -36,6 +43,8 @@ __all__ = [
     "init",
     "patch",
     "progress",
+    "share",
+    "shared",
     "shutdown",
 ]
 __version__ = "0.1.0"
