@@ -64,7 +64,7 @@ def share(
         raise TypeError(f"share() takes a rayloader.DataLoader, got {type(loader).__name__}; make the loader as one")
     for argument, value in (("consumers", consumers), ("buffer", buffer), ("buffer_bytes", buffer_bytes)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{argument} must be a whole number >= 1, got {value!r}")
+            raise ValueError(f"share() needs {argument} >= 1, a whole number, got {value!r}")
     if consumer_timeout is not None and not consumer_timeout > 0:
         raise ValueError(f"consumer_timeout must be a number of seconds > 0, or None, got {consumer_timeout!r}")
     if name is not None:
