@@ -256,7 +256,11 @@ class _Iterator:
                 "was called since"
             )
         if self._begun is not None:
-            self._link.result(self._begun)
+            try:
+                self._link.result(self._begun)
+            except ValueError:  # of `set_epoch`: it may be called again for this epoch
+                self._consumer._iterator = None
+                raise
             self._begun = None
         batch, error, ends = self._opened(self._link.result(self._asked[self._taken]))
         if ends:

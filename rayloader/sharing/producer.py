@@ -50,7 +50,7 @@ class Producer:
         self._share = uuid.uuid4().hex
         self._ledger = Ledger(terms.consumers, terms.buffer, terms.buffer_bytes)
         self._connections = [0] * terms.consumers  # number of the newest
-        self._sampler_epochs: dict[int, int] = {}  # by epoch: what the consumers have set
+        self._sampler_epochs: dict[int, int | None] = {}  # by epoch: what the first consumer had set
         self._changed = asyncio.Event()  # replaced with each change
         self._failure: BaseException | None = None  # of this file's own code: nothing goes on
         self._task: asyncio.Task[None] | None = None  # produces
@@ -99,12 +99,13 @@ class Producer:
         """The consumer iterates from this place on. What it has set for the sampler must be what the others have."""
         if (refusal := self._refusal(rank, connection)) is not None:
             return refusal
-        if sampler_epoch is not None and self._sampler_epochs.setdefault(epoch, sampler_epoch) != sampler_epoch:
+        first = self._sampler_epochs.setdefault(epoch, sampler_epoch)
+        if sampler_epoch is not None and first != sampler_epoch:
             return Reply(
                 Kind.REFUSED,
                 ValueError(
-                    f"set_epoch({sampler_epoch}) differs from set_epoch({self._sampler_epochs[epoch]}) of another "
-                    "consumer for the same epoch; call set_epoch with the same number in all consumers"
+                    f"set_epoch({sampler_epoch}) differs from what the consumer that began this epoch had set, which "
+                    f"is {first}; call set_epoch with the same number in all consumers, before each epoch"
                 ),
             )
         self._ledger.reach(rank, Place(epoch, taken))
@@ -235,7 +236,9 @@ class Producer:
         epoch = ledger.front.epoch + 1
         if step is Step.BEGIN:
             ledger.begin()
-            found = await self._in_thread(self._begin_epoch, epoch, self._sampler_epochs.pop(epoch, None))
+            for past in [past for past in self._sampler_epochs if past < ledger.lowest.epoch]:
+                del self._sampler_epochs[past]
+            found = await self._in_thread(self._begin_epoch, epoch, self._sampler_epochs.get(epoch))
         else:
             found = await self._in_thread(self._next_batch, ledger.front, ledger.lowest)
         if found is not None:
