@@ -12,6 +12,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pickle import PickleBuffer
 from typing import Any
 
@@ -63,20 +64,38 @@ def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
         ) from error
     _owned.append((name, producer))
     try:
-        if not _opened(producer, pipeline):
+        if not _opened(producer, terms.name, pipeline):
             contents = [ray.put([PickleBuffer(content) for content in image.contents()])]
-            _opened(producer, Pipeline(pipeline.image, pipeline.carried, contents, pipeline.process, pipeline.random))
+            _opened(producer, terms.name, replace(pipeline, contents=contents))
     except BaseException:
         end(producer)
         raise
     return producer
 
 
-def _opened(producer: Any, pipeline: Pipeline) -> bool:
-    try:
-        return bool(ray.get(producer.open.remote(pipeline)))
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+def _opened(producer: Any, name: str, pipeline: Pipeline) -> bool:
+    opening = producer.open.remote(pipeline)
+    while True:
+        try:
+            return bool(ray.get(opening, timeout=NOTICE_S))
+        except GetTimeoutError:
+            logger.warning(
+                "rayloader: the producer of the share %r has not opened the loader within %.0f s, and is waited for; "
+                "if Ray has no place for it, change ray_remote_args",
+                name,
+                NOTICE_S,
+            )
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except RayError as error:
+            raise _gone(name, error) from error
+
+
+def _gone(name: str, error: RayError) -> ShareError:
+    return ShareError(
+        f"the producer of the share {name!r} is gone: it was closed, the process that had called share() has ended, or "
+        f"it died. Share the loader again. Ray said: {error}"
+    )
 
 
 def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
@@ -223,10 +242,7 @@ class Link:
         except RayTaskError:
             raise  # a fault of this package
         except RayError as error:
-            raise ShareError(
-                f"the producer of the share {self._name!r} is gone: it was closed, the process that had called share() "
-                f"has ended, or it died. Share the loader again. Ray said: {error}"
-            ) from error
+            raise _gone(self._name, error) from error
 
     def _check_session(self) -> None:
         if session.current() != self._session:

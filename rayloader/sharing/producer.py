@@ -46,6 +46,8 @@ class Producer:
     """The actor of one share."""
 
     def __init__(self, terms: Terms) -> None:
+        # Blocking calls are made in the thread alone, which Ray does not see.
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
         self._terms = terms
         self._share = uuid.uuid4().hex
         self._ledger = Ledger(terms.consumers, terms.buffer, terms.buffer_bytes)
@@ -53,6 +55,7 @@ class Producer:
         self._sampler_epochs: dict[int, int | None] = {}  # by epoch: what the first consumer had set
         self._changed = asyncio.Event()  # replaced with each change
         self._failure: BaseException | None = None  # of this file's own code: nothing goes on
+        self._opened = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # produces
         self._thread = ThreadPoolExecutor(1, "rayloader-producer")
         self._length: int | str = 0
@@ -70,12 +73,14 @@ class Producer:
         if not await self._in_thread(self._open, pipeline):
             return False
         self._task = asyncio.get_running_loop().create_task(self._produce())
+        self._opened.set()
         return True
 
     # ---- for the consumers
 
     async def connect(self, rank: int) -> Reply:
-        """Makes the caller this consumer, in place of whoever was it."""
+        """Makes the caller this consumer, in place of whoever was it; waits until the loader is open."""
+        await self._opened.wait()
         if not 0 <= rank < self._terms.consumers:
             number = self._terms.consumers
             text = f"rank must be a whole number from 0 to {number - 1}, got {rank}: this share has {number} consumers"

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 import rayloader.sharing.link
-from rayloader import DataLoader, RaySessionError, SharedLoader, share, shared
+from rayloader import DataLoader, RaySessionError, SharedLoader, ShareError, share, shared
 from rayloader.sharing.link import Link
 from rayloader.sharing.messages import Connection, Kind, Reply
 from rayloader.transport import codec
@@ -134,6 +134,30 @@ def test_after_the_shutdown_of_ray_it_is_not_called(link, monkeypatch):
     monkeypatch.setattr(rayloader.sharing.link.session, "current", lambda: None)
     with pytest.raises(RaySessionError, match="Ray was shut down while the share 'numbers' was read"):
         link.take(0, 0, 0)
+
+
+@pytest.mark.usefixtures("link")
+def test_a_producer_that_takes_long_to_start_is_told(caplog):
+    def opened(*answers):
+        return rayloader.sharing.link._opened(FakeProducer(open=answers), "numbers", None)
+
+    with caplog.at_level(logging.WARNING, "rayloader"):
+        assert opened(GetTimeoutError(), True)
+    assert "the producer of the share 'numbers' has not opened the loader within 60 s" in caplog.text
+    with pytest.raises(ShareError, match="the producer of the share 'numbers' is gone"):
+        opened(ActorDiedError())
+    with pytest.raises(OSError, match="no file"):
+        opened(RayTaskError("open", "", OSError("no file")))
+
+
+def test_shutdown_ends_the_shares_of_this_process(monkeypatch):
+    ended = []
+    monkeypatch.setattr(rayloader.sharing.link, "_owned", [("session", "a"), ("earlier", "b"), ("session", "c")])
+    monkeypatch.setattr(rayloader.sharing.link.session, "current", lambda: "session")
+    monkeypatch.setattr(rayloader.sharing.link.ray, "kill", ended.append)
+    rayloader.sharing.link.end_all()
+    assert ended == ["a", "c"]  # never what belongs to a Ray that is gone
+    assert rayloader.sharing.link._owned == []
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,7 @@ TESTS = {
     },
     "unit/test_shares.py": {
         "test_a_consumer_iterates_as_a_loader_does": ["cannot pickle a Consumer"],
+        "test_a_producer_that_takes_long_to_start_is_told": ["rayloader: the producer of the share ... has not"],
         "test_who_waits_long_is_told_for_whom": ["rayloader: consumer ... has waited"],
         "test_after_the_shutdown_of_ray_it_is_not_called": ["Ray was shut down while the share"],
     },
