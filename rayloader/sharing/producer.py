@@ -1,43 +1,26 @@
-"""The process that hosts a shared loader: produces each batch once, and gives it to every consumer.
+"""The process that hosts a shared loader: has each batch produced once, and gives it to every consumer.
 
-Promise: what is produced when, and what is kept, the ledger decides. The batches are those that the loader would have
-given where it was shared. A large batch is put into Ray's object store once, from where all consumers of a node copy
-it; a small one travels with each reply. An error of the loader's takes the place of its batch.
+Promise: what is produced when, and what is kept, the ledger decides. Whoever waits is answered: with a batch, the end
+of the epoch, or an error.
 
 Threads: Ray runs the methods on the event loop, which alone touches the ledger. The loader lives on one further thread,
-`rayloader-producer`: in it `_open`, `_begin_epoch` and `_next_batch` run, one at a time.
+`rayloader-producer`; see hosted.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import pickle
-import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import cloudpickle
-import ray
-
-from rayloader import session
-from rayloader.errors import ConsumerDroppedError, ShareError, StateError, add_note
-from rayloader.protocol import CARRY
-from rayloader.replica.opening import open_image
+from rayloader.errors import ConsumerDroppedError, ShareError, StateError
+from rayloader.sharing.hosted import HostedLoader
 from rayloader.sharing.ledger import End, Ledger, Passed, Place, Step
 from rayloader.sharing.messages import Connection, Kind, Pipeline, Reply, Terms
-from rayloader.state.process_state import Baseline
-from rayloader.transport import codec
-from rayloader.transport.lanes import fits_in_band, to_wire
-from rayloader.transport.memory_file import MemoryFileError
-
-# Batches up to so many bytes travel with each consumer's reply, which Ray then keeps out of its object store.
-INLINE_BYTES = 50_000
-# The share of its time that the producer may spend on states of the loader, for the consumers' `state_dict()`.
-STATE_SHARE = 0.01
 
 _T = TypeVar("_T")
 
@@ -57,20 +40,14 @@ class Producer:
         self._failure: BaseException | None = None  # of this file's own code: nothing goes on
         self._opened = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # produces
+        self._hosted = HostedLoader(terms.name)  # only in the thread
         self._thread = ThreadPoolExecutor(1, "rayloader-producer")
-        self._length: int | str = 0
-        self._pinning = False, ""  # the loader's pin_memory and pin_memory_device
-        # Only in the thread.
-        self._loader: Any = None
-        self._iterator: Iterator[Any] = iter(())
-        self._states: dict[Place, Any] = {}  # of the loader, or the error in place of one; oldest first
-        self._began = self._spent = 0.0  # seconds: time.perf_counter(); on states
 
     # ---- for the owner
 
     async def open(self, pipeline: Pipeline) -> bool:
         """Opens the loader; False if that takes the image's contents. Raises what unpickling it raises."""
-        if not await self._in_thread(self._open, pipeline):
+        if not await self._in_thread(self._hosted.open, pipeline):
             return False
         self._task = asyncio.get_running_loop().create_task(self._produce())
         self._opened.set()
@@ -94,8 +71,8 @@ class Producer:
             self._connections[rank],
             self._terms.consumers,
             *self._ledger.place_of(rank),
-            self._length,
-            *self._pinning,
+            self._hosted.length,
+            *self._hosted.pinning,
             self._terms.origin,
         )
         return self._done(tuple(connection))
@@ -147,7 +124,7 @@ class Producer:
         while (refusal := self._refusal(rank, connection)) is None:
             self._ledger.reach(rank, Place(epoch, taken))
             place = self._ledger.place_of(rank)
-            states = await self._in_thread(lambda: dict(self._states))
+            states = await self._in_thread(lambda: dict(self._hosted.states))
             before = [known for known in states if known.epoch == place.epoch and known <= place]
             if not before:  # all have broken off the epoch before; this one is about to begin
                 await self._changed.wait()
@@ -243,9 +220,9 @@ class Producer:
             ledger.begin()
             for past in [past for past in self._sampler_epochs if past < ledger.lowest.epoch]:
                 del self._sampler_epochs[past]
-            found = await self._in_thread(self._begin_epoch, epoch, self._sampler_epochs.get(epoch))
+            found = await self._in_thread(self._hosted.begin, epoch, self._sampler_epochs.get(epoch))
         else:
-            found = await self._in_thread(self._next_batch, ledger.front, ledger.lowest)
+            found = await self._in_thread(self._hosted.next, ledger.front, ledger.lowest)
         if found is not None:
             ledger.add(*found)
         if found is None if step is Step.PRODUCE else found is not None:  # the last; or `iter()` has raised
@@ -266,88 +243,3 @@ class Producer:
     async def _until_freed(self, lowest: Place) -> None:
         while self._ledger.lowest == lowest and self._ledger.held_up_by():
             await self._changed.wait()
-
-    # ---- in the thread
-
-    def _open(self, pipeline: Pipeline) -> bool:
-        own = {key for key in os.environ if key.startswith("RAY_")}
-        here = pipeline.process.node_id == session.node_id()
-        Baseline(session.node_id(), own).adopt(pipeline.process)
-        contents = ray.get(pipeline.contents[0]) if pipeline.contents is not None else None
-        try:
-            opened = open_image(pipeline.image, here=here, contents=contents)
-        except MemoryFileError:
-            return False
-        self._loader = loader = codec.decode(*opened, pipeline.carried)
-        self._pinning = bool(loader.pin_memory), loader.pin_memory_device
-        loader.pin_memory = False  # the consumers do it
-        pipeline.random.restore([])
-        try:
-            self._length = len(self._loader)
-        except TypeError as error:
-            self._length = str(error)
-        self._began = time.perf_counter()
-        self._note_state(Place(0, 0))
-        return True
-
-    def _begin_epoch(self, epoch: int, sampler_epoch: int | None) -> tuple[Any, int] | None:
-        """Begins to iterate; the error that came of it, as for a batch."""
-        loader = self._loader
-        if sampler_epoch is not None:
-            for part in (loader.batch_sampler, loader.sampler, loader.dataset):
-                if hasattr(part, "set_epoch"):
-                    part.set_epoch(sampler_epoch)
-        try:
-            self._iterator = iter(loader)
-        except Exception as error:  # what the user's objects raise, or the loader: it is the consumers'
-            self._iterator = iter(())
-            return self._as_error(error)
-        self._note_state(Place(epoch, 0))
-        return None
-
-    def _next_batch(self, front: Place, lowest: Place) -> tuple[Any, int] | None:
-        """What the consumers get at the front, and its bytes; None behind the last batch."""
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            self._note_state(Place(front.epoch + 1, 0))
-            return None
-        except Exception as error:  # as above
-            found = self._as_error(error)
-        else:
-            found = self._as_batch(batch)
-        if self._spent < STATE_SHARE * (time.perf_counter() - self._began):
-            self._note_state(Place(front.epoch, front.number + 1))
-        needed = [place for place in self._states if place <= lowest][-1:]
-        for place in [place for place in self._states if needed and place < needed[0]]:
-            del self._states[place]
-        return found
-
-    def _note_state(self, place: Place) -> None:
-        began = time.perf_counter()
-        try:
-            self._states[place] = self._loader.state_dict()
-        except Exception as error:  # it is told to who asks
-            self._states[place] = error if isinstance(error, StateError) else StateError(str(error))
-        self._spent += time.perf_counter() - began
-
-    def _as_batch(self, batch: Any) -> tuple[Any, int]:
-        try:
-            encoded = codec.encode(batch, carry=CARRY)
-        except Exception as error:  # the user's own pickling
-            return self._as_error(error)
-        wire = to_wire(encoded)
-        if fits_in_band(wire, INLINE_BYTES):
-            return (Kind.INLINE, pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)), encoded.nbytes
-        return (Kind.STORED, [ray.put(wire)]), encoded.nbytes
-
-    def _as_error(self, error: Exception) -> tuple[Any, int]:
-        if self._loader.num_workers == 0:  # workers have put the traceback into the text
-            add_note(error, "".join(traceback.format_tb(error.__traceback__)))
-        text = f"Caught {type(error).__name__} in the producer of the share {self._terms.name!r}: {error}"
-        try:
-            pickled = cloudpickle.dumps(error)
-            pickle.loads(pickled)
-        except Exception:  # its type's own pickling may raise anything
-            pickled = pickle.dumps(RuntimeError(text))
-        return (Kind.ERROR, pickled), len(pickled)

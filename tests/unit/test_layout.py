@@ -37,8 +37,8 @@ MAY_IMPORT_RAY = {
     "rayloader/session.py",
     "rayloader/keeper/__main__.py",
     "rayloader/protocol.py",
+    "rayloader/sharing/hosted.py",
     "rayloader/sharing/link.py",
-    "rayloader/sharing/producer.py",
     "rayloader/worker/process.py",
     "rayloader/worker/worker.py",
 }
