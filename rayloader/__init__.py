@@ -2,11 +2,13 @@
 
 from rayloader.errors import (
     BatchTimeoutError,
+    ConsumerDroppedError,
     RayloaderError,
     RaySessionError,
     ReplayError,
     ReplicaError,
     ReplicaMemoryError,
+    ShareError,
     SkipLimitError,
     StateError,
     WorkerDiedError,
@@ -17,10 +19,13 @@ from rayloader.loader import DataLoader, init, shutdown
 from rayloader.progress_bar import progress
 from rayloader.shard_info import ShardInfo, get_shard_info
 from rayloader.shared_list import SharedList
+from rayloader.shares import Consumer, SharedLoader, share, shared
 from rayloader.stats import LoaderStats
 
 __all__ = [
     "BatchTimeoutError",
+    "Consumer",
+    "ConsumerDroppedError",
     "DataLoader",
     "LoaderStats",
     "Patch",
@@ -30,7 +35,9 @@ __all__ = [
     "ReplicaError",
     "ReplicaMemoryError",
     "ShardInfo",
+    "ShareError",
     "SharedList",
+    "SharedLoader",
     "SkipLimitError",
     "StateError",
     "WorkerDiedError",
@@ -39,6 +46,8 @@ __all__ = [
     "init",
     "patch",
     "progress",
+    "share",
+    "shared",
     "shutdown",
 ]
 __version__ = "0.1.0"

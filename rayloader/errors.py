@@ -11,6 +11,8 @@
         ├── ReplayError
         ├── StateError
         ├── SkipLimitError
+        ├── ShareError
+        │   └── ConsumerDroppedError
         └── ReplicaError
             └── ReplicaMemoryError
 """
@@ -62,6 +64,14 @@ class StateError(RayloaderError):
 
 class SkipLimitError(RayloaderError):
     """More samples raised than `max_skipped` allows the loader to skip."""
+
+
+class ShareError(RayloaderError):
+    """A shared loader has ended, cannot be found, or has another reader with the same name or rank."""
+
+
+class ConsumerDroppedError(ShareError):
+    """This consumer of a shared loader reads no more: the others had waited for it too long, or it was closed."""
 
 
 class ReplicaError(RayloaderError):

@@ -488,7 +488,7 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
 
 
 def shutdown() -> None:
-    """Ends every worker of this process's loaders, and Ray if rayloader started it.
+    """Ends every worker of this process's loaders, its shared loaders, and Ray if rayloader started it.
 
     Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. A script need not
     call this at its end. It may be called more than once, but not from a signal handler.
@@ -496,6 +496,8 @@ def shutdown() -> None:
     iterator, pool = sys.modules.get("rayloader.driver.iterator"), sys.modules.get("rayloader.driver.pool")
     if iterator is not None:
         iterator.close_all()
+    if (link := sys.modules.get("rayloader.sharing.link")) is not None:
+        link.end_all()
     if pool is not None:
         pool.shutdown()
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 EXIT_LIMIT = 20.0  # seconds for threads and actors to end after a test; on expiry the test fails
-OUR_ACTOR = re.compile(r"ray::(WorkerProcess\b|rayloader:)")  # how Ray titles a worker process of rayloader
+OUR_ACTOR = re.compile(r"ray::(WorkerProcess\b|(.*:)?Producer\b|rayloader:)")  # how Ray titles processes of rayloader
 
 _keepers = []
 

@@ -18,12 +18,13 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 
 # Which folders the files of a folder may import from; "" is the package itself.
 MAY_IMPORT = {
-    "": {"", "cli", "driver", "forkserver", "replica", "state", "transport"},
+    "": {"", "cli", "driver", "forkserver", "replica", "sharing", "state", "transport"},
     "cli": {"", "cli", "driver", "transport"},
     "driver": {"", "replica", "state", "transport"},
     "worker": {"", "replica", "state", "transport"},
     "keeper": set(),
     "forkserver": {"transport"},
+    "sharing": {"", "replica", "state", "transport"},
     "state": {"", "transport"},
     "replica": {"", "transport"},
     "transport": {"", "state"},
@@ -39,6 +40,8 @@ MAY_IMPORT_RAY = {
     "rayloader/forkserver/server.py",
     "rayloader/keeper/__main__.py",
     "rayloader/protocol.py",
+    "rayloader/sharing/hosted.py",
+    "rayloader/sharing/link.py",
     "rayloader/worker/process.py",
     "rayloader/worker/worker.py",
 }
@@ -171,6 +174,10 @@ def test_the_schedule_imports_the_standard_library_only() -> None:
         assert modules
         assert modules <= sys.stdlib_module_names | {"rayloader"}
     assert imported_from_rayloader((PACKAGE / "driver" / "schedule.py").read_text()) == {"rayloader.driver.messages"}
+
+
+def test_the_ledger_of_a_share_imports_the_standard_library_only() -> None:
+    assert imported((PACKAGE / "sharing" / "ledger.py").read_text()) <= sys.stdlib_module_names
 
 
 def test_importing_rayloader_and_loading_in_process_leaves_ray_alone() -> None:

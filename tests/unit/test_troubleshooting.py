@@ -189,7 +189,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "multiprocessing_context has": warned,
     "SharedList index": lambda: SharedList("ab")[2],
     "resize() needs workers": lambda: DataLoader(range(4)).resize(1),
-    "this is not a state": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
+    "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
     "the state must have all": lacking,
     "... was given without": lambda: DataLoader(range(4), rank=0),
     "num_replicas must be": lambda: DataLoader(range(4), num_replicas=0, rank=0),
@@ -199,6 +199,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "... attribute should not": set_rank,
     "closed": closed_archive,
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
+    "share() takes": lambda: rayloader.share([1], consumers=1),
+    "share() needs": lambda: rayloader.share(DataLoader(range(4)), consumers=0),
+    "consumer_timeout must": lambda: rayloader.share(DataLoader(range(4)), consumers=1, consumer_timeout=0),
 }
 
 
@@ -296,6 +299,23 @@ TESTS = {
         "test_cpus_that_others_have_and_keep_are_done_without": ["rayloader: other Ray work"],
         "test_more_workers_than_cpus_share_them_with_a_warning": ["This DataLoader will create"],
     },
+    "integration/test_share.py": {
+        "test_who_is_dropped_is_told_so_and_the_others_go_on": ["rayloader: consumer ... reads", "consumer ... reads"],
+        "test_a_rank_belongs_to_the_last_that_has_connected": ["consumer ... is another", "rank must be"],
+        "test_an_epoch_that_is_broken_off_is_over_for_who_does_it_and_for_all_if_all_do": ["this iterator is of epoch"],
+        "test_set_epoch_reaches_the_sampler_and_must_be_one_number": ["set_epoch("],
+        "test_all_go_on_from_a_state_of_one": [
+            "the state is of batch",
+            "the state is of another share",
+            "this is not a state of a rayloader.Consumer",
+        ],
+        "test_a_name_is_of_one_share_which_ends_when_it_is_closed": [
+            "there is a share",
+            "there is no share",
+            "the producer of the share ... is gone",
+        ],
+        "test_what_cannot_travel_is_named": ["It cannot be sent to the producer", "Caught ... in the producer"],
+    },
     "integration/test_torchrun.py": {
         "test_a_keeper_that_is_killed_takes_ray_along_and_the_next_epoch_has_another": [
             "rayloader: the process that kept"
@@ -372,6 +392,12 @@ TESTS = {
         ],
         "test_the_same_random_order_again_is_told_once": ["this epoch has the same"],
     },
+    "unit/test_shares.py": {
+        "test_a_consumer_iterates_as_a_loader_does": ["cannot pickle a Consumer"],
+        "test_a_producer_that_takes_long_to_start_is_told": ["rayloader: the producer of the share ... has not"],
+        "test_who_waits_long_is_told_for_whom": ["rayloader: consumer ... has waited"],
+        "test_after_the_shutdown_of_ray_it_is_not_called": ["Ray was shut down while the share"],
+    },
     "unit/test_snapshot.py": {
         "test_a_dataset_with_other_generators_is_refused": ["the snapshot is of"],
     },
@@ -383,6 +409,7 @@ UNPROVOKED = [
     "rayloader: waiting for Ray",
     "rayloader: no batch for",
     "rayloader: a worker process",
+    "the producer of the share ... has failed",
     "a closed file without",
     "cannot pickle a text file",
     "can't map",

@@ -1,0 +1,121 @@
+"""What k consumers of one shared loader pay, against k loaders.
+
+Motive: trainers that need the same batches can build them each for itself, or share a loader (`rayloader.share`).
+Method: k trainers are actors of one Ray. In each round, in alternating order, an epoch is read in four ways: by one
+trainer with a loader of its own, by one consumer of a share, by k consumers of a share, by k trainers with a loader of
+their own each. Loaders and shares live through all rounds; the first is not measured. All trainers of an epoch begin
+together, and the last one's seconds count. Every loader, shared or not, has the same number of workers. Beside the
+seconds stand the ratios to one loader, of the same round.
+Cases: "work" has batches of 0.6 MB, each of which costs its worker 20 ms of CPU; "tiny" and "large" have batches of 4
+KB and of 10 MB that cost nothing to build: what they take is the way.
+Command: python benchmarks/shared.py [--consumers 4] [--rounds 5] [--workers 1] [--cases work,tiny,large]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import ray
+import torch
+
+import rayloader
+
+CASES = {"work": (200, 600_000, 0.02), "tiny": (2000, 4_000, 0.0), "large": (60, 10_000_000, 0.0)}
+
+
+class Batches:
+    """So many batches of so many bytes, each of which costs so many seconds of CPU."""
+
+    def __init__(self, length: int, nbytes: int, seconds: float) -> None:
+        self.length, self.nbytes, self.seconds = length, nbytes, seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        until = time.thread_time() + self.seconds
+        while time.thread_time() < until:
+            pass
+        return torch.full((self.nbytes,), index % 251, dtype=torch.uint8)
+
+
+def make(case: str, workers: int) -> rayloader.DataLoader[Any]:
+    """The loader of a case."""
+    return rayloader.DataLoader(Batches(*CASES[case]), batch_size=None, num_workers=workers)
+
+
+class Trainer:
+    """Reads epochs."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Any] = {}
+
+    def own(self, case: str, workers: int) -> None:
+        """Makes a loader of its own."""
+        self._sources["own"] = make(case, workers)
+
+    def consume(self, way: str, shared: rayloader.SharedLoader, rank: int) -> None:
+        """Connects to a share."""
+        self._sources[way] = shared.consumer(rank)
+
+    def read(self, way: str, begin: float) -> float:
+        """Reads an epoch from the time `begin` on, and gives the time of its end."""
+        while time.time() < begin:
+            time.sleep(0.001)
+        for number, batch in enumerate(self._sources[way]):
+            if batch[0] != number % 251:
+                raise ValueError(f"batch {number} of {way} is another one")
+        return time.time()
+
+
+def measure(case: str, count: int, rounds: int, workers: int) -> dict[str, list[float]]:
+    """Seconds of an epoch in each way, of each round."""
+    trainers = [ray.remote(Trainer).options(num_cpus=0).remote() for _ in range(count)]  # type: ignore[attr-defined]
+    ways = {"one loader": 1, "one consumer": 1, f"{count} consumers": count, f"{count} loaders": count}
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    ray.get([trainer.own.remote(case, workers) for trainer in trainers])
+    loader = make(case, workers)
+    with rayloader.share(loader, consumers=1) as alone, rayloader.share(loader, consumers=count) as together:
+        ray.get(trainers[0].consume.remote("one consumer", alone, 0))
+        ray.get([t.consume.remote(f"{count} consumers", together, rank) for rank, t in enumerate(trainers)])
+        for number in range(-1, rounds):
+            for way in list(ways)[:: -1 if number % 2 else 1]:
+                begin = time.time() + 0.5
+                source = "own" if "loader" in way else way
+                seconds = max(ray.get([t.read.remote(source, begin) for t in trainers[: ways[way]]])) - begin
+                print(case, way, f"{seconds:.3f} s", "" if number >= 0 else "(not counted)", flush=True)
+                if number >= 0:
+                    found[way].append(seconds)
+    for trainer in trainers:
+        ray.kill(trainer)
+    return found
+
+
+def main() -> None:
+    """Measures the cases, and prints medians."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--consumers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--cases", default=",".join(CASES))
+    arguments = parser.parse_args()
+    rayloader.init()
+    rayloader.DataLoader(range(1), num_workers=1).__iter__()  # Ray runs from here on
+    results = {
+        case: measure(case, arguments.consumers, arguments.rounds, arguments.workers)
+        for case in arguments.cases.split(",")
+    }
+    for case, found in results.items():
+        batches, nbytes, _ = CASES[case]
+        print(f"\n{case}: {batches} batches of {nbytes:,} bytes, medians of {arguments.rounds} rounds")
+        for way, seconds in found.items():
+            ratio = statistics.median(a / b for a, b in zip(seconds, found["one loader"], strict=True))
+            rate = batches / statistics.median(seconds)
+            print(f"  {way:14} {statistics.median(seconds):8.3f} s {rate:8.0f} batches/s {ratio:6.2f} of one loader")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""One pipeline for many consumers: `share` a loader once, and read its batches in several processes.
+
+Ray is imported when a loader is shared or a share is read, not with this module.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rayloader._compat import pin_memory
+from rayloader.errors import ShareError, StateError
+from rayloader.loader import DataLoader
+from rayloader.options import check_name, check_remote_args
+from rayloader.prefetch import PREFETCH_BYTES
+
+if TYPE_CHECKING:
+    from rayloader.sharing.link import Link
+    from rayloader.sharing.messages import Reply
+
+# Batches that a consumer has asked for and the user not taken, so that replies are on their way while the user works.
+_ASKED = 3
+_FORMAT = "rayloader.Consumer"
+
+
+def share(
+    loader: DataLoader[Any],
+    *,
+    consumers: int,
+    name: str | None = None,
+    buffer: int = 8,
+    buffer_bytes: int = PREFETCH_BYTES,
+    consumer_timeout: float | None = None,
+    ray_remote_args: dict[str, Any] | None = None,
+) -> SharedLoader:
+    """Moves a loader to a process of its own, the producer, where each batch is produced once for several consumers.
+
+    The batches are those that the loader would give here, if it were iterated from now on. The loader given is not
+    affected. Ray is joined or started as by a loader with workers. The share lives until `SharedLoader.close`,
+    `rayloader.shutdown()` or the end of this process.
+
+    Args:
+        loader: with or without workers. A state that was loaded into it counts.
+        consumers: how many read it: each of them, with ranks from 0 on, reads every batch.
+        name: for `shared`, unique in this Ray; by default only the object that is returned leads to the share.
+        buffer: batches that are kept for those who have not taken them yet; so many the fastest consumer may be ahead
+            of the slowest, over all epochs.
+        buffer_bytes: from so many bytes on no more are produced either, once two batches are kept.
+        consumer_timeout: how many seconds the others may wait for a consumer that does not take its batches, because it
+            is slow or dead; then it is dropped. By default they wait for ever, and the log says for whom.
+        ray_remote_args: options of the producer's actor. By default it takes no CPU, and runs on this node.
+
+    Raises:
+        ShareError: there is a share of that name already.
+        ValueError: an argument is out of range.
+        TypeError: an argument is of the wrong type.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"share() takes a rayloader.DataLoader, got {type(loader).__name__}; make the loader as one")
+    for argument, value in (("consumers", consumers), ("buffer", buffer), ("buffer_bytes", buffer_bytes)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"share() needs {argument} >= 1, a whole number, got {value!r}")
+    if consumer_timeout is not None and not consumer_timeout > 0:
+        raise ValueError(f"consumer_timeout must be a number of seconds > 0, or None, got {consumer_timeout!r}")
+    if name is not None:
+        check_name(name)
+    check_remote_args(ray_remote_args)
+    from rayloader.sharing import link
+    from rayloader.sharing.messages import Terms
+
+    origin = loader._state["seal"] if loader._state is not None else None
+    name = name or f"unnamed-{uuid.uuid4().hex}"
+    terms = Terms(name, consumers, buffer, buffer_bytes, consumer_timeout, origin)
+    return SharedLoader(link.start(loader, terms, dict(ray_remote_args or {})), name, consumers)
+
+
+def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
+    """Connects to a share by its name, from any process of the same Ray.
+
+    Args:
+        name: as given to `share`.
+        rank: which of its consumers this is, from 0 on.
+        timeout: seconds to wait for a share of that name.
+
+    Raises:
+        ShareError: there is none.
+        ConsumerDroppedError: this consumer was dropped.
+        ValueError: the share has fewer consumers.
+    """
+    check_name(name)
+    from rayloader.sharing import link
+
+    return Consumer(link.find(name, timeout), name, rank)
+
+
+class SharedLoader:
+    """A loader that is shared; `share` makes it. It may be passed to Ray's tasks and actors."""
+
+    def __init__(self, producer: Any, name: str, consumers: int) -> None:
+        self._producer = producer
+        self.name = name
+        self.consumers = consumers
+
+    def __repr__(self) -> str:
+        return f"rayloader.SharedLoader({self.name!r}, consumers={self.consumers})"
+
+    def consumer(self, rank: int) -> Consumer:
+        """Connects to the share as one of its consumers, numbered from 0.
+
+        Raises:
+            ShareError: the share has ended.
+            ConsumerDroppedError: this consumer was dropped.
+            ValueError: the share has fewer consumers.
+        """
+        return Consumer(self._producer, self.name, rank)
+
+    def close(self) -> None:
+        """Ends the share, in the process that has made it; elsewhere this has no effect. May be called again."""
+        if (link := sys.modules.get("rayloader.sharing.link")) is not None:
+            link.end(self._producer)
+
+    def __enter__(self) -> SharedLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Consumer:
+    """One reader of a shared loader; `SharedLoader.consumer` and `shared` make it.
+
+    It is iterated like a loader: each `iter()` begins its next epoch, also if the last one was broken off. A new
+    epoch is produced when the first consumer begins it, and the one before was produced to its end or broken off by
+    all. Each batch is this consumer's own, and may be written to. Connecting again with the same rank goes on with the
+    first batch that the consumer has not taken, in the same epoch at the first `iter()`; the old connection ends.
+
+    Attributes:
+        name: of the share.
+        rank: of this consumer, from 0 on.
+        consumers: how many the share has.
+        epoch: the epoch in which this consumer is; after the last batch of one it is the next.
+    """
+
+    def __init__(self, producer: Any, name: str, rank: int) -> None:
+        from rayloader.sharing.link import Link
+
+        self._link: Link = Link(producer, name, rank)
+        connection = self._link.connection
+        self.name, self.rank, self.consumers = name, rank, connection.consumers
+        self.epoch, self._taken = connection.epoch, connection.taken
+        self._sampler_epoch: int | None = None
+        self._iterator: _Iterator | None = None  # of this epoch, where it has begun
+
+    def __repr__(self) -> str:
+        return f"rayloader.Consumer({self.name!r}, rank={self.rank})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"cannot pickle a Consumer: its place belongs to one process; there, call rayloader.shared({self.name!r}, "
+            f"{self.rank}), or pass on the SharedLoader"
+        )
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        length = self._link.connection.length
+        if isinstance(length, str):
+            raise TypeError(length)
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterator is not None:
+            self._next_epoch()
+        self._iterator = _Iterator(self, self._link, self.epoch, self._taken, self._sampler_epoch)
+        self._sampler_epoch = None
+        return self._iterator
+
+    def _next_epoch(self) -> None:
+        self.epoch, self._taken, self._iterator = self.epoch + 1, 0, None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Has the loader's sampler, batch sampler and dataset, where they have `set_epoch`, get this number.
+
+        It applies to the next `iter()`, and must be the same in all consumers; so `sampler.set_epoch` is called before
+        each epoch of a DistributedSampler.
+        """
+        self._sampler_epoch = int(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this consumer is, in some kilobytes of plain types and tensors.
+
+        It serves `load_state_dict` of the same share, as long as that keeps the batches from there on. Under the name
+        "loader" it holds the state of the loader there, or a few batches before: load it into the loader, share that,
+        and load the whole state in each consumer, and all go on there.
+
+        Raises:
+            StateError: the state of a dataset or sampler could not be determined.
+        """
+        epoch, taken, loader, behind = self._link.state(self.epoch, self._taken)
+        place = {"share": self._link.connection.share, "epoch": epoch, "taken": taken, "behind": behind}
+        return {"format": _FORMAT, **place, "loader": loader}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Makes the next `iter()` go on where the state was saved: with the rest of that epoch, or a new one.
+
+        Raises:
+            StateError: the share does not keep the batches from there on any more, or the state is of another share,
+                and its entry "loader" was not loaded before this one was made.
+        """
+        if not isinstance(state_dict, dict) or state_dict.get("format") != _FORMAT:
+            raise StateError("this is not a state of a rayloader.Consumer; a loader's own state is for the loader")
+        connection = self._link.connection
+        if state_dict["share"] == connection.share:
+            place = state_dict["epoch"], state_dict["taken"]
+        elif state_dict["loader"]["seal"] == connection.origin:
+            place = 0, state_dict["behind"]
+        else:
+            raise StateError(
+                "the state is of another share; load its entry 'loader' into the loader before that is shared, then "
+                "the whole state in each consumer"
+            )
+        self._link.seek(*place)
+        self.epoch, self._taken = place
+        self._iterator = None
+
+    def close(self) -> None:
+        """This consumer needs no more batches: the others do not wait for it from now on."""
+        self._link.leave()
+
+
+class _Iterator:
+    """The rest of one epoch, from a place on."""
+
+    def __init__(self, consumer: Consumer, link: Link, epoch: int, taken: int, sampler_epoch: int | None) -> None:
+        self._consumer, self._link = consumer, link
+        self._epoch, self._taken = epoch, taken
+        self._begun: Any = link.begin(epoch, taken, sampler_epoch)
+        self._asked: dict[int, Any] = {}  # replies that were asked for, by the batch's number
+        self._ended = False
+        self._pins = link.connection.pin_memory and torch.accelerator.is_available()
+        self._ask()
+
+    def __iter__(self) -> _Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._consumer._iterator is not self:
+            raise ShareError(
+                f"this iterator is of epoch {self._epoch}, which this consumer has left: iter() or load_state_dict() "
+                "was called since"
+            )
+        if self._begun is not None:
+            try:
+                self._link.result(self._begun)
+            except ValueError:  # of `set_epoch`: it may be called again for this epoch
+                self._consumer._iterator = None
+                raise
+            self._begun = None
+        batch, error, ends = self._opened(self._link.result(self._asked[self._taken]))
+        if ends:
+            self._ended = True
+            self._consumer._next_epoch()
+            raise StopIteration
+        # The last two lines make the batch a taken one: after an interrupt before them the next call gives it again.
+        self._ask(1)
+        del self._asked[self._taken]
+        self._taken = self._consumer._taken = self._taken + 1
+        if error is not None:
+            raise error
+        return batch
+
+    def _ask(self, more: int = 0) -> None:
+        """Tells how many batches were taken, and asks for those behind them."""
+        taken = self._taken + more
+        for number in range(taken, taken + _ASKED):
+            if number not in self._asked:
+                self._asked[number] = self._link.take(self._epoch, taken, number)
+
+    def _opened(self, reply: Reply) -> tuple[Any, Exception | None, bool]:
+        """The batch; or what was raised in its place; or that there are no more."""
+        from rayloader.sharing.messages import Kind
+        from rayloader.transport.lanes import from_wire
+
+        if reply.kind is Kind.END:
+            return None, None, True
+        if reply.kind is Kind.ERROR:
+            return None, pickle.loads(reply.payload), False
+        wire = pickle.loads(reply.payload) if reply.kind is Kind.INLINE else self._link.stored(reply.payload[0])
+        batch = from_wire(wire)
+        return pin_memory(batch, self._link.connection.pin_memory_device) if self._pins else batch, None, False

@@ -1,0 +1,140 @@
+"""A shared loader in the producer's process, and what becomes of its batches.
+
+Promise: the batches are those that the loader would have given in the program that shared it. A large batch is put into
+Ray's object store once, from where all consumers of a node copy it; a small one travels with each reply. An error of
+the loader's takes the place of its batch.
+
+All methods run in one thread of the producer's, which is not that of its event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import ray
+
+from rayloader import session
+from rayloader.errors import StateError, add_note
+from rayloader.protocol import CARRY
+from rayloader.replica.opening import open_image
+from rayloader.sharing.ledger import Place
+from rayloader.sharing.messages import Kind, Pipeline
+from rayloader.state.process_state import Baseline
+from rayloader.transport import codec
+from rayloader.transport.lanes import fits_in_band, to_wire
+from rayloader.transport.memory_file import MemoryFileError
+
+# Batches up to so many bytes travel with each consumer's reply, which Ray then keeps out of its object store.
+INLINE_BYTES = 50_000
+# The share of its time that the producer may spend on states of the loader, for the consumers' `state_dict()`.
+STATE_SHARE = 0.01
+
+
+class HostedLoader:
+    """The loader of one share.
+
+    Attributes:
+        length: of an epoch, in batches; or why it has none.
+        pinning: its pin_memory and pin_memory_device, which the consumers carry out.
+        states: of the loader at places, or the error in place of one; oldest first. From the newest before the slowest
+            consumer's place on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.length: int | str = 0
+        self.pinning = False, ""
+        self.states: dict[Place, Any] = {}
+        self._loader: Any = None
+        self._iterator: Iterator[Any] = iter(())
+        self._began = self._spent = 0.0  # seconds: time.perf_counter(); on states
+
+    def open(self, pipeline: Pipeline) -> bool:
+        """Opens the loader; False if that takes the image's contents. Raises what unpickling it raises."""
+        own = {key for key in os.environ if key.startswith("RAY_")}
+        here = pipeline.process.node_id == session.node_id()
+        Baseline(session.node_id(), own).adopt(pipeline.process)
+        contents = ray.get(pipeline.contents[0]) if pipeline.contents is not None else None
+        try:
+            opened = open_image(pipeline.image, here=here, contents=contents)
+        except MemoryFileError:
+            return False
+        self._loader = loader = codec.decode(*opened, pipeline.carried)
+        self.pinning = bool(loader.pin_memory), loader.pin_memory_device
+        loader.pin_memory = False  # the consumers do it
+        pipeline.random.restore([])
+        try:
+            self.length = len(self._loader)
+        except TypeError as error:
+            self.length = str(error)
+        self._began = time.perf_counter()
+        self._note_state(Place(0, 0))
+        return True
+
+    def begin(self, epoch: int, sampler_epoch: int | None) -> tuple[Any, int] | None:
+        """Begins to iterate; the error that came of it, as for a batch."""
+        loader = self._loader
+        if sampler_epoch is not None:
+            for part in (loader.batch_sampler, loader.sampler, loader.dataset):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(sampler_epoch)
+        try:
+            self._iterator = iter(loader)
+        except Exception as error:  # what the user's objects raise, or the loader: it is the consumers'
+            self._iterator = iter(())
+            return self._as_error(error)
+        self._note_state(Place(epoch, 0))
+        return None
+
+    def next(self, front: Place, lowest: Place) -> tuple[Any, int] | None:
+        """What the consumers get at the front, and its bytes; None behind the last batch."""
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._note_state(Place(front.epoch + 1, 0))
+            return None
+        except Exception as error:  # as above
+            found = self._as_error(error)
+        else:
+            found = self._as_batch(batch)
+        if self._spent < STATE_SHARE * (time.perf_counter() - self._began):
+            self._note_state(Place(front.epoch, front.number + 1))
+        needed = [place for place in self.states if place <= lowest][-1:]
+        for place in [place for place in self.states if needed and place < needed[0]]:
+            del self.states[place]
+        return found
+
+    def _note_state(self, place: Place) -> None:
+        began = time.perf_counter()
+        try:
+            self.states[place] = self._loader.state_dict()
+        except Exception as error:  # it is told to who asks
+            self.states[place] = error if isinstance(error, StateError) else StateError(str(error))
+        self._spent += time.perf_counter() - began
+
+    def _as_batch(self, batch: Any) -> tuple[Any, int]:
+        try:
+            encoded = codec.encode(batch, carry=CARRY)
+        except Exception as error:  # the user's own pickling
+            return self._as_error(error)
+        wire = to_wire(encoded)
+        if fits_in_band(wire, INLINE_BYTES):
+            return (Kind.INLINE, pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)), encoded.nbytes
+        return (Kind.STORED, [ray.put(wire)]), encoded.nbytes
+
+    def _as_error(self, error: Exception) -> tuple[Any, int]:
+        if self._loader.num_workers == 0:  # workers have put the traceback into the text
+            add_note(error, "".join(traceback.format_tb(error.__traceback__)))
+        text = f"Caught {type(error).__name__} in the producer of the share {self._name!r}: {error}"
+        try:
+            pickled = cloudpickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # its type's own pickling may raise anything
+            pickled = pickle.dumps(RuntimeError(text))
+        return (Kind.ERROR, pickled), len(pickled)

@@ -1,0 +1,249 @@
+"""The way to the producer of a share: started by its owner, found by name, asked by consumers.
+
+Promise: a producer ends with the process that started it, with `close` of its share, and with `rayloader.shutdown()`.
+Nothing here calls Ray once its session is gone (NOTE [sessions] in session.py). What Ray says of a dead producer
+becomes a `ShareError`, and what the producer refuses is raised as it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pickle import PickleBuffer
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayloader import session
+from rayloader.errors import RaySessionError, ShareError, add_note
+from rayloader.protocol import CARRY
+from rayloader.replica import unpicklable
+from rayloader.replica.image import Image
+from rayloader.sharing.messages import NAMESPACE, Connection, Kind, Pipeline, Reply, Terms
+from rayloader.sharing.producer import Producer
+from rayloader.state.process_state import ProcessState
+from rayloader.state.random_state import RandomState
+from rayloader.transport import codec
+from rayloader.transport.mapped import Mappings
+
+# After so many seconds of waiting for others a consumer tells for whom.
+NOTICE_S = 60.0
+# How often a share that is not there yet is looked for, in seconds.
+LOOK_EVERY_S = 0.2
+
+logger = logging.getLogger("rayloader")
+_remote_producer: Any = ray.remote(Producer)
+_owned: list[tuple[session.SessionName, Any]] = []  # producers that this process has started
+
+
+def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
+    """Starts the producer of a loader, in a process of its own; gives the actor.
+
+    Raises:
+        ShareError: there is a share of that name.
+        Exception: what pickling the loader raises, or unpickling it there.
+    """
+    name = session.ensure()
+    pipeline, image = _pipeline(loader)
+    here = NodeAffinitySchedulingStrategy(session.node_id(), soft=True)
+    options = {"num_cpus": 0, "scheduling_strategy": here, "enable_task_events": False, **ray_remote_args}
+    try:
+        producer = _remote_producer.options(name=terms.name, namespace=NAMESPACE, **options).remote(terms)
+    except ValueError as error:
+        if not _is_there(terms.name):
+            raise  # of the options
+        raise ShareError(
+            f"there is a share {terms.name!r} in this Ray already; read it with rayloader.shared({terms.name!r}, "
+            "rank=...), close it, or choose another name"
+        ) from error
+    _owned.append((name, producer))
+    try:
+        if not _opened(producer, terms.name, pipeline):
+            contents = [ray.put([PickleBuffer(content) for content in image.contents()])]
+            _opened(producer, terms.name, replace(pipeline, contents=contents))
+    except BaseException:
+        end(producer)
+        raise
+    return producer
+
+
+def _opened(producer: Any, name: str, pipeline: Pipeline) -> bool:
+    opening = producer.open.remote(pipeline)
+    while True:
+        try:
+            return bool(ray.get(opening, timeout=NOTICE_S))
+        except GetTimeoutError:
+            logger.warning(
+                "rayloader: the producer of the share %r has not opened the loader within %.0f s, and is waited for; "
+                "if Ray has no place for it, change ray_remote_args",
+                name,
+                NOTICE_S,
+            )
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except RayError as error:
+            raise _gone(name, error) from error
+
+
+def _gone(name: str, error: RayError) -> ShareError:
+    return ShareError(
+        f"the producer of the share {name!r} is gone: it was closed, the process that had called share() has ended, or "
+        f"it died. Share the loader again. Ray said: {error}"
+    )
+
+
+def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
+    """The loader as it travels; the image must live until it was opened."""
+    shared = copy.copy(loader)
+    shared._iterator = None  # of persistent workers, which are this process's
+    mappings = Mappings()
+    try:
+        encoded = codec.encode(shared, carry=CARRY, mapped=mappings)
+    except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
+        if (explanation := unpicklable.explain(shared.__dict__, "loader")) is not None:
+            add_note(error, f"It cannot be sent to the producer: {explanation}")
+        raise
+    image = Image.write(encoded, mappings)
+    process = ProcessState.capture(session.node_id())
+    return Pipeline(image.address, encoded.carried, None, process, RandomState.capture([])), image
+
+
+def end(producer: Any) -> None:
+    """Ends a producer, and with it the workers of its loader; callable more than once."""
+    for name, owned in list(_owned):
+        if owned == producer:
+            _owned.remove((name, owned))
+            if session.current() == name:
+                ray.kill(owned)
+
+
+def end_all() -> None:
+    """Ends all that this process has started."""
+    for _, producer in list(_owned):
+        with contextlib.suppress(Exception):  # one that cannot be ended must not keep the others alive
+            end(producer)
+
+
+def find(name: str, timeout: float) -> Any:
+    """The producer of that name, as soon as there is one.
+
+    Raises:
+        ShareError: there is none within `timeout` seconds.
+    """
+    session.ensure()
+    began = time.monotonic()
+    while True:
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name, NAMESPACE)
+        if time.monotonic() - began >= timeout:
+            raise ShareError(
+                f"there is no share {name!r} in this Ray within {timeout:g} s; some process of the same Ray must call "
+                f"rayloader.share(loader, consumers=..., name={name!r}) and live as long as it is read"
+            )
+        time.sleep(LOOK_EVERY_S)
+
+
+def _is_there(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(name, NAMESPACE) is not None
+    return False
+
+
+class Link:
+    """One consumer's connection to its producer.
+
+    Args:
+        producer: the actor.
+        name: of the share.
+        rank: of the consumer.
+    """
+
+    def __init__(self, producer: Any, name: str, rank: int) -> None:
+        self._session = session.ensure()
+        self._producer, self._name, self._rank = producer, name, rank
+        self._known_gone: dict[int, str] = {}
+        self.connection = Connection(*self._get(self._producer.connect.remote(rank)).payload)
+
+    def begin(self, epoch: int, taken: int, sampler_epoch: int | None) -> Any:
+        """`Producer.begin`; what this and `take` give is for `result`."""
+        return self._call("begin", epoch, taken, sampler_epoch)
+
+    def take(self, epoch: int, taken: int, wanted: int) -> Any:
+        """`Producer.take`."""
+        return self._call("take", epoch, taken, wanted)
+
+    def state(self, epoch: int, taken: int) -> tuple[int, int, Any, int]:
+        """`Producer.state`: the place, the loader's state, and the batches in between."""
+        return tuple(self.result(self._call("state", epoch, taken)).payload)
+
+    def seek(self, epoch: int, taken: int) -> None:
+        """`Producer.seek`."""
+        self.result(self._call("seek", epoch, taken))
+
+    def leave(self) -> None:
+        """`Producer.leave`."""
+        self.result(self._call("leave"))
+
+    def result(self, ref: Any) -> Reply:
+        """The reply to a call, once it is there; may be asked for again.
+
+        Raises:
+            RayloaderError: the producer refuses, is gone, or so is Ray.
+            ValueError: it refuses an argument.
+        """
+        reply = self._get(ref)
+        for rank in reply.gone.keys() - self._known_gone.keys():
+            logger.warning(
+                "rayloader: consumer %d of the share %r reads no more: %s", rank, self._name, reply.gone[rank]
+            )
+        self._known_gone = reply.gone
+        return reply
+
+    def stored(self, ref: Any) -> Any:
+        """An object of Ray's that came with a reply."""
+        return self._guarded(lambda: ray.get(ref))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._check_session()
+        return getattr(self._producer, method).remote(self._rank, self.connection.number, *arguments)
+
+    def _get(self, ref: Any) -> Reply:
+        reply: Reply = self._guarded(lambda: self._wait(ref))
+        if reply.kind is Kind.REFUSED:
+            raise reply.payload
+        return reply
+
+    def _wait(self, ref: Any) -> Any:
+        while True:
+            try:
+                return ray.get(ref, timeout=NOTICE_S)
+            except GetTimeoutError:
+                holders = ray.get(self._producer.held_up_by.remote())
+                if holders:
+                    logger.warning(
+                        "rayloader: consumer %d of the share %r has waited for %.0f s: consumer(s) %s must first take "
+                        "the batches that are ready for them",
+                        self._rank,
+                        self._name,
+                        NOTICE_S,
+                        ", ".join(map(str, holders)),
+                    )
+
+    def _guarded(self, ask: Callable[[], Any]) -> Any:
+        self._check_session()
+        try:
+            return ask()
+        except RayTaskError:
+            raise  # a fault of this package
+        except RayError as error:
+            raise _gone(self._name, error) from error
+
+    def _check_session(self) -> None:
+        if session.current() != self._session:
+            raise RaySessionError(f"Ray was shut down while the share {self._name!r} was read; connect to it again")

@@ -1,0 +1,245 @@
+"""The process that hosts a shared loader: has each batch produced once, and gives it to every consumer.
+
+Promise: what is produced when, and what is kept, the ledger decides. Whoever waits is answered: with a batch, the end
+of the epoch, or an error.
+
+Threads: Ray runs the methods on the event loop, which alone touches the ledger. The loader lives on one further thread,
+`rayloader-producer`; see hosted.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from rayloader.errors import ConsumerDroppedError, ShareError, StateError
+from rayloader.sharing.hosted import HostedLoader
+from rayloader.sharing.ledger import End, Ledger, Passed, Place, Step
+from rayloader.sharing.messages import Connection, Kind, Pipeline, Reply, Terms
+
+_T = TypeVar("_T")
+
+
+class Producer:
+    """The actor of one share."""
+
+    def __init__(self, terms: Terms) -> None:
+        # Blocking calls are made in the thread alone, which Ray does not see.
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
+        self._terms = terms
+        self._share = uuid.uuid4().hex
+        self._ledger = Ledger(terms.consumers, terms.buffer, terms.buffer_bytes)
+        self._connections = [0] * terms.consumers  # number of the newest
+        self._sampler_epochs: dict[int, int | None] = {}  # by epoch: what the first consumer had set
+        self._changed = asyncio.Event()  # replaced with each change
+        self._failure: BaseException | None = None  # of this file's own code: nothing goes on
+        self._opened = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None  # produces
+        self._hosted = HostedLoader(terms.name)  # only in the thread
+        self._thread = ThreadPoolExecutor(1, "rayloader-producer")
+
+    # ---- for the owner
+
+    async def open(self, pipeline: Pipeline) -> bool:
+        """Opens the loader; False if that takes the image's contents. Raises what unpickling it raises."""
+        if not await self._in_thread(self._hosted.open, pipeline):
+            return False
+        self._task = asyncio.get_running_loop().create_task(self._produce())
+        self._opened.set()
+        return True
+
+    # ---- for the consumers
+
+    async def connect(self, rank: int) -> Reply:
+        """Makes the caller this consumer, in place of whoever was it; waits until the loader is open."""
+        await self._opened.wait()
+        if not 0 <= rank < self._terms.consumers:
+            number = self._terms.consumers
+            text = f"rank must be a whole number from 0 to {number - 1}, got {rank}: this share has {number} consumers"
+            return Reply(Kind.REFUSED, ValueError(text))
+        self._connections[rank] += 1
+        if (refusal := self._refusal(rank, self._connections[rank])) is not None:
+            return refusal
+        self._tell()
+        connection = Connection(
+            self._share,
+            self._connections[rank],
+            self._terms.consumers,
+            *self._ledger.place_of(rank),
+            self._hosted.length,
+            *self._hosted.pinning,
+            self._terms.origin,
+        )
+        return self._done(tuple(connection))
+
+    async def begin(self, rank: int, connection: int, epoch: int, taken: int, sampler_epoch: int | None) -> Reply:
+        """The consumer iterates from this place on. What it has set for the sampler must be what the others have."""
+        if (refusal := self._refusal(rank, connection)) is not None:
+            return refusal
+        first = self._sampler_epochs.setdefault(epoch, sampler_epoch)
+        if sampler_epoch is not None and first != sampler_epoch:
+            return Reply(
+                Kind.REFUSED,
+                ValueError(
+                    f"set_epoch({sampler_epoch}) differs from what the consumer that began this epoch had set, which "
+                    f"is {first}; call set_epoch with the same number in all consumers, before each epoch"
+                ),
+            )
+        self._ledger.reach(rank, Place(epoch, taken))
+        self._ledger.ask(rank, Place(epoch, taken))
+        self._tell()
+        return self._done()
+
+    async def take(self, rank: int, connection: int, epoch: int, taken: int, wanted: int) -> Reply:
+        """The consumer has taken so many batches of the epoch; waits for the one that it wants."""
+        place = Place(epoch, wanted)
+        if self._refusal(rank, connection) is None:
+            self._ledger.reach(rank, Place(epoch, taken))
+            self._ledger.ask(rank, place)
+            self._tell()
+        while (refusal := self._refusal(rank, connection)) is None:
+            found = self._ledger.find(place)
+            if found is End.END:
+                return Reply(Kind.END, gone=self._ledger.gone())
+            if found is not None:
+                kind, payload = found
+                return Reply(kind, payload, self._ledger.gone())
+            await self._changed.wait()
+        return refusal
+
+    async def held_up_by(self) -> list[int]:
+        """The consumers that the others wait for."""
+        return self._ledger.held_up_by()
+
+    async def state(self, rank: int, connection: int, epoch: int, taken: int) -> Reply:
+        """The newest state of the loader from before a place of the consumer's, and how many batches lie in between.
+
+        With it comes that place, as `Ledger.place_of` has it.
+        """
+        while (refusal := self._refusal(rank, connection)) is None:
+            self._ledger.reach(rank, Place(epoch, taken))
+            place = self._ledger.place_of(rank)
+            states = await self._in_thread(lambda: dict(self._hosted.states))
+            before = [known for known in states if known.epoch == place.epoch and known <= place]
+            if not before:  # all have broken off the epoch before; this one is about to begin
+                await self._changed.wait()
+                continue
+            state = states[before[-1]]
+            if isinstance(state, BaseException):
+                return Reply(Kind.REFUSED, state)
+            return self._done((*place, state, place.number - before[-1].number))
+        return refusal
+
+    async def seek(self, rank: int, connection: int, epoch: int, taken: int) -> Reply:
+        """The consumer goes on at this place."""
+        if (refusal := self._refusal(rank, connection)) is not None:
+            return refusal
+        try:
+            self._ledger.seek(rank, Place(epoch, taken))
+        except Passed:
+            return Reply(
+                Kind.REFUSED,
+                StateError(
+                    f"the state is of batch {taken} of epoch {epoch}, which all consumers have taken and the producer "
+                    "does not keep any more; to go back that far, load the state's entry 'loader' into the loader and "
+                    "share it again"
+                ),
+            )
+        self._tell()
+        return self._done()
+
+    async def leave(self, rank: int, connection: int) -> Reply:
+        """The consumer needs no more batches."""
+        if self._refusal(rank, connection) is None:
+            self._ledger.leave(rank, "it was closed")
+            self._tell()
+        return self._done()
+
+    def _refusal(self, rank: int, connection: int) -> Reply | None:
+        """Why the consumer gets nothing."""
+        name = self._terms.name
+        if self._failure is not None:
+            text = "".join(traceback.format_exception(self._failure))
+            return Reply(Kind.REFUSED, ShareError(f"the producer of the share {name!r} has failed:\n{text}"))
+        if connection != self._connections[rank]:
+            return Reply(
+                Kind.REFUSED,
+                ShareError(
+                    f"consumer {rank} of the share {name!r} is another object or process by now, which has connected "
+                    "with the same rank; give each consumer a rank of its own"
+                ),
+            )
+        if why := self._ledger.why_gone(rank):
+            place = self._ledger.place_of(rank)
+            return Reply(
+                Kind.REFUSED,
+                ConsumerDroppedError(
+                    f"consumer {rank} of the share {name!r} reads no more: {why}; it had taken {place.number} batches "
+                    f"of epoch {place.epoch}. Share the loader again, with a longer consumer_timeout if that was it"
+                ),
+            )
+        return None
+
+    def _done(self, payload: Any = None) -> Reply:
+        return Reply(Kind.DONE, payload, self._ledger.gone())
+
+    # ---- producing
+
+    def _tell(self) -> None:
+        """Something has changed: wakes all who wait."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def _produce(self) -> None:
+        try:
+            while True:
+                await self._go_on()
+                self._tell()
+        except BaseException as error:  # else the consumers would wait for ever
+            self._failure = error
+            self._tell()
+            raise
+
+    async def _go_on(self) -> None:
+        """Does what is due, or waits until something is."""
+        ledger = self._ledger
+        step = ledger.step()
+        if step is Step.WAIT:
+            await self._wait()
+            return
+        epoch = ledger.front.epoch + 1
+        if step is Step.BEGIN:
+            ledger.begin()
+            for past in [past for past in self._sampler_epochs if past < ledger.lowest.epoch]:
+                del self._sampler_epochs[past]
+            found = await self._in_thread(self._hosted.begin, epoch, self._sampler_epochs.get(epoch))
+        else:
+            found = await self._in_thread(self._hosted.next, ledger.front, ledger.lowest)
+        if found is not None:
+            ledger.add(*found)
+        if found is None if step is Step.PRODUCE else found is not None:  # the last; or `iter()` has raised
+            ledger.end()
+
+    async def _wait(self) -> None:
+        """Until something changes; drops those consumers that have been waited for too long."""
+        timeout, changed = self._terms.consumer_timeout, self._changed
+        if timeout is None or not self._ledger.held_up_by():
+            await changed.wait()
+            return
+        try:
+            await asyncio.wait_for(self._until_freed(self._ledger.lowest), timeout)
+        except asyncio.TimeoutError:
+            for rank in self._ledger.held_up_by():
+                self._ledger.leave(rank, f"the others had waited for it for {timeout:g} s")
+
+    async def _until_freed(self, lowest: Place) -> None:
+        while self._ledger.lowest == lowest and self._ledger.held_up_by():
+            await self._changed.wait()
