@@ -28,14 +28,14 @@ class Patterns(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
         label = index % 10
-        image = self.patterns[label] + 2 * torch.randn(3, 32, 32)
+        image = self.patterns[label] + 10 * torch.randn(3, 32, 32)
         return image, label, ray.get_runtime_context().get_node_id()
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=64_000)
+    parser.add_argument("--samples", type=int, default=16_000)
     return parser.parse_args()
 
 
