@@ -128,6 +128,7 @@ class Schedule:
         self._surplus = 0  # tasks in the table beyond the window, after it shrank
         self._max_restarts = max_restarts
         self._workers = [_Worker() for _ in range(num_workers)]
+        self._num_active = num_workers
         self._kills: dict[int, int] = {}  # by task
         self._queued: deque[Task] = deque()  # see NOTE [dynamic]
         self._tasks: dict[int, Task] = {}  # in task order
@@ -236,6 +237,7 @@ class Schedule:
             or self._sampler_exhausted
             # The places of a worker that is exhausted go with it, though its tasks may wait for the head yet.
             or not all(worker.active for worker in self._workers),
+            "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
             "lost tasks are of workers that are away": self._failed
             or all(self._workers[t.worker_id].away for t in self._tasks.values() if t.state is TaskState.LOST),
         }
@@ -294,9 +296,9 @@ class Schedule:
     def _has_share(self, worker_id: int) -> bool:
         return self._workers[worker_id].held < self.window // self._num_active
 
-    @property
-    def _num_active(self) -> int:
-        return sum(worker.active for worker in self._workers)
+    def _set_active(self, worker: _Worker, active: bool) -> None:
+        self._num_active += active - worker.active
+        worker.active = active
 
     def _submit(self, task: Task, worker_id: int) -> Submit:
         task.worker_id = worker_id
@@ -341,7 +343,8 @@ class Schedule:
             if worker.exhausted_at is not None and worker.exhausted_at >= event.from_task:
                 if worker.exhausted_at == event.from_task:
                     next_worker_id = worker_id
-                worker.active, worker.exhausted_at = True, None
+                self._set_active(worker, True)
+                worker.exhausted_at = None
         if not self.dynamic:
             self._next_worker_id = next_worker_id
         for task in gone:
@@ -363,7 +366,7 @@ class Schedule:
         commands = self._feed_any()
         if self._grows:
             places = max(self._prefetch_factor, *(worker.places for worker in self._workers))
-            self._surplus += (self._places - places) * sum(worker.active for worker in self._workers)
+            self._surplus += (self._places - places) * self._num_active
             self._places = places
             missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
             commands += self._draw(missing)
@@ -414,7 +417,7 @@ class Schedule:
         worker = self._workers[worker_id]
         if worker.active and self._surplus:
             self._surplus = max(0, self._surplus - max(0, worker.held - self._places))
-        worker.active = False
+        self._set_active(worker, False)
         worker.exhausted_at = event.task_id
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
         for task in dropped:
@@ -440,7 +443,8 @@ class Schedule:
             self._kills[suspect.task_id] = self._kills.get(suspect.task_id, 0) + 1
         hopeless = suspect is not None and self._kills[suspect.task_id] >= (KILLS if event.admitted else DEATHS)
         if hopeless or worker.restarts > self._max_restarts:
-            self._failed, worker.active = True, False
+            self._failed = True
+            self._set_active(worker, False)
             self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
             return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
         worker.away = True
