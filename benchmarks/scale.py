@@ -13,7 +13,8 @@ work over rows, one a batch, with as many actors. At last a node is killed in mi
 another one.
 Command: python benchmarks/scale.py [--rounds N] [--cases tiny,medium,large] [--peers local,calls,remote,ray-data]
 [--workers MOST] [--quick]
-Results: benchmarks/results/scale.json; with --quick too, for even that takes minutes. `scaling.py` goes on from it.
+Results: benchmarks/results/scale.json, with --quick too, for even that takes minutes; ways that a run leaves out keep
+their figures. `scaling.py` goes on from it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -35,11 +37,13 @@ from harness import Figure, Options
 from thread_steps import stepwise
 
 QUESTION = "scale"
+RESULTS = harness.RESULTS / "scale.json"
 WORK_S = 0.04
 STEP_S = 0.001
 NBYTES = {"tiny": 50_000, "medium": 1_200_000, "large": 9_600_000}
 WAYS = ("local", "calls", "remote", "ray-data")
 COUNTS = (1, 2, 4, 8, 16, 32)
+RAY_DATA_WORKERS = 4  # its driver takes most of this machine's cores with more
 DATA_NODES = 3
 RATE, THREAD, PROCESS = "batches/s", "CPU of the user's thread", "CPU of the process"
 GAP = "longest time between two batches around a node's death"
@@ -76,7 +80,7 @@ class Nodes:
         os.environ["RAY_TMPDIR"] = self._folder
         os.environ.pop("RAY_ADDRESS", None)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(harness.ROOT), str(harness.ROOT / "benchmarks")])
-        store = {"object_store_memory": 400_000_000}
+        store = {"object_store_memory": 800_000_000}
         head = {"num_cpus": 1, "resources": {"local": most}, "include_dashboard": False, **store}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.data = [self.cluster.add_node(num_cpus=1, resources={"remote": most}, **store) for _ in range(DATA_NODES)]
@@ -168,7 +172,7 @@ def measure(options: Options) -> list[Figure]:
         for way in options.pick_peers(WAYS):
             for case in options.pick_cases(list(NBYTES)):
                 counts = [count for count in COUNTS if count <= options.workers]
-                for workers in counts if way != "ray-data" else counts[-1:]:
+                for workers in counts if way != "ray-data" else [min(RAY_DATA_WORKERS, options.workers)]:
                     figures += _measure_one(way, case, workers, options)
         if "remote" in options.pick_peers(WAYS):
             figures.append(_measure_death(nodes, min(8, options.workers)))
@@ -198,13 +202,14 @@ def _measure_one(way: str, case: str, workers: int, options: Options) -> list[Fi
 
 
 def _measure_steps(batches: Iterable[Any], uncounted: int, case: str, way: str, named: dict[str, Any]) -> list[Figure]:
-    """Seconds of the user's thread for a batch, by step, and how often it waits."""
+    """Of the user's thread: seconds a batch by step; how long a batch's bytes keep it waiting; how often it waits."""
     iterator = itertools.islice(batches, uncounted, None)
     next(iterator)
     began = time.thread_time()
     with stepwise() as spent:
         count = sum(1 for _ in iterator)
     values = {f"step {step}": one.seconds for step, one in spent.items()}
+    values["open, blocked"] = spent["open"].blocked
     values["steps in all"] = time.thread_time() - began
     found = [
         harness.figure(QUESTION, case, way, metric, "s", [seconds / count], **named)
@@ -246,18 +251,26 @@ def show(figures: list[Figure]) -> None:
         print(f"{GAP}: {death['median']} s")
 
 
+def known() -> dict[str, Any]:
+    """What was measured last of each way: its figures, when and how."""
+    return dict(json.loads(RESULTS.read_text())) if RESULTS.is_file() else {}
+
+
 def main() -> None:
     """Measures, prints and writes the results."""
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # as many as cores: these sleep
     options = harness.options(__doc__, workers=16)
     machine = harness.machine()
     figures = measure(options)
     show(figures)
     settings = {"rounds": options.rounds, "workers": options.workers, "quick": options.quick}
     settings |= {"work_s": WORK_S, "step_s": STEP_S, "data_nodes": DATA_NODES}
-    document = {"machine": machine, "settings": settings, "figures": figures}
-    path = harness.RESULTS / "scale.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"wrote {path.relative_to(harness.ROOT)}")
+    ways = {
+        way: {"machine": machine, "settings": settings, "figures": [f for f in figures if f["implementation"] == way]}
+        for way in options.pick_peers(WAYS)
+    }
+    RESULTS.write_text(json.dumps({**known(), **ways}, indent=1) + "\n")
+    print(f"wrote {RESULTS.relative_to(harness.ROOT)}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How far one trainer's process reaches: the simulation with the costs that `scale.py` has measured.
 
 Motive: which number of workers, and how many bytes a second, can one process take, and what would move that?
-Method: the costs of the user's thread come from benchmarks/results/scale.json, by step; what a wake-up costs, and what
-it costs for each worker that is looked at, from a line through the measured numbers of workers. First the simulation is
-held against the rates that were measured. Then it goes to 4,096 workers of 40 ms a batch, on a network of 25 Gbit/s
+Method: the costs of the user's thread come from benchmarks/results/scale.json, by step; what a wake-up costs for each
+worker that is looked at, from `waiting.py` in the same run. First the simulation is held against the rates that were
+measured. Then it goes to 4,096 workers of 40 ms a batch, on a network of 25 Gbit/s
 with 0.5 ms each way, for a consumer that takes all it gets; then each cost is left out in turn; then one node of eight
 is lost. The time that the real schedule takes is measured on the way.
 Command: python benchmarks/scaling.py [--quick]
@@ -20,11 +20,13 @@ from typing import Any
 
 import harness
 import scale
+import waiting
 from harness import Figure
 from simulate import Costs, NodeLoss, Plan, simulate
 
 QUESTION = "scaling"
 COUNTS = (16, 64, 256, 512, 1024, 2048, 4096)
+WITHOUT = 1024  # workers where each cost is left out in turn
 NETWORK = {"bandwidth": 25e9 / 8, "latency": 0.0005}
 SHARED: dict[str, Any] = {"local": {}, "calls": {}, "remote": NETWORK}
 KINDS: dict[str, dict[str, Any]] = {
@@ -34,19 +36,29 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def costs_of(figures: list[Figure], way: str, case: str) -> Costs:
+def wakes_per_worker(options: harness.Options) -> dict[str, float]:
+    """Seconds of a wake-up for each worker, by way: the slope of a line through what `waiting.py` measures."""
+    figures = waiting.measure(options)
+    waiting.show(figures)
+    slopes = {}
+    for way in waiting.WAYS:
+        points = {f["workers"]: 1e-6 * f["median"] for f in figures if f["case"] == way}
+        slopes[way] = statistics.linear_regression(list(points), list(points.values())).slope
+    return {"local": slopes["lines"], "calls": slopes["Ray calls"], "remote": slopes["Ray calls"]}
+
+
+def costs_of(figures: list[Figure], way: str, case: str, wake_per_worker: float) -> Costs:
     """The measured costs of a way and a case."""
     step = {name: _by_workers(figures, way, case, f"step {name}") for name in ("draw", "schedule", "send", "open")}
     looked = _sum(_by_workers(figures, way, case, f"step {name}") for name in ("wait", "receive"))
     waits = _by_workers(figures, way, case, "waits a batch")
-    wakes = {workers: seconds / waits[workers] for workers, seconds in looked.items()}
-    slope, wake = statistics.linear_regression(list(wakes), list(wakes.values()))
+    wake = statistics.median(seconds / waits[n] - n * wake_per_worker for n, seconds in looked.items())
     known = _sum([*step.values(), looked])
     rest = {n: seconds - known[n] for n, seconds in _by_workers(figures, way, case, "steps in all").items()}
     typical = {name: statistics.median(values.values()) for name, values in step.items()}
-    return Costs(
-        **typical, wake=max(0.0, wake), wake_per_worker=max(0.0, slope), receive=statistics.median(rest.values())
-    )
+    fetch = statistics.median(_by_workers(figures, way, case, "open, blocked").values()) if way == "remote" else 0.0
+    wake_costs = {"fetch": fetch, "wake": max(0.0, wake), "wake_per_worker": wake_per_worker}
+    return Costs(**typical, **wake_costs, receive=statistics.median(rest.values()))
 
 
 def _by_workers(figures: list[Figure], way: str, case: str, metric: str) -> dict[int, float]:
@@ -63,8 +75,8 @@ def _sum(parts: Any) -> dict[int, float]:
 
 
 def plan(way: str, case: str, workers: int, costs: Costs, **more: Any) -> Plan:
-    """An epoch long enough that its middle half is steady."""
-    steady = {"batches": max(2000, 5 * workers), "work": scale.WORK_S, "spread": 0.05, "nbytes": scale.NBYTES[case]}
+    """An epoch whose middle half is two windows: where the trainer is the limit, it goes in rounds of one."""
+    steady = {"batches": 8 * workers, "work": scale.WORK_S, "spread": 0.05, "nbytes": scale.NBYTES[case]}
     return Plan(workers, costs=costs, **{**steady, **SHARED[way], **more})
 
 
@@ -83,13 +95,15 @@ def extrapolate(costs: dict[tuple[str, str], Costs], counts: tuple[int, ...]) ->
     """Rates for up to thousands of workers; and the limit with each cost left out."""
     found = []
     for (way, case), known in costs.items():
+        if way == "calls":
+            continue  # on one machine nobody needs them
         for workers in counts:
             rate = simulate(plan(way, case, workers, known)).rate
             ideal = workers / scale.WORK_S
             found.append(_figure(case, way, "rate", rate, "1/s", workers=workers, ideal=ideal))
         for name in [field.name for field in dataclasses.fields(Costs) if getattr(known, field.name)]:
-            without = simulate(plan(way, case, counts[-1], dataclasses.replace(known, **{name: 0.0}))).rate
-            found.append(_figure(case, way, f"rate without {name}", without, "1/s", workers=counts[-1]))
+            without = simulate(plan(way, case, WITHOUT, dataclasses.replace(known, **{name: 0.0}))).rate
+            found.append(_figure(case, way, f"rate without {name}", without, "1/s", workers=WITHOUT))
     return found
 
 
@@ -162,13 +176,12 @@ def _quarters(seconds: int) -> list[float]:
 def main() -> None:
     """Simulates, prints and writes the results."""
     options = harness.options(__doc__, choice=False, needs=("rich", "matplotlib"))
-    measured = json.loads((harness.RESULTS / "scale.json").read_text())
-    pairs = dict.fromkeys(
-        (f["implementation"], f["case"]) for f in measured["figures"] if f["metric"] == "waits a batch"
-    )
-    costs = {pair: costs_of(measured["figures"], *pair) for pair in pairs}
+    measured = [figure for way in scale.known().values() for figure in way["figures"]]
+    pairs = dict.fromkeys((f["implementation"], f["case"]) for f in measured if f["metric"] == "waits a batch")
+    per_worker = wakes_per_worker(options)
+    costs = {(way, case): costs_of(measured, way, case, per_worker[way]) for way, case in pairs}
     counts = COUNTS[:-2] if options.quick else COUNTS
-    figures = check(measured["figures"], costs) + extrapolate(costs, counts) + time_schedule(counts)
+    figures = check(measured, costs) + extrapolate(costs, counts) + time_schedule(counts)
     rows = [[f["implementation"], f["case"], f["metric"], str(f["workers"]), harness.show(f)] for f in figures]
     harness.print_table("Simulated", ["way", "case", "metric", "workers", "value"], rows)
     deliveries = lose_a_node(costs["remote", "tiny"])

@@ -1,18 +1,17 @@
 """A discrete-event simulation of a loader with up to thousands of workers, around the real `Schedule`.
 
 Motive: this machine cannot show where the trainer's process becomes the limit, or what the loss of a node costs then.
-Method: the schedule, and where the depth is automatic the paces, are the library's own code; what happens around them
-takes simulated time. The user's thread is one server: to draw, to send, to be woken, to receive and to open each take
-the time that was measured, and so does the training step. A worker builds its tasks one after the other. Batches come
-to the trainer's machine through one network link. Messages take a latency each way. A node's workers die at a given
-time; the driver learns of it, and gets other processes for them, after given times, and they are told again what they
-owe. Nothing is random but the workers' times, and those are seeded: the same plan gives the same outcome.
-Used by `scaling.py`, with costs that `scale.py` has measured.
+Method: the schedule and the paces are the library's own code; what happens around them takes simulated time. The user's
+thread is one server: each of its steps takes the time that was measured, and so does the training step. A worker builds
+its tasks one after the other. Batches come to the trainer's machine through one network link. A node's workers die at a
+given time; the driver learns of it, and gets other processes for them, after given times, and they are told again what
+they owe. Only the workers' times are random, and seeded: the same plan gives the same outcome. Used by `scaling.py`.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 import time
@@ -40,6 +39,7 @@ class Costs:
         receive: to take in a result.
         open: to make a batch of a result.
         copy_per_byte: likewise, for each byte of it.
+        fetch: in which it waits for the bytes meanwhile.
     """
 
     draw: float = 0.0
@@ -50,6 +50,7 @@ class Costs:
     receive: float = 0.0
     open: float = 0.0
     copy_per_byte: float = 0.0
+    fetch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,12 @@ class Outcome:
         delivered: when the user got each batch, in seconds.
         order: the batches' numbers, in that order.
         busy: seconds of the user's thread without the steps.
-        idle: seconds in which it waited and nothing came.
         handle_s: seconds that the real schedule took on this machine, per batch.
     """
 
     delivered: list[float]
     order: list[int]
     busy: float
-    idle: float
     handle_s: float = field(compare=False)
 
     @property
@@ -135,7 +134,7 @@ class Outcome:
     @property
     def longest_gap(self) -> float:
         """The longest time between two batches, in seconds."""
-        return max(after - before for before, after in zip(self.delivered, self.delivered[1:], strict=False))
+        return max(after - before for before, after in itertools.pairwise(self.delivered))
 
 
 @dataclass
@@ -148,8 +147,8 @@ class _Worker:
     owes: dict[int, rules.Task] = field(default_factory=dict)
 
 
-class Simulation:
-    """One epoch; `run` it once."""
+class _Simulation:
+    """One epoch, to be run once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -164,10 +163,9 @@ class Simulation:
         )
         self._paces = [Pace(PREFETCH_BYTES / plan.workers, dynamic=plan.dynamic) for _ in range(plan.workers)]
         self._workers = [_Worker() for _ in range(plan.workers)]
-        self._now = self._busy = self._idle = self._handled = 0.0
+        self._now = self._busy = self._handled = 0.0
         self._link_free_at = 0.0
         self._drawn = 0
-        self._exhausted = False
         self._deliverable: deque[rules.Task] = deque()
         # Time, a number that keeps the order of what happens at one time, what happens, and to whom.
         self._to_come: list[tuple[float, int, str, Any]] = []
@@ -176,7 +174,6 @@ class Simulation:
             self._will(loss.at, "dies", loss)
 
     def run(self) -> Outcome:
-        """Simulates the epoch."""
         plan, costs = self._plan, self._plan.costs
         delivered: list[float] = []
         order: list[int] = []
@@ -187,12 +184,13 @@ class Simulation:
                 self._receive()
             task = self._deliverable.popleft()
             self._spend(costs.open + costs.copy_per_byte * plan.nbytes)
+            self._now += costs.fetch
             self._handle(rules.BatchTaken(task.task_id))
             self._draw_owed()
             delivered.append(self._now)
             order.append(task.task_id)
             self._now += plan.step
-        return Outcome(delivered, order, self._busy, self._idle, self._handled / max(1, len(delivered)))
+        return Outcome(delivered, order, self._busy, self._handled / max(1, len(delivered)))
 
     def _spend(self, seconds: float) -> None:
         self._now += seconds
@@ -235,7 +233,6 @@ class Simulation:
         while not news:
             if not self._to_come:
                 raise RuntimeError("nothing is under way, and the epoch is not finished")
-            self._idle += max(0.0, self._to_come[0][0] - self._now)
             self._now = max(self._now, self._to_come[0][0])
             news = self._arrived()
         self._spend(self._plan.costs.wake + self._plan.costs.wake_per_worker * self._plan.workers)
@@ -299,4 +296,4 @@ class Simulation:
 
 def simulate(plan: Plan) -> Outcome:
     """What comes of a plan."""
-    return Simulation(plan).run()
+    return _Simulation(plan).run()

@@ -30,9 +30,10 @@ STEPS = {
 
 @dataclass
 class Spent:
-    """CPU time of the thread, and the number of calls."""
+    """CPU time of the thread, time in which it did not run, and the number of calls."""
 
     seconds: float = 0.0
+    blocked: float = 0.0
     calls: int = 0
 
 
@@ -53,11 +54,13 @@ def stepwise() -> Iterator[dict[str, Spent]]:
 
 def _timed(function: Callable[..., Any], step: str, spent: dict[str, Spent]) -> Callable[..., Any]:
     def timed(*args: Any, **named: Any) -> Any:
-        began = time.thread_time()
+        wall_began, began = time.perf_counter(), time.thread_time()
         try:
             return function(*args, **named)
         finally:
-            spent[step].seconds += time.thread_time() - began
+            seconds = time.thread_time() - began
+            spent[step].seconds += seconds
+            spent[step].blocked += time.perf_counter() - wall_began - seconds
             spent[step].calls += 1
 
     return timed

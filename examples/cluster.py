@@ -59,8 +59,8 @@ def main() -> None:
         optimizer.step()
         nodes.update(built_on)
     here = ray.get_runtime_context().get_node_id()
-    print(f"loss {loss.item():.2f} after {len(loader)} batches, built on {len(nodes - {here})} other nodes", end="")
-    print(" and on this one" if here in nodes else "")
+    print(f"loss {loss.item():.2f} after {len(loader)} batches")
+    print(f"nodes that built them: {len(nodes)}, this one {'among' if here in nodes else 'not among'} them")
 
 
 if __name__ == "__main__":
