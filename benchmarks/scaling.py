@@ -149,6 +149,7 @@ def draw(figures: list[Figure], deliveries: dict[str, list[float]], path: Path) 
     rates.set_title("Batches a second of one trainer, 40 ms of work each")
     nbytes.axhline(NETWORK["bandwidth"] / 1e9, color="k", linestyle=":", label="25 Gbit/s")
     nbytes.set_title("GB a second")
+    nbytes.set_ylim(1e-2, 1e2)
     for name, delivered in deliveries.items():
         bins = [sum(second <= when < second + 0.25 for when in delivered) * 4 for second in _quarters(12)]
         loss.plot(_quarters(12), bins, label=name)

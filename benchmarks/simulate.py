@@ -117,7 +117,7 @@ class Outcome:
         delivered: when the user got each batch, in seconds.
         order: the batches' numbers, in that order.
         busy: seconds of the user's thread without the steps.
-        handle_s: seconds that the real schedule took on this machine, per batch.
+        handle_s: seconds of CPU time that the real schedule took on this machine, per batch.
     """
 
     delivered: list[float]
@@ -203,9 +203,9 @@ class _Simulation:
     # ---- the user's thread
 
     def _handle(self, event: rules.Event) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         commands = self._schedule.handle(event)
-        self._handled += time.perf_counter() - began
+        self._handled += time.thread_time() - began
         for command in commands:
             match command:
                 case rules.Submit(task):
