@@ -197,17 +197,20 @@ def _positive(text: str) -> int:
     return number
 
 
-def options(doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("rich",)) -> Options:
+def options(doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("rich",), workers: int = 2) -> Options:
     """Reads the command line of a benchmark, and looks for what it will need at its end.
 
     Args:
         doc: the benchmark's docstring.
         choice: cases and peers can be chosen.
         needs: packages of the extra `bench`, without which there would be no table or plot of what was measured.
+        workers: unless the command line says otherwise.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--rounds", type=_positive, help="measured rounds; 5, or 2 with --quick")
-    parser.add_argument("--workers", type=_positive, default=2, help="workers where their number is not the question")
+    parser.add_argument(
+        "--workers", type=_positive, default=workers, help="of a loader; at most, where their number is the question"
+    )
     parser.add_argument("--quick", action="store_true", help="smaller epochs, fewer rounds")
     if choice:
         parser.add_argument("--cases", type=_names, default=(), help="comma-separated; all by default")

@@ -237,7 +237,7 @@ class Schedule:
             or self._sampler_exhausted
             # The places of a worker that is exhausted go with it, though its tasks may wait for the head yet.
             or not all(worker.active for worker in self._workers),
-            "the active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
+            "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
             "lost tasks are of workers that are away": self._failed
             or all(self._workers[t.worker_id].away for t in self._tasks.values() if t.state is TaskState.LOST),
         }

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import ray
 import yaml
+from ray._private.authentication.authentication_token_setup import _get_default_token_path
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).parents[2]
@@ -82,3 +83,17 @@ def test_it_installs_the_versions_that_the_tests_run_with(cluster: dict[str, Any
     assert len(pins) == 2
     for pin in pins:
         assert pin in commands
+
+
+def test_every_node_asks_for_the_token_and_has_it(cluster: dict[str, Any]) -> None:
+    filled = check(cluster)
+    assert "--env RAY_AUTH_MODE=token" in filled["docker"]["run_options"]
+    assert Path("~/.ray/auth_token").expanduser() == _get_default_token_path()
+    assert filled["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+
+
+def test_only_the_head_itself_reaches_its_dashboard(cluster: dict[str, Any]) -> None:
+    """Beside that, the commands are Ray's own."""
+    theirs = yaml.safe_load((Path(ray.__file__).parent / "autoscaler" / "aws" / "defaults.yaml").read_text())
+    ours = [command.replace("127.0.0.1", "0.0.0.0") for command in cluster["head_start_ray_commands"]]
+    assert ours == theirs["head_start_ray_commands"]

@@ -465,7 +465,12 @@ def test_an_error_tells_what_happened_before():
 
 @pytest.mark.parametrize(
     ("attribute", "value", "rule"),
-    [("owed_draws", -1, "draws are owed"), ("_head_id", 3, "below the head"), ("_tasks", {}, "holds its tasks")],
+    [
+        ("owed_draws", -1, "draws are owed"),
+        ("_head_id", 3, "below the head"),
+        ("_tasks", {}, "holds its tasks"),
+        ("_num_active", 1, "are counted"),
+    ],
 )
 def test_a_schedule_that_has_broken_its_rules_says_which(attribute, value, rule):
     schedule = opened(num_workers=2, prefetch_factor=2)

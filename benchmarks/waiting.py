@@ -1,0 +1,115 @@
+"""What it costs the user's thread to be woken by one worker, as the workers that are silent grow more.
+
+Motive: a trainer of hundreds of workers is woken for nearly every batch; whatever it does for each worker then counts.
+Method: the library's own `Crew.wait` and `Crew.receive` over lines, and over Ray calls, without Ray: both ends of the
+lines are in this process, and a call counts as answered when this process says so. One worker sends a message, and the
+crew waits and receives; the CPU time of the thread is counted, the sender's left out.
+Command: python benchmarks/waiting.py [--rounds N] [--quick]
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import resource
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import harness
+from harness import Figure, Options
+from rayloader.driver.answers import NONE_YET, Answers
+from rayloader.driver.channel import LineCalls, RayCalls
+from rayloader.driver.crew import Crew
+from rayloader.transport.line import connect
+
+QUESTION = "waiting"
+COUNTS = (1, 4, 16, 64, 256, 1024)
+WAKES = 200
+
+
+class SilentLine:
+    """A line whose worker says nothing until `speak`."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.channel = LineCalls(SILENT_ACTOR, answers)
+        (served,) = self.channel._served
+        served.ref = object()
+        answers._answers[served.ref] = NONE_YET
+        self._end = connect(served.line.address)
+        served.line.receive()
+
+    def speak(self) -> None:
+        self._end.send(pickle.dumps(("message",)))
+
+
+class SilentCalls:
+    """Ray calls of which none is answered until `speak`."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.channel = RayCalls(SILENT_ACTOR, answers)
+        self._answers = answers
+        self._call()
+
+    def _call(self) -> None:
+        ref = object()
+        self._answers._answers[ref] = NONE_YET
+        self.channel._unanswered.append((ref, lambda answer: answer))
+
+    def speak(self) -> None:
+        ref, _ = self.channel._unanswered[0]
+        self._call()
+        self._answers._answered(ref, ("message",))
+
+
+SILENT_ACTOR: Any = SimpleNamespace(has_started=lambda: False)
+WAYS = {"lines": SilentLine, "Ray calls": SilentCalls}
+
+
+def wakes(way: str, workers: int) -> Iterator[float]:
+    """Seconds of CPU time of one wake-up after the other."""
+    crew: Any = Crew.__new__(Crew)
+    crew.check_session = lambda: None
+    crew._answers, crew.slots = Answers(), []
+    silent = [WAYS[way](crew._answers) for _ in range(workers)]
+    crew._channels = {number: one.channel for number, one in enumerate(silent)}
+    while True:
+        silent[0].speak()
+        began = time.thread_time()
+        crew.wait(10.0)
+        arrived = crew.receive()
+        yield time.thread_time() - began
+        assert len(arrived) == 1
+
+
+def measure(options: Options) -> list[Figure]:
+    """Microseconds a wake-up, for each number of workers."""
+    # Two descriptors a line, at both ends.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    found = []
+    for way in WAYS:
+        for workers in COUNTS[:-1] if options.quick else COUNTS:
+            woken = wakes(way, workers)
+            next(woken)
+            rounds = [1e6 * sum(itertools.islice(woken, WAKES)) / WAKES for _ in range(options.rounds)]
+            found.append(harness.figure(QUESTION, way, "rayloader", "CPU a wake-up", "us", rounds, workers=workers))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return found
+
+
+def show(figures: list[Figure]) -> None:
+    """Prints the table."""
+    counts = sorted({f["workers"] for f in figures})
+    rows = [
+        [way, *(harness.show(harness.find(figures, case=way, workers=count)) for count in counts)]
+        for way in dict.fromkeys(f["case"] for f in figures)
+    ]
+    header = ["the workers are driven by", *(f"{count} workers" for count in counts)]
+    harness.print_table("Microseconds of the user's thread for a wake-up", header, rows)
+
+
+if __name__ == "__main__":
+    with harness.clean_exit():
+        show(measure(harness.options(__doc__, choice=False)))

@@ -1,0 +1,174 @@
+"""The cluster of cluster.yaml on this machine: its head and its data nodes, each one sixteenth as large, run a job.
+
+The head is started with the file's own command. Ray's autoscaler starts the data nodes, as raylets on this machine, and
+`ray job submit` sends the example as docs/howto/cluster.md shows. Jobs need the packages of `ray[default]`, which pip
+fetches into a folder of the test's: the other tests run with plain `ray`.
+"""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
+
+from multinode_waiting import START_LIMIT, wait_until
+
+pytestmark = [pytest.mark.multinode, pytest.mark.full]
+
+ROOT = Path(__file__).parents[2]
+CLUSTER: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+PIP_LIMIT, JOB_LIMIT, EXIT_LIMIT = 600, 300, 60  # seconds; on expiry the test fails
+
+
+@pytest.fixture(scope="module")
+def default_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `ray[default]` needs beside `ray`."""
+    folder = tmp_path_factory.mktemp("default")
+    needed = [need.split(";")[0] for need in importlib.metadata.requires("ray") or () if 'extra == "default"' in need]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder]
+    subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", *needed], check=True, timeout=PIP_LIMIT)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])
+
+
+def autoscaling(gcs_port: int) -> dict[str, Any]:
+    """The file as Ray's autoscaler reads it, for nodes of which each is a raylet here."""
+    types = {FAKE_HEAD_NODE_TYPE if name == CLUSTER["head_node_type"] else name: kind for name, kind in small_types()}
+    lists = "initialization_commands setup_commands head_setup_commands worker_setup_commands cluster_synced_files"
+    lists += " head_start_ray_commands worker_start_ray_commands rsync_exclude rsync_filter"
+    return {
+        **{key: CLUSTER[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes")},
+        **{key: [] for key in lists.split()},
+        "provider": {
+            "type": "fake_multinode",
+            "head_node_id": FAKE_HEAD_NODE_ID,
+            "gcs_address": f"127.0.0.1:{gcs_port}",
+            "launch_multiple": True,
+        },
+        "head_node_type": FAKE_HEAD_NODE_TYPE,
+        "available_node_types": types,
+        "upscaling_speed": 1.0,
+        "auth": {},
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+    }
+
+
+def small_types() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The node types: one CPU each, and one of each resource that the file names."""
+    for name, kind in CLUSTER["available_node_types"].items():
+        resources = {"CPU": 1, **dict.fromkeys(kind["resources"], 1)}
+        bounds = {key: kind[key] for key in ("min_workers", "max_workers") if key in kind}
+        yield name, {"resources": resources, "node_config": {}, "max_workers": 0, **bounds}
+
+
+@pytest.fixture(scope="module")
+def head(default_packages: Path) -> Iterator[SimpleNamespace]:
+    """The running head: its ports, and the environment of whoever has the token."""
+    folder = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: Ray puts sockets below it
+    gcs, dashboard = free_port(), free_port()
+    variables = dict(option.removeprefix("--env ").split("=") for option in CLUSTER["docker"]["run_options"])
+    environment = {
+        **{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+        **variables,
+        "HOME": str(folder),  # where Ray looks for the token
+        "RAY_TMPDIR": str(folder),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(default_packages)]),
+    }
+    subprocess.run(["ray", "get-auth-token", "--generate"], env=environment, check=True, capture_output=True)
+    config = folder / "bootstrap.yaml"
+    config.write_text(json.dumps(autoscaling(gcs)))
+    replaced = {
+        "--port=6379": f"--port={gcs}",
+        "--object-manager-port=8076": "--node-ip-address=127.0.0.1",
+        "~/ray_bootstrap_config.yaml": str(config),
+        "ray start": "exec ray start",
+    }
+    command = CLUSTER["head_start_ray_commands"][-1]
+    for theirs, ours in replaced.items():
+        assert theirs in command
+        command = command.replace(theirs, ours)
+    command += f" --block --num-cpus=1 --dashboard-port={dashboard} --ray-client-server-port={free_port()}"
+    fake = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID}
+    fake |= {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID}
+    log = folder / "head.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", f"{command}"], env={**environment, **fake}, stdout=output, stderr=output, cwd=folder
+        )
+    try:
+        wait_until(lambda: is_open(dashboard) or process.poll() is not None, "the dashboard listens", START_LIMIT)
+        assert process.poll() is None, log.read_text()
+        yield SimpleNamespace(dashboard=dashboard, environment=environment, process=process)
+    finally:
+        started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.send_signal(signal.SIGTERM)
+        process.wait(EXIT_LIMIT)
+        for left in psutil.wait_procs(started, timeout=5)[1]:
+            left.kill()
+        psutil.wait_procs(started, timeout=EXIT_LIMIT)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def submit(head: SimpleNamespace) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Submits the example as the page says; gives what `ray job submit` says."""
+
+    def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = ["ray", "job", "submit", "--address", f"http://localhost:{head.dashboard}"]
+        return subprocess.run(
+            [*command, "--working-dir", "examples", "--", "python", "cluster.py", *options],
+            env={**head.environment, **environment},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=JOB_LIMIT,
+        )
+
+    return run
+
+
+def test_a_job_without_the_token_is_refused(submit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    refused = submit(RAY_AUTH_MODE="disabled")
+    assert refused.returncode != 0
+    assert re.search("401|[Uu]nauthorized|[Aa]uthentication", refused.stdout + refused.stderr)
+
+
+def test_the_dashboard_listens_on_localhost_only(head: SimpleNamespace) -> None:
+    listening = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert {address.ip for address in listening if address.port == head.dashboard} == {"127.0.0.1"}
+
+
+def test_the_job_trains_with_workers_on_nodes_that_the_autoscaler_starts(
+    submit: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Two workers, of which each fills one of these small nodes."""
+    job = submit("--workers", "2", "--samples", "640")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert re.search(r"^loss \d+\.\d\d after 10 batches$", job.stdout, re.MULTILINE), job.stdout
+    assert "nodes that built them: 2, this one not among them" in job.stdout
