@@ -80,7 +80,6 @@ SessionName = tuple[str, str]
 
 _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
 _started: SessionName | None = None  # the Ray that was started here
-_fork_server: ForkServer | None = None  # of that Ray, or the last
 _starter: _Starter | None = None  # from the first need of a Ray until that Ray is shut down
 _forked = False  # whether this process was forked from one that was connected to Ray
 logger = logging.getLogger("rayloader")
@@ -123,8 +122,8 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> Ses
         _starter.wait()  # an interrupted use may have left it at work
     check_options(options or {})
     session = current()
-    if _fork_server is not None:
-        _fork_server.check()
+    if _starter is not None and _starter.fork_server is not None:
+        _starter.fork_server.check()
     if session is None and not ray.util.client.ray.is_connected():
         _start(options or {}, ahead)
         session = current()
@@ -151,6 +150,7 @@ class _Starter(threading.Thread):
     Attributes:
         error: why there is no Ray.
         session: of that Ray.
+        fork_server: of that Ray, if it has one.
         done: one of the two is known.
         ending: the keeper of a Ray of several ranks has died, and Ray with it: it must not be called any more.
     """
@@ -163,6 +163,7 @@ class _Starter(threading.Thread):
         self._membership = None if meeting_point is None else torchrun.Membership(meeting_point)
         self.error: BaseException | None = None
         self.session: SessionName | None = None
+        self.fork_server: ForkServer | None = None
         self.done = False
         self.ending = False
         self._bell = Bell()
@@ -189,11 +190,13 @@ class _Starter(threading.Thread):
         """To be called in a forked child."""
         if self._membership is not None:
             self._membership.forget()
+        if self.fork_server is not None:
+            self.fork_server.forget()
 
     def run(self) -> None:
         """Starts Ray, then waits for its end."""
         try:
-            _init(self._options, self._membership, self._ahead)
+            self.fork_server = _init(self._options, self._membership, self._ahead)
             self.session = current()
         except BaseException as error:  # whatever it is, it is raised where Ray was asked for
             self.error = error
@@ -204,6 +207,8 @@ class _Starter(threading.Thread):
         if self._membership is None:
             if self.error is None:
                 self._leave.wait(threading.TIMEOUT_MAX)
+            if self.fork_server is not None:
+                self.fork_server.close()
         elif self._membership.wait():
             self.ending = True
             logger.warning(
@@ -237,8 +242,10 @@ def _address(options: dict[str, Any]) -> str | None:
     return options.get("address") or os.environ.get("RAY_ADDRESS")
 
 
-def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead: bool) -> None:
+def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead: bool) -> ForkServer | None:
+    """Joins or starts Ray; the fork server of a Ray that was started."""
     global _started
+    fork_server = None
     address = _address(options)
     give_own_random(ray)
     state = random.getstate()  # for modules of Ray's that are imported only now
@@ -253,13 +260,13 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
                 own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
                 with _environment(LOCAL_RAY_ENVIRONMENT):
                     if membership is None:
-                        _init_forking(own)
+                        fork_server = _init_forking(own)
                     else:
                         ray.init(**_shared(own, membership))
                 _started = current()
     except Exception as error:  # Ray's own have no type in common
         if ahead and current() is not None and not options:
-            return  # the program has called ray.init() meanwhile: that Ray is joined
+            return None  # the program has called ray.init() meanwhile: that Ray is joined
         named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
         raise RaySessionError(
             f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it to "
@@ -273,18 +280,19 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
         handlers.restore()
         if not ahead:  # the program may have drawn, or seeded it
             random.setstate(state)
+    return fork_server
 
 
-def _init_forking(options: dict[str, Any]) -> None:
+def _init_forking(options: dict[str, Any]) -> ForkServer:
     """Starts a Ray whose worker processes are forks."""
-    global _fork_server
-    _fork_server = server = ForkServer()
+    server = ForkServer()
     try:
         with _environment(server.environment), starting_workers_by(ray, server.worker_path):
             ray.init(**options)
     except BaseException:
         server.close()
         raise
+    return server
 
 
 def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:
@@ -315,8 +323,6 @@ def _shut_down() -> None:
     handlers = SignalHandlers()
     ray.shutdown()
     handlers.restore()
-    if _fork_server is not None:
-        _fork_server.close()
 
 
 def no_shutdown() -> contextlib.AbstractContextManager[Any]:
@@ -346,8 +352,6 @@ def forget() -> None:
     _shutdown_lock = threading.RLock()  # the parent's may have been held
     if _starter is not None:
         _starter.forget()
-    if _fork_server is not None:
-        _fork_server.forget()
     _started = _starter = None
     _forked = ray.is_initialized()
 

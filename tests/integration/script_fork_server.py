@@ -95,7 +95,7 @@ def main():
     say("own environment", facts(ray_remote_args={"runtime_env": {"env_vars": {"OF_THE_USER": "1"}}}))
     say("again", [fact["parent"] for fact in facts()])
     server.kill()
-    session._fork_server._process.wait()
+    session._starter.fork_server._process.wait()
     say("started", facts())
     say("said", [line for line in said if "fork server" in line])
     rayloader.shutdown()
