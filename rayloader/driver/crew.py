@@ -153,6 +153,11 @@ class Crew:
         if slot.host in self._channels and len(self.hosted_by(slot.host)) == 1:
             self._channel(slot).drop(slot.began_at, from_task)
 
+    def can_drop(self, slot: WorkerSlot) -> bool:
+        """Whether `drop` reaches it before it begins what it was told."""
+        channel = self._channels.get(slot.host)
+        return channel is not None and channel.can_drop
+
     def flush(self) -> None:
         """To be called when the last of several calls has been made: before that they may not be on their way."""
         while self._unflushed:

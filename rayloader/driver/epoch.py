@@ -16,9 +16,9 @@ from typing import Any
 
 from rayloader import skipping
 from rayloader.driver.actor import Actor
+from rayloader.driver.budget import Budget
 from rayloader.driver.crew import Crew
 from rayloader.driver.messages import (
-    BatchTaken,
     Closed,
     DrawsPutOff,
     DrawsUndone,
@@ -64,7 +64,7 @@ class Epoch:
         paces: of each worker, say how deep to go; none where that is the user's to say.
         position: where the user is in the stream; kept up to date.
         pin: pins a batch, in a thread of its own; None: no pinning.
-        device_index: accelerator that the pin thread works for, if any.
+        device_index: accelerator that batches are pinned for, if any.
         tally: counts what happens.
     """
 
@@ -92,6 +92,9 @@ class Epoch:
         self._recovery = Recovery(self.tables)
         self._receiver = Receiver(self.tables, self._recovery, position, paces, options.max_skipped)
         self._preparer = Preparer(self.tables, self._receiver, pin, device_index)
+        self._budget = Budget(
+            self.tables, options.prefetch_bytes, options.prefetch_factor, paces, lambda: self.bytes_leased
+        )
         self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
         self._out: Delivery | None = None  # what `next` gives until it was handed over
         self._draws = position.next_task
@@ -200,8 +203,9 @@ class Epoch:
         if self.tables.deliverable and self.tables.deliverable[0][0] is delivery.task:
             self.tables.deliverable.popleft()
             self._preparer.taken(delivery.task)
-        self.tables.handle(BatchTaken(delivery.task.task_id))
+        self.tables.taken(delivery.task)
         delivery.taken = True
+        self._budget.gave(delivery.nbytes)
         self._tally.skipped += len(delivery.skipped)
         try:
             self._position.skip(delivery.skipped, self._options.max_skipped)
@@ -219,8 +223,12 @@ class Epoch:
     @property
     def bytes_under_way(self) -> int:
         """Of batches that have come and were not taken. Any thread may ask."""
-        delivered = [result for _, result in self.tables.deliverable.copy()]
-        return sum(result.nbytes for result in [*list(self.tables.results.values()), *delivered])
+        return sum(result.nbytes for result in self.tables.untaken)
+
+    @property
+    def bytes_leased(self) -> int:
+        """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
+        return sum(actor.lane.leased_bytes for actor in self._crew.actors) + self._preparer.leased_bytes
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""

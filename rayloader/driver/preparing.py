@@ -21,7 +21,7 @@ from rayloader.driver.opening import Delivery, opened
 from rayloader.driver.receiver import Receiver
 from rayloader.driver.tables import Tables
 from rayloader.protocol import Result
-from rayloader.transport.lanes import SMALL_BYTES, owned, read_only_bytes
+from rayloader.transport import lanes
 from rayloader.transport.recycled import Recycled
 
 # How often the thread looks whether a wait for the workers has become pointless, in seconds.
@@ -94,6 +94,11 @@ class Preparer:
         """The tasks from this one on come again."""
         self._pinned = {task_id: pinned for task_id, pinned in self._pinned.items() if task_id < from_task}
 
+    @property
+    def leased_bytes(self) -> int:
+        """Of copies that are ready, or that the user keeps. Any thread may ask."""
+        return self._copies.leased_bytes
+
     def close(self, *, wait: bool) -> None:
         """Ends the thread, and waits for it if so asked. Not under the lock of the tables."""
         self._pinned.clear()
@@ -117,7 +122,8 @@ class Preparer:
         if idle:
             return False
         if full:
-            self._receiver.take()  # the workers' next tasks follow what has come
+            self._receiver.take()
+            tables.flush()  # the workers' next tasks, which follow what has come
             return False
         self._receiver.wait(TICK_S)
         return True
@@ -136,14 +142,14 @@ class Preparer:
     def _is_prepared(self, task: Task, result: Result) -> bool:
         if self._pin is not None:
             return task.task_id in self._pinned and self._pinned[task.task_id].task is task
-        return result.wire is None or read_only_bytes(result.wire) <= SMALL_BYTES
+        return result.wire is None or lanes.read_only_bytes(result.wire) <= lanes.SMALL_BYTES
 
     def _prepare(self, task: Task, result: Result) -> None:
         if self._pin is not None:
             delivery = self._opened_and_pinned(task, result, self._pin)
         else:
             assert result.wire is not None
-            result = result._replace(wire=owned(result.wire, self._copies.copy))
+            result = result._replace(wire=lanes.owned(result.wire, self._copies.copy))
         tables = self._tables
         with tables.lock:
             places = [place for place, (other, _) in enumerate(tables.deliverable) if other is task]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 
-from rayloader.transport import codec
+from rayloader.transport import codec, lanes
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
-from rayloader.transport.lanes import ARENA_BYTES, SMALL_BYTES, SPOILED_BYTES
 
 
 class Recycled:
@@ -25,7 +24,7 @@ class Recycled:
 
     def copy(self, buffer: memoryview) -> memoryview:
         """A copy of flat bytes; a small one has memory of its own, so that whoever keeps it keeps nothing else."""
-        if buffer.nbytes > SMALL_BYTES:
+        if buffer.nbytes > lanes.SMALL_BYTES:
             with self._lock:
                 copied = self._leased_copy(buffer)
             if copied is not None:
@@ -35,13 +34,13 @@ class Recycled:
     def _leased_copy(self, buffer: memoryview) -> memoryview | None:
         if self._arena is not None:
             freed = self._arena.freed()
-            if self._arena.spoiled > SPOILED_BYTES:
+            if self._arena.spoiled > lanes.SPOILED_BYTES:
                 self._arena = self._writer = None  # it lives on with its leases
             elif self._writer is not None:
                 self._writer.free(freed)
         if self._arena is None and not self._off:
             try:
-                self._arena = Arena(ARENA_BYTES, "copies")
+                self._arena = Arena(lanes.ARENA_BYTES, "copies")
             except ArenaError:
                 self._off = True
             else:

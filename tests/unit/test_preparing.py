@@ -72,6 +72,7 @@ class Epoch:
             failure=None,
             is_under_way=True,
             on_change=lambda: None,
+            flush=lambda: None,
         )
         self.preparer = Preparer(self.tables, self.workers, pin, None)
 
@@ -139,7 +140,8 @@ def test_so_many_are_copied_ahead_and_no_more(epoch):
     running.workers.wait_until_idle()
     while running.copied() < COPIED_AHEAD:
         assert running.preparer.wait(LIMIT_S)
-    assert [read_only_bytes(result.wire) > 0 for _, result in running.tables.deliverable] == [False] * 8 + [True] * 4
+    waits = [read_only_bytes(result.wire) > 0 for _, result in running.tables.deliverable]
+    assert waits == [False] * COPIED_AHEAD + [True] * 4
 
 
 def test_so_many_bytes_are_copied_ahead_but_the_first_always_is(epoch, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.transport import codec, recycled
+from rayloader.transport import codec, lanes, recycled
 from rayloader.transport.arena import ArenaError
 from rayloader.transport.lanes import SMALL_BYTES, from_wire, owned, read_only_bytes, to_wire
 from rayloader.transport.recycled import Recycled
@@ -119,7 +119,7 @@ def test_without_arenas_copies_are_made_all_the_same(copies, monkeypatch):
 
 
 def test_without_room_copies_are_made_all_the_same(copies, monkeypatch):
-    monkeypatch.setattr(recycled, "ARENA_BYTES", 1 << 17)
+    monkeypatch.setattr(lanes, "ARENA_BYTES", 1 << 17)
     kept = [copies.copy(source(number)) for number in range(5)]
     assert [copy[-1] for copy in kept] == list(range(5))
 
@@ -142,7 +142,7 @@ def test_what_a_forked_child_may_read_is_never_used_again(copies):
 
 
 def test_where_forks_have_spoiled_much_the_memory_is_replaced(copies, monkeypatch):
-    monkeypatch.setattr(recycled, "SPOILED_BYTES", 0)
+    monkeypatch.setattr(lanes, "SPOILED_BYTES", 0)
     kept = copies.copy(source(1))
     pid = os.fork()
     if pid == 0:  # pragma: no cover
