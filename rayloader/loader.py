@@ -100,9 +100,9 @@ class DataLoader(TorchDataLoader[_T_co]):
             `scheduling_strategy`, `runtime_env`.
         fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones. That takes seconds
             instead of milliseconds; it is for datasets that leave traces in module globals.
-        prefetch_bytes: bytes of batches that may be under way with automatic depth, over all workers, judged by the
-            batches so far (what was submitted before they grew is built nevertheless); 256 MiB by
-            default. At least two batches per worker are under way, whatever their size.
+        prefetch_bytes: bytes of batches that may be ready, under way or kept by the program with automatic depth, over
+            all workers; 256 MiB by default. What is under way is judged by the batches so far, as growing to twice
+            their size. Two batches per worker may always be under way.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
             NumPy anew before each batch, from the base seed, the epoch and the batch's number, so that random
             augmentation does not depend on the number of workers, none included. Generators that the dataset holds

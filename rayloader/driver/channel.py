@@ -55,6 +55,8 @@ class Channel(ABC):
         actor: likewise.
     """
 
+    can_drop = False  # `drop` has an effect
+
     def __init__(self, actor: Actor, answers: Answers) -> None:
         self.actor = actor
         self._answers = answers
@@ -215,6 +217,8 @@ class LineCalls(Channel):
     Raises:
         LineError: no line can be made here.
     """
+
+    can_drop = True
 
     def __init__(self, actor: Actor, answers: Answers) -> None:
         super().__init__(actor, answers)

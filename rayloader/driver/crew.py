@@ -52,6 +52,7 @@ class Crew:
     Attributes:
         actors: in the order in which they host.
         slots: of the workers.
+        uses_store: whether batches of some come through Ray's object store, or came.
     """
 
     def __init__(self, pool: Pool, lease: Lease, remote_args: dict[str, Any], *, fresh: bool, lines: bool) -> None:
@@ -71,6 +72,7 @@ class Crew:
         self._dead: list[Actor] = []
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []
+        self.uses_store = False
 
     @classmethod
     def of(
@@ -151,6 +153,11 @@ class Crew:
         if slot.host in self._channels and len(self.hosted_by(slot.host)) == 1:
             self._channel(slot).drop(slot.began_at, from_task)
 
+    def can_drop(self, slot: WorkerSlot) -> bool:
+        """Whether `drop` reaches it before it begins what it was told."""
+        channel = self._channels.get(slot.host)
+        return channel is not None and channel.can_drop
+
     def flush(self) -> None:
         """To be called when the last of several calls has been made: before that they may not be on their way."""
         while self._unflushed:
@@ -216,7 +223,9 @@ class Crew:
 
     def _open_channel(self, actor: Actor) -> Channel:
         if actor not in self._channels:
-            self._channels[actor] = self._line_to(actor) or RayCalls(actor, self._answers)
+            line = self._line_to(actor)
+            self.uses_store |= line is None
+            self._channels[actor] = line or RayCalls(actor, self._answers)
         return self._channels[actor]
 
     def _line_to(self, actor: Actor) -> Channel | None:

@@ -1,7 +1,8 @@
 """The user's side of one epoch: the next batch, what is drawn for the batches to come, and the end.
 
 Promise: the user's thread draws from the sampler, at torch's moments, submits, replaces workers, and receives. Where
-batches are to be pinned `rayloader-pin` receives, opens and pins. `close` ends all that is under way.
+batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come through Ray's object store, it
+receives, and copies them into memory that the user may write to (preparing.py). `close` ends all that is under way.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rayloader import skipping
-from rayloader._compat import ExceptionWrapper
 from rayloader.driver.actor import Actor
+from rayloader.driver.budget import Budget
 from rayloader.driver.crew import Crew
 from rayloader.driver.messages import (
-    BatchTaken,
     Closed,
     DrawsPutOff,
     DrawsUndone,
@@ -28,12 +28,11 @@ from rayloader.driver.messages import (
     Paced,
     SamplerExhausted,
     SamplerFailed,
-    Task,
     WorkerLost,
 )
-from rayloader.driver.opening import Delivery, opened
+from rayloader.driver.opening import Delivery
 from rayloader.driver.pace import Pace
-from rayloader.driver.pinning import PinThread
+from rayloader.driver.preparing import Preparer
 from rayloader.driver.receiver import Receiver
 from rayloader.driver.recorder import Tally
 from rayloader.driver.recovery import Recovery
@@ -50,8 +49,6 @@ logger = logging.getLogger("rayloader")
 
 # How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
 TICK_S = 1.0
-# How many batches are opened and pinned before the user asks for them.
-PINNED_AHEAD = 2
 # After how many seconds without the next batch it is said that workers of one process cannot wait for each other.
 SHARED_PATIENCE_S = 30.0
 
@@ -67,7 +64,7 @@ class Epoch:
         paces: of each worker, say how deep to go; none where that is the user's to say.
         position: where the user is in the stream; kept up to date.
         pin: pins a batch, in a thread of its own; None: no pinning.
-        device_index: accelerator that the pin thread works for, if any.
+        device_index: accelerator that batches are pinned for, if any.
         tally: counts what happens.
     """
 
@@ -90,16 +87,16 @@ class Epoch:
         self._options = options
         self._paces = paces
         self._position = position
-        self._pin = pin
-        self._device_index = device_index
-        self._pin_thread: PinThread | None = None
         self.tables = Tables(crew, schedule, position.lock, tally)
         self._tally = tally
         self._recovery = Recovery(self.tables)
         self._receiver = Receiver(self.tables, self._recovery, position, paces, options.max_skipped)
+        self._preparer = Preparer(self.tables, self._receiver, pin, device_index)
+        self._budget = Budget(
+            self.tables, options.prefetch_bytes, options.prefetch_factor, paces, lambda: self.bytes_leased
+        )
         self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
         self._out: Delivery | None = None  # what `next` gives until it was handed over
-        self._pinned: dict[int, Delivery] = {}  # of the first that are deliverable, by task
         self._draws = position.next_task
         self._checksum = position.checksum
         self._warned = False  # of workers that share a process
@@ -117,9 +114,7 @@ class Epoch:
             if pace.places:
                 self.tables.handle(Paced(worker_id, pace.places, pace.ahead))
         self._draw_owed()
-        if self._pin is not None:
-            self._pin_thread = PinThread(self._pin_next, self._device_index)
-            self.tables.on_change = self._pin_thread.ring
+        self._preparer.start()
 
     @property
     def finished(self) -> bool:
@@ -146,14 +141,14 @@ class Epoch:
         began = 0.0 if self.tables.deliverable else time.monotonic()
         while self._out is not None or not self.finished:
             if self._out is None:
-                self._out = self._first()
+                self._out = self._preparer.first()
             if self._out is None:
                 self._check_open()
                 self._check_integrity()
                 began = began or time.monotonic()
                 wait = max(0.0, min(TICK_S, self._deadline(began) - time.monotonic()))
                 self._receive(wait)
-                self._out = self._first()
+                self._out = self._preparer.first()
             if self._out is not None:
                 if self._is_stale(self._out):
                     self._out = None
@@ -207,9 +202,10 @@ class Epoch:
     def _end_turn(self, delivery: Delivery) -> None:
         if self.tables.deliverable and self.tables.deliverable[0][0] is delivery.task:
             self.tables.deliverable.popleft()
-            self._pinned.pop(delivery.task.task_id, None)
-        self.tables.handle(BatchTaken(delivery.task.task_id))
+            self._preparer.taken(delivery.task)
+        self.tables.taken(delivery.task)
         delivery.taken = True
+        self._budget.gave(delivery.nbytes)
         self._tally.skipped += len(delivery.skipped)
         try:
             self._position.skip(delivery.skipped, self._options.max_skipped)
@@ -227,8 +223,12 @@ class Epoch:
     @property
     def bytes_under_way(self) -> int:
         """Of batches that have come and were not taken. Any thread may ask."""
-        delivered = [result for _, result in self.tables.deliverable.copy()]
-        return sum(result.nbytes for result in [*list(self.tables.results.values()), *delivered])
+        return sum(result.nbytes for result in self.tables.untaken)
+
+    @property
+    def bytes_leased(self) -> int:
+        """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
+        return sum(actor.lane.leased_bytes for actor in self._crew.actors) + self._preparer.leased_bytes
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""
@@ -243,7 +243,7 @@ class Epoch:
         self._recovery.have_moved(self._crew.resize(count))
 
     def close(self, *, resuming: bool = False, wait: bool = True) -> None:
-        """Drops what is under way; callable more than once. `wait`: until the pin thread has ended.
+        """Drops what is under way; callable more than once. `wait`: until `rayloader-ahead` has ended.
 
         With `resuming` the workers are to go on with another epoch, from where torch's would be by now: they finish
         their first tasks, and `dropped` says which are to be undone.
@@ -255,9 +255,7 @@ class Epoch:
             for slot in self._crew.slots:
                 slot.drop_calls()
             self.tables.deliverable.clear()
-            self._pinned.clear()
-        if self._pin_thread is not None:
-            self._pin_thread.close(wait=wait)
+        self._preparer.close(wait=wait)
         self._crew.ring()
 
     # ---- drawing
@@ -322,7 +320,7 @@ class Epoch:
             self._draws = from_task
             self._position.undrawn(from_task)
             self.tables.deliverable = deque(entry for entry in self.tables.deliverable if entry[0].task_id < from_task)
-            self._pinned = {task_id: d for task_id, d in self._pinned.items() if task_id < from_task}
+            self._preparer.undone(from_task)
             self.tables.handle(DrawsUndone(from_task))
             for slot in self._crew.slots:
                 if slot.journal.untell(from_task):
@@ -351,19 +349,20 @@ class Epoch:
             self._receiver.lost.popleft()
         if self._crew.awaited:
             self._recovery.revive()
+        self._preparer.start()
         if not came and self._recovery.move_homeless():
             self._recovery.revive()
 
     def _await(self, wait: float) -> bool:
         """Waits for that; whether something has come."""
         tally, behind = self._tally, bool(self.tables.results)
-        if self._pin_thread is None:
+        if self._preparer.receives:
+            began = time.perf_counter()
+            came = self._preparer.wait(wait)
+            waited = time.perf_counter() - began
+        else:
             came = self._receiver.wait(wait)
             waited = self._receiver.waited
-        else:
-            began = time.perf_counter()
-            came = self._pin_thread.wait(wait)
-            waited = time.perf_counter() - began
         tally.blocked += waited
         if behind:
             tally.behind += waited
@@ -375,49 +374,6 @@ class Epoch:
         self._receiver.take()  # what it sent before is the driver's
         self._recovery.give_up(actor, cause, suspect)
         self._recovery.revive()
-
-    def _first(self) -> Delivery | None:
-        """The next batch, opened, and pinned where that is asked for; None if it is not there yet.
-
-        It stays there until the end of its turn.
-        """
-        with self.tables.lock:
-            first = self.tables.deliverable[0] if self.tables.deliverable else None
-        if first is None:
-            return None
-        if self._pin_thread is not None:
-            self._pin_thread.check()
-            return self._pinned[first[0].task_id] if self._is_pinned(first[0]) else None
-        return opened(*first)
-
-    def _pin_next(self) -> bool:
-        """Opens and pins a batch, or waits for one; False if as many are pinned as may be. In the pin thread."""
-        assert self._pin is not None
-        with self.tables.lock:
-            if self._schedule.closed:
-                return False
-            first = [self.tables.deliverable[place] for place in range(min(PINNED_AHEAD, len(self.tables.deliverable)))]
-            entry = next((entry for entry in first if not self._is_pinned(entry[0])), None)
-            idle = self.tables.failure is not None or not self.tables.is_under_way
-        if entry is None:
-            if len(first) == PINNED_AHEAD or idle:
-                return False
-            self._receiver.wait(TICK_S)
-            return True
-        delivery = opened(*entry)
-        if not isinstance(delivery.data, ExceptionWrapper) and delivery.data is not skipping.NOTHING:
-            try:
-                delivery.data = self._pin(delivery.data)
-            except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
-                where = f"in pin memory thread for device {self._device_index}"
-                delivery.data = ExceptionWrapper(where=where)
-        with self.tables.lock:
-            if any(other[0] is delivery.task for other in self.tables.deliverable):
-                self._pinned[delivery.task.task_id] = delivery
-        return True
-
-    def _is_pinned(self, task: Task) -> bool:
-        return task.task_id in self._pinned and self._pinned[task.task_id].task is task
 
     def note_begins(self) -> None:
         """Waits until every worker has begun the epoch."""

@@ -1,7 +1,7 @@
 """What `iter(loader)` returns.
 
 Promise: an `EpochIterator` owns a crew of actors and one `Epoch` at a time. Both end with the last batch, with the
-loss of a worker, or with the iterator itself: by its last reference (the pin thread holds the epoch, never the
+loss of a worker, or with the iterator itself: by its last reference (its thread holds parts of the epoch, never the
 iterator), or at interpreter exit.
 """
 
@@ -361,7 +361,7 @@ class EpochIterator(BaseIterator):
     @property
     def bytes_leased(self) -> int:
         """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
-        return sum(actor.lane.leased_bytes for actor in self._crew.actors) if self._crew is not None else 0
+        return self._epoch.bytes_leased if self._epoch is not None else 0
 
     def tell_positions(self) -> None:
         """Sees to it that the position can be told."""

@@ -49,6 +49,11 @@ class Pace:
         self.places = 0
         self.ahead = TURNS_AHEAD
 
+    @property
+    def nbytes(self) -> float:
+        """Of a batch, as far as is known; 0 for not at all."""
+        return max(self._nbytes, 1.0) if self._seconds else 0.0
+
     def saw(self, seconds: float, nbytes: int) -> bool:
         """Takes in what a task took, and the bytes of its batch; whether `places` or `ahead` changed."""
         self._turn.append((seconds, nbytes))

@@ -6,13 +6,15 @@ Promise: any thread may receive, one at a time. What it means that an actor is l
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
 
 from rayloader.driver.actor import Actor
+from rayloader.driver.budget import CALLS_AHEAD
 from rayloader.driver.channel import ActorLost, LineRefused, Message
-from rayloader.driver.messages import Paced, TaskDone, WorkerExhausted
+from rayloader.driver.messages import Paced, WorkerExhausted
 from rayloader.driver.opening import indices_of
 from rayloader.driver.pace import Pace
 from rayloader.driver.recovery import Recovery
@@ -127,12 +129,15 @@ class Receiver:
         if result is None:
             self._recovery.go_on(slot, *answer.replay)
         elif result.kind is ResultKind.EXHAUSTED:  # it writes nothing any more, and will say nothing new
-            slot.calls.clear()
+            slot.drop_calls()
             slot.journal.exhausted()
         elif self._paces:
             pace = self._paces[slot.worker_id]
             if pace.saw(answer.seconds, result.nbytes):
                 self.tables.handle(Paced(slot.worker_id, pace.places, pace.ahead))
+            if slot.allowance is not None:
+                slot.allowance.ahead = math.inf if self.tables.crew.can_drop(slot) else min(pace.ahead, CALLS_AHEAD)
+        self.tables.feed(slot)
 
     def _record(self, slot: WorkerSlot, call: Call, result: Result, answer: Answer) -> None:
         """Has the tally count what the worker did."""
@@ -166,7 +171,5 @@ class Receiver:
             return
         if result.wire is not None and lent is not None:
             result = result._replace(wire=unplaced(result.wire, lent))
-        tables.results[result.task_id] = result
         slot.journal.answered(result.task_id, result.digest)
-        tables.handle(TaskDone(result.task_id))
-        tables.unanswered.discard(result.task_id)
+        tables.answered(slot, result)

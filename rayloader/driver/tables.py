@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from rayloader.driver.channel import ActorLost
 from rayloader.driver.crew import Crew
 from rayloader.driver.messages import (
+    BatchTaken,
     Deliver,
     DrawIndices,
     Drop,
@@ -36,6 +37,7 @@ from rayloader.driver.messages import (
     ReplaceWorker,
     Submit,
     Task,
+    TaskDone,
 )
 from rayloader.driver.opening import describe
 from rayloader.driver.recorder import Tally
@@ -102,6 +104,7 @@ class Tables:
         for slot in crew.slots:
             slot.drop_calls()
             slot.dropped = None
+            slot.allowance = None
 
     @property
     def tables(self) -> Tables:
@@ -119,6 +122,11 @@ class Tables:
         """Whether something is to come from the workers."""
         return bool([slot for slot in self.crew.slots if slot.calls] or self.crew.awaited)
 
+    @property
+    def untaken(self) -> list[Result]:
+        """What has come, and was not taken. Any thread may ask."""
+        return [*list(self.results.values()), *[result for _, result in self.deliverable.copy()]]
+
     @changes
     def handle(self, event: Event) -> None:
         """Tells the schedule what happened, and carries out what it answers."""
@@ -134,6 +142,7 @@ class Tables:
                     for task_id in task_ids:
                         self.unanswered.discard(task_id)
                         self.results.pop(task_id, None)
+                        self._gone(task_id, self.crew.slots)
                 case Drop(worker_id, first_task_id):
                     slot = self.crew.slots[worker_id]
                     self.crew.drop(slot, first_task_id)
@@ -153,10 +162,35 @@ class Tables:
         """Sends off what the workers were told."""
         self.crew.flush()
 
+    def taken(self, task: Task) -> None:
+        """The user has its batch."""
+        slot = self.crew.slots[task.worker_id]
+        self.handle(BatchTaken(task.task_id))
+        self._gone(task.task_id, [slot])
+        self.feed(slot)
+
+    def answered(self, slot: WorkerSlot, result: Result) -> None:
+        """A worker has built a task's batch."""
+        self.results[result.task_id] = result
+        if slot.allowance is not None:
+            slot.allowance.answered(result.task_id, result.nbytes)
+        self.handle(TaskDone(result.task_id))
+        self.unanswered.discard(result.task_id)
+
+    def feed(self, slot: WorkerSlot) -> None:
+        """Has a worker build what waits, as far as it is allowed; see NOTE [bytes] in allowance.py."""
+        while slot.waiting and (slot.allowance is None or slot.allowance.allows(len(slot.calls))):
+            self.run(slot, slot.waiting.popleft())
+
     def run(self, slot: WorkerSlot, told: Told) -> None:
         """Has a worker build a task's batch."""
         lent = self.crew.run(slot, told)
         slot.calls.append(Call(slot.host, slot.host.calls, told.task_id, lent))
+
+    def _gone(self, task_id: int, slots: list[WorkerSlot]) -> None:
+        for slot in slots:
+            if slot.allowance is not None:
+                slot.allowance.gone(task_id)
 
     def replay(self, slot: WorkerSlot, tasks: list[Told]) -> None:
         """Has a worker build tasks again."""
@@ -165,9 +199,8 @@ class Tables:
 
     def run_unanswered(self, slot: WorkerSlot) -> None:
         """Has a worker build all that it owes."""
-        for told in slot.journal.tasks:
-            if told.task_id in self.unanswered:
-                self.run(slot, told)
+        slot.waiting = deque(told for told in slot.journal.tasks if told.task_id in self.unanswered)
+        self.feed(slot)
 
     def _submit(self, task: Task) -> None:
         self.crew.check_session()
@@ -175,7 +208,8 @@ class Tables:
         slot.journal.told(told)
         self.unanswered.add(task.task_id)
         if not slot.away and slot.replay is None:
-            self.run(slot, told)
+            slot.waiting.append(told)
+            self.feed(slot)
 
     def describe(self, task: Task) -> str:
         """Which batch, where, of what."""

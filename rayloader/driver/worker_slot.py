@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayloader.driver.actor import Actor
+from rayloader.driver.allowance import Allowance
 from rayloader.protocol import Setup
-from rayloader.state.journal import Journal
+from rayloader.state.journal import Journal, Told
 from rayloader.transport.lanes import Lent
 
 
@@ -49,6 +50,8 @@ class WorkerSlot:
         started: Ray's reference to the answer of `WorkerProcess.start`.
         began_at: after which call of its host its epoch began.
         calls: unanswered, oldest first.
+        waiting: tasks that it is to be given once `allowance` allows it, in order.
+        allowance: how much of it may be under way; None: all that the schedule submits.
         replay: under way, if there is one.
         dropped: its first task that nobody wants any more of the epoch that was closed, if there is one.
     """
@@ -61,10 +64,13 @@ class WorkerSlot:
     started: Any = None
     began_at: int = 0
     calls: deque[Call] = field(default_factory=deque)
+    waiting: deque[Told] = field(default_factory=deque)
+    allowance: Allowance | None = None
     replay: Replay | None = None
     dropped: int | None = None
 
     def drop_calls(self) -> None:
-        """Whatever it answers to what it was asked so far is nobody's."""
+        """Whatever it answers to what it was asked so far is nobody's, and what waits is not told."""
         self.calls.clear()
+        self.waiting.clear()
         self.replay = None

@@ -100,6 +100,10 @@ class Arena:
     def __del__(self) -> None:
         self.close()
 
+    def writer(self) -> ArenaWriter:
+        """For an arena that this process fills itself, in place of a worker; for one thread at a time."""
+        return ArenaWriter(self._mapping, self.address.nbytes)
+
     def view(self, place: Place, leases: Leases) -> memoryview:
         """The bytes of a buffer, writable; they, and what is made of them, keep their slot leased.
 

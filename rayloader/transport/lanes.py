@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
@@ -122,12 +122,25 @@ def from_wire(wire: Wire) -> Any:
     What can be written to is its own and is not copied; an object keeps the slots that it has views of for as long as
     it lives. The other buffers are copied: Ray's are read-only.
     """
-    skeleton, buffers, carried, _ = wire
-    own = []
-    for buffer in buffers:
-        view = memoryview(buffer)
-        own.append(codec.writable_copies([view])[0] if view.readonly else view)
-    return codec.decode(skeleton, own, carried)
+    skeleton, buffers, carried, _ = owned(wire, _fresh_copy)
+    return codec.decode(skeleton, buffers, carried)
+
+
+def owned(wire: Wire, copy: Callable[[memoryview], memoryview]) -> Wire:
+    """The same with copies of the buffers that can't be written to, made by `copy`."""
+    skeleton, buffers, carried, packed = wire
+    views = [memoryview(buffer) for buffer in buffers]
+    return skeleton, [copy(view) if view.readonly else view for view in views], carried, packed
+
+
+def read_only_bytes(wire: Wire) -> int:
+    """Bytes of the buffers that `owned` has to copy."""
+    views = [memoryview(buffer) for buffer in wire[1]]
+    return sum(view.nbytes for view in views if view.readonly)
+
+
+def _fresh_copy(buffer: memoryview) -> memoryview:
+    return codec.writable_copies([buffer])[0]
 
 
 def pack(message: Any, wires: Sequence[Wire]) -> Any:

@@ -5,7 +5,10 @@ import pytest
 
 @pytest.fixture
 def depth_of(monkeypatch):
-    """Fixes an automatic depth, of each worker, and gives a list of the depths that were reached."""
+    """Fixes an automatic depth, of each worker, and gives a list of the depths that were reached.
+
+    These are tasks that the worker was told and the user has not taken: where a thread receives, few are unanswered.
+    """
     from rayloader.driver.pace import Pace
     from rayloader.driver.tables import Tables
 
@@ -14,7 +17,8 @@ def depth_of(monkeypatch):
 
     def counted(self, slot, told):
         run(self, slot, told)
-        depths.append(len(slot.calls))
+        untaken = [task for task in self.schedule.tasks if task.worker_id == slot.worker_id]
+        depths.append(len(untaken) - len(slot.waiting))
 
     def fix(places):
         def saw(pace, *_):

@@ -21,12 +21,12 @@ def test_without_an_accelerator_torchs_warning_and_no_pinning():
     with pytest.warns(UserWarning, match="'pin_memory' argument is set as true but no accelerator is found"):
         iterator = iter(loader)
     threads = [thread.name for thread in threading.enumerate()]
-    assert "rayloader-pin" not in threads
+    assert "rayloader-ahead" not in threads
     assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
 
 
 def pin_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "rayloader-pin"]
+    return [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -36,7 +36,7 @@ def test_batches_are_pinned_in_order_in_one_thread_on_the_current_device(acceler
         batches = list(loader)
         assert [batch.tolist() for batch in batches] == [[k, k + 1] for k in range(0, 10, 2)]
         assert {type(batch) for batch in batches} == {Pinned}
-    assert (accelerator.threads, accelerator.devices, accelerator.pinned) == ({"rayloader-pin"}, {3}, 10)
+    assert (accelerator.threads, accelerator.devices, accelerator.pinned) == ({"rayloader-ahead"}, {3}, 10)
 
 
 def test_containers_are_pinned_as_torch_pins_them(accelerator):
@@ -56,7 +56,7 @@ class PinsItself:
 
 def test_a_custom_pin_memory_method_is_called(accelerator):
     batches = list(load(PinsItself, 4, num_workers=2, pin_memory=True))
-    assert [(batch.index, batch.thread) for batch in batches] == [(k, "rayloader-pin") for k in range(4)]
+    assert [(batch.index, batch.thread) for batch in batches] == [(k, "rayloader-ahead") for k in range(4)]
 
 
 def test_at_most_two_batches_are_pinned_ahead_of_the_user(accelerator, tmp_path):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 
 from multinode_data import Calls, as_is, origin
 from multinode_waiting import HANG_LIMIT, wait_for_exit, wait_until
@@ -114,6 +115,23 @@ def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, d
     assert list(loader) == [0, 1, 2, 3]
     # The one batch that was delivered before is built again and compared.
     assert [(index, node_id) for index, node_id, _ in origins.read()[1:]] == [(i, nodes.away) for i in [0, 1, 2, 3] * 2]
+
+
+def test_a_node_that_is_killed_while_large_results_are_on_their_way(doomed, tmp_path):
+    """Some have come, some have not, and some were not copied yet: each comes once, in its turn."""
+    origins = Origins(tmp_path / "origins")
+
+    def sample(index):
+        origins.note(index)
+        return torch.full((1 << 18,), index)
+
+    options = {"num_workers": 1, "collate_fn": as_is, "ray_remote_args": doomed.remote_args}
+    iterator = iter(DataLoader(Calls(sample, 60), None, prefetch_factor=20, **options))
+    kept = [next(iterator)]
+    wait_until(lambda: len(origins.read()) > 10, "the worker has built some more")
+    doomed.remove(graceful=False)
+    kept += iterator
+    assert [batch.unique().tolist() for batch in kept] == [[index] for index in range(60)]
 
 
 @pytest.mark.full

@@ -289,6 +289,9 @@ TESTS = {
             "this iterator's workers",
         ],
     },
+    "multinode/test_cluster_batches.py": {
+        "test_who_keeps_all_batches_is_told_once_and_gets_the_rest": ["rayloader: the program keeps"],
+    },
     "multinode/test_cluster_join.py": {
         "test_ray_client_is_refused": ["rayloader needs a driver"],
     },

@@ -1,6 +1,6 @@
-"""The thread that pins batches before the user asks for them.
+"""The thread that prepares batches before the user asks for them: copies or pins them.
 
-Promise: owns one thread, `rayloader-pin`, which ends when `close` is called, or with an error, which `check` raises.
+Promise: owns one thread, `rayloader-ahead`, which ends when `close` is called, or with an error, which `check` raises.
 What a signal handler raises in the user's thread, at any line, leaves nothing locked.
 """
 
@@ -17,7 +17,7 @@ from rayloader.bell import Bell
 TICK_S = 0.1
 
 
-class PinThread:
+class AheadThread:
     """Does in a thread of its own what there is to do.
 
     Args:
@@ -32,7 +32,7 @@ class PinThread:
         self._done = Bell()  # something was done, or the thread has ended
         self._closed = False
         self._error: BaseException | None = None  # what ended the thread
-        self._thread = threading.Thread(target=self._loop, name="rayloader-pin", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="rayloader-ahead", daemon=True)
         self._thread.start()
 
     def ring(self) -> None:
@@ -57,7 +57,7 @@ class PinThread:
             self._thread.join()
 
     def _loop(self) -> None:
-        torch.set_num_threads(1)  # of this thread: the copy into pinned memory must not take every core
+        torch.set_num_threads(1)  # of this thread: a copy into pinned memory must not take every core
         if self._device_index is not None:
             torch.accelerator.set_device_index(self._device_index)
         while not self._closed:

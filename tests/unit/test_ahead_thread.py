@@ -1,4 +1,4 @@
-"""The pin thread with something to do put in: no accelerator, no Ray."""
+"""The thread that works ahead, with something to do put in: no accelerator, no Ray."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayloader.driver.pinning import PinThread
+from rayloader.driver.ahead import AheadThread
 
 HANG_LIMIT_S = 30.0
 
 
 @pytest.fixture
-def pin_threads() -> Iterator[list[PinThread]]:
+def ahead_threads() -> Iterator[list[AheadThread]]:
     """Closes what a test made, and proves that no thread is left."""
-    made: list[PinThread] = []
+    made: list[AheadThread] = []
     yield made
     for thread in made:
         thread.close()
-    assert not [t for t in threading.enumerate() if t.name == "rayloader-pin"]
+    assert not [t for t in threading.enumerate() if t.name == "rayloader-ahead"]
 
 
-def test_it_does_what_there_is_and_waits_for_the_next_ring(pin_threads):
+def test_it_does_what_there_is_and_waits_for_the_next_ring(ahead_threads):
     todo, done, idle = [1, 2, 3], [], threading.Event()
 
     def work() -> bool:
@@ -32,8 +32,8 @@ def test_it_does_what_there_is_and_waits_for_the_next_ring(pin_threads):
         idle.set()
         return False
 
-    thread = PinThread(work, None)
-    pin_threads.append(thread)
+    thread = AheadThread(work, None)
+    ahead_threads.append(thread)
     assert idle.wait(HANG_LIMIT_S)
     assert done == [1, 2, 3]
     todo.append(4)
@@ -44,22 +44,22 @@ def test_it_does_what_there_is_and_waits_for_the_next_ring(pin_threads):
     thread.check()
 
 
-def test_an_error_ends_it_and_is_raised_each_time(pin_threads):
+def test_an_error_ends_it_and_is_raised_each_time(ahead_threads):
     def work() -> bool:
         raise KeyError("as planned")
 
-    thread = PinThread(work, None)
-    pin_threads.append(thread)
+    thread = AheadThread(work, None)
+    ahead_threads.append(thread)
     thread._thread.join(HANG_LIMIT_S)
     for _ in range(2):
         with pytest.raises(KeyError):
             thread.check()
 
 
-def test_close_ends_a_thread_that_waits_and_one_that_works(pin_threads):
+def test_close_ends_a_thread_that_waits_and_one_that_works(ahead_threads):
     for busy in (False, True):
-        thread = PinThread(lambda busy=busy: busy, None)
-        pin_threads.append(thread)
+        thread = AheadThread(lambda busy=busy: busy, None)
+        ahead_threads.append(thread)
         thread.close()
         assert not thread._thread.is_alive()
         thread.close()

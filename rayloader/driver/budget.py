@@ -1,0 +1,73 @@
+"""The bytes that one epoch's batches may take: every worker has a share, and what the program keeps is taken off.
+
+Promise: an `Allowance` for each worker whose depth is automatic, kept up to date as the user is given batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from rayloader.driver.allowance import Allowance
+from rayloader.driver.pace import Pace
+from rayloader.driver.tables import Tables
+from rayloader.transport.lanes import read_only_bytes
+
+logger = logging.getLogger("rayloader")
+
+# How often it is looked how much the program keeps, while as many bytes as there are in all are given to it.
+LOOKS = 16
+# Ray's calls of one worker that may be unanswered. One takes some milliseconds, and about one of them is work: with so
+# many the worker need not wait. More could only grow larger than expected, for Ray carries out what it was told.
+CALLS_AHEAD = 8
+
+_told = False  # that the program keeps as much as there is; all loaders say it once
+
+
+class Budget:
+    """Of one epoch.
+
+    Args:
+        tables: of the epoch.
+        nbytes: in all, the loader's prefetch_bytes.
+        first: tasks of a worker that never wait, see NOTE [bytes] in allowance.py.
+        paces: of each worker, with the sizes of its batches in the epoch before; none where the depth is the user's.
+        leased: tells the bytes of shared memory in which batches lie, the program's among them.
+    """
+
+    def __init__(self, tables: Tables, nbytes: int, first: int, paces: list[Pace], leased: Callable[[], int]) -> None:
+        self._tables = tables
+        self._nbytes = nbytes
+        self._leased = leased
+        self._given = 0  # bytes, since it was looked last
+        self._allowances = [Allowance(first, nbytes / len(paces), pace.nbytes) for pace in paces]
+        for slot, allowance in zip(tables.crew.slots, self._allowances, strict=False):
+            slot.allowance = allowance
+            if tables.crew.uses_store:
+                allowance.ahead = CALLS_AHEAD  # until it is known how the worker is reached, and how long a task takes
+
+    def gave(self, nbytes: int) -> None:
+        """The user was given a batch of so many bytes."""
+        self._given += nbytes
+        if not self._allowances or self._given * LOOKS < self._nbytes:
+            return
+        self._given = 0
+        ready = [r.nbytes for r in self._tables.untaken if r.wire is not None and not read_only_bytes(r.wire)]
+        kept = max(0, self._leased() - sum(ready))
+        for allowance in self._allowances:
+            allowance.nbytes = max(0, self._nbytes - kept) / len(self._allowances)
+        if kept >= self._nbytes:
+            self._tell(kept)
+
+    def _tell(self, kept: int) -> None:
+        global _told
+        if not _told:
+            _told = True
+            ready = sum(result.nbytes for result in self._tables.untaken)
+            unanswered = sum(len(slot.calls) for slot in self._tables.crew.slots)
+            logger.warning(
+                "rayloader: the program keeps %d MB of batches, %d MB are ready, and %d batches are under way, where "
+                "prefetch_bytes is %d MB. Meanwhile the workers are given no more to do than torch's would be. Drop "
+                "batches once they are used, or raise prefetch_bytes",
+                *(kept >> 20, ready >> 20, unanswered, self._nbytes >> 20),
+            )

@@ -1,0 +1,170 @@
+"""What is done for a batch between its delivery and the user's call: a copy that is the user's to write to, or pinning.
+
+Promise: of the first batches that are deliverable, so many and so many bytes are prepared in `rayloader-ahead`, which
+also receives; so the trainer waits for no copy that could have been made before. The thread is this object's: it starts
+where there is something to prepare, and ends with `close`.
+
+Without pinning only memory is copied here. The batch is put together in the user's thread, whose default device and
+inference mode it is to have, as with torch's loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rayloader import skipping
+from rayloader._compat import ExceptionWrapper
+from rayloader.driver.ahead import AheadThread
+from rayloader.driver.messages import Task
+from rayloader.driver.opening import Delivery, opened
+from rayloader.driver.receiver import Receiver
+from rayloader.driver.tables import Tables
+from rayloader.protocol import Result
+from rayloader.transport import lanes
+from rayloader.transport.recycled import Recycled
+
+# How often the thread looks whether a wait for the workers has become pointless, in seconds.
+TICK_S = 1.0
+# How many batches are opened and pinned before the user asks for them.
+PINNED_AHEAD = 2
+# How many are copied out of Ray's object store, and how many bytes of them beyond the first: enough that a trainer
+# which takes several in a row waits for no copy.
+COPIED_AHEAD = 8
+COPIED_AHEAD_BYTES = 64 << 20
+
+
+class Preparer:
+    """Prepares the batches of one epoch.
+
+    Args:
+        tables: of the epoch.
+        receiver: of the epoch.
+        pin: pins a batch; None: no pinning.
+        device_index: accelerator that the thread works for, if any.
+    """
+
+    def __init__(
+        self, tables: Tables, receiver: Receiver, pin: Callable[[Any], Any] | None, device_index: int | None
+    ) -> None:
+        self._tables = tables
+        self._receiver = receiver
+        self._pin = pin
+        self._device_index = device_index
+        self._thread: AheadThread | None = None
+        self._pinned: dict[int, Delivery] = {}  # by task
+        self._copies = Recycled()
+
+    @property
+    def receives(self) -> bool:
+        """Whether the thread has started: it waits for the workers, and `wait` waits for the thread."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Starts the thread, if there is something to prepare; callable more than once."""
+        tables = self._tables
+        if self._thread is None and (self._pin is not None or tables.crew.uses_store):
+            with tables.lock:
+                if not tables.schedule.closed:
+                    self._thread = AheadThread(self._work, self._device_index)
+                    tables.on_change = self._thread.ring
+
+    def wait(self, timeout: float) -> bool:
+        """Waits for `timeout` seconds at most until the thread has done something; whether it has."""
+        assert self._thread is not None
+        return self._thread.wait(timeout)
+
+    def first(self) -> Delivery | None:
+        """The next batch as the user gets it; None if it is not there yet. It stays there until it is `taken`."""
+        with self._tables.lock:
+            first = self._tables.deliverable[0] if self._tables.deliverable else None
+        if first is None:
+            return None
+        if self._thread is not None:
+            self._thread.check()
+            if not self._is_prepared(*first):
+                return None
+        return self._pinned[first[0].task_id] if self._pin is not None else opened(*first)
+
+    def taken(self, task: Task) -> None:
+        """The user has it."""
+        self._pinned.pop(task.task_id, None)
+
+    def undone(self, from_task: int) -> None:
+        """The tasks from this one on come again."""
+        self._pinned = {task_id: pinned for task_id, pinned in self._pinned.items() if task_id < from_task}
+
+    @property
+    def leased_bytes(self) -> int:
+        """Of copies that are ready, or that the user keeps. Any thread may ask."""
+        return self._copies.leased_bytes
+
+    def close(self, *, wait: bool) -> None:
+        """Ends the thread, and waits for it if so asked. Not under the lock of the tables."""
+        self._pinned.clear()
+        if self._thread is not None:
+            self._thread.close(wait=wait)
+        self._copies.close()
+
+    # ---- in the thread
+
+    def _work(self) -> bool:
+        """Prepares a batch, or waits for one; False if as many are prepared as may be."""
+        tables = self._tables
+        with tables.lock:
+            if tables.schedule.closed:
+                return False
+            entry, full = self._next()
+            idle = tables.failure is not None or not tables.is_under_way
+        if entry is not None:
+            self._prepare(*entry)
+            return True
+        if idle:
+            return False
+        if full:
+            self._receiver.take()
+            tables.flush()  # the workers' next tasks, which follow what has come
+            return False
+        self._receiver.wait(TICK_S)
+        return True
+
+    def _next(self) -> tuple[tuple[Task, Result] | None, bool]:
+        """The first batch that is not prepared and may be; and whether it is the bound that leaves none."""
+        most, nbytes = COPIED_AHEAD if self._pin is None else PINNED_AHEAD, 0
+        for place, (task, result) in enumerate(self._tables.deliverable):
+            nbytes += result.nbytes
+            if place == most or (place and nbytes > COPIED_AHEAD_BYTES and self._pin is None):
+                return None, True
+            if not self._is_prepared(task, result):
+                return (task, result), False
+        return None, False
+
+    def _is_prepared(self, task: Task, result: Result) -> bool:
+        if self._pin is not None:
+            return task.task_id in self._pinned and self._pinned[task.task_id].task is task
+        return result.wire is None or lanes.read_only_bytes(result.wire) <= lanes.SMALL_BYTES
+
+    def _prepare(self, task: Task, result: Result) -> None:
+        if self._pin is not None:
+            delivery = self._opened_and_pinned(task, result, self._pin)
+        else:
+            assert result.wire is not None
+            result = result._replace(wire=lanes.owned(result.wire, self._copies.copy))
+        tables = self._tables
+        with tables.lock:
+            places = [place for place, (other, _) in enumerate(tables.deliverable) if other is task]
+            for place in places:  # none, if it was taken back meanwhile
+                if self._pin is not None:
+                    self._pinned[task.task_id] = delivery
+                else:
+                    tables.deliverable[place] = task, result
+
+    def _opened_and_pinned(self, task: Task, result: Result, pin: Callable[[Any], Any]) -> Delivery:
+        delivery = opened(task, result)
+        if not isinstance(delivery.data, ExceptionWrapper) and delivery.data is not skipping.NOTHING:
+            try:
+                delivery.data = pin(delivery.data)
+            except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
+                where = f"in pin memory thread for device {self._device_index}"
+                delivery.data = ExceptionWrapper(where=where)
+        return delivery

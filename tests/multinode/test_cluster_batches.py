@@ -1,0 +1,121 @@
+"""What comes from another node: copied ahead into memory that is used again, and never more of it than was agreed."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from multinode_data import AWAY, Calls, as_is
+from multinode_waiting import wait_until
+from rayloader import DataLoader
+from rayloader.driver.pace import Pace
+from rayloader.transport.lanes import SMALL_BYTES
+
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
+
+MB = 1 << 20
+LENGTH = 60
+
+
+def sample(index):
+    """Every third is small, and every seventh an error."""
+    if index % 7 == 3:
+        raise LookupError(f"no sample {index}")
+    numbers = 8 if index % 3 == 0 else 4 * SMALL_BYTES + index
+    return {
+        "image": torch.full((numbers,), index),
+        "array": torch.full((SMALL_BYTES + index,), index % 128, dtype=torch.int8).numpy(),
+        "labels": torch.tensor([index, -index]),
+        "name": f"sample {index}",
+    }
+
+
+def is_sample(batch, index, plus=0):
+    expected = sample(index)
+    return (
+        torch.equal(batch["image"], expected["image"] + plus)
+        and (batch["array"] == expected["array"]).all()
+        and torch.equal(batch["labels"], expected["labels"])
+        and batch["name"] == expected["name"]
+    )
+
+
+def load(function, length, **options):
+    options = {"num_workers": 2, "collate_fn": as_is, "ray_remote_args": AWAY, **options}
+    return DataLoader(Calls(function, length), None, **options)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
+
+
+@pytest.mark.parametrize("depth", [None, 3])
+def test_batches_of_every_kind_come_as_they_were_whatever_is_kept(depth):
+    loader = load(sample, LENGTH, prefetch_factor=depth, persistent_workers=True)
+    for _ in range(2):
+        iterator, kept = iter(loader), {}
+        for index in range(LENGTH):
+            if index % 7 == 3:
+                with pytest.raises(LookupError, match=f"no sample {index}"):
+                    next(iterator)
+                continue
+            batch = next(iterator)
+            assert is_sample(batch, index)
+            batch["image"].add_(1)  # a read-only page would end this process
+            batch["array"][0] = batch["array"][0]
+            if index % 2:
+                kept[index] = batch
+            assert all(is_sample(batch, number, plus=1) for number, batch in kept.items())
+        with pytest.raises(StopIteration):
+            next(iterator)
+        assert len(threads()) == 1
+    assert all(is_sample(batch, number, plus=1) for number, batch in kept.items())
+
+
+def test_breaking_off_while_batches_are_under_way_leaves_no_thread():
+    iterator = iter(load(lambda index: torch.full((MB,), index), LENGTH))
+    kept = [next(iterator) for _ in range(3)]
+    assert len(threads()) == 1
+    del iterator
+    gc.collect()
+    wait_until(lambda: not threads(), "the thread has ended")
+    assert [int(batch.unique()) for batch in kept] == [0, 1, 2]
+
+
+def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefetch_bytes(monkeypatch):
+    """Though hundreds of tasks were drawn while batches were small."""
+
+    def saw(pace, *_):
+        before, pace.places, pace.ahead = pace.places, 200, 200
+        return before != pace.places
+
+    monkeypatch.setattr(Pace, "saw", saw)
+    budget, grown = 16 * MB, 2 * MB
+
+    def get(index):
+        return torch.full((1000 if index < 50 else grown,), index % 100, dtype=torch.uint8)
+
+    iterator = iter(load(get, 500, prefetch_bytes=budget))
+    for index in range(40):
+        assert next(iterator)[0] == index
+    epoch, ready = iterator._epoch, []
+    assert len(epoch.tables.schedule.tasks) > 300, "the window is not deep, so nothing is tried"
+
+    def workers_are_idle():
+        with epoch.tables.lock:
+            ready.append(epoch.bytes_under_way)
+            return not [slot for slot in epoch.tables.crew.slots if slot.calls]
+
+    wait_until(workers_are_idle, "the workers have done what they may")
+    assert budget // 4 < max(ready) <= budget + 2 * 8 * grown  # beyond it what Ray had been told before
+    assert [int(batch[0]) for batch in iterator] == [index % 100 for index in range(40, 500)]
+
+
+def test_who_keeps_all_batches_is_told_once_and_gets_the_rest(caplog, monkeypatch):
+    monkeypatch.setattr("rayloader.driver.budget._told", False)
+    kept = list(load(lambda index: torch.full((MB,), index % 100, dtype=torch.uint8), 40, prefetch_bytes=4 * MB))
+    assert [int(batch[-1]) for batch in kept] == list(range(40))
+    told = [record.getMessage() for record in caplog.records if "the program keeps" in record.getMessage()]
+    assert len(told) == 1
+    assert "where prefetch_bytes is 4 MB" in told[0]

@@ -1,0 +1,171 @@
+"""Copies in memory that is used again: never while anybody can look at it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rayloader.transport import codec, lanes, recycled
+from rayloader.transport.arena import ArenaError
+from rayloader.transport.lanes import SMALL_BYTES, from_wire, owned, read_only_bytes, to_wire
+from rayloader.transport.recycled import Recycled
+
+LARGE = SMALL_BYTES + 1
+
+
+def mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "rayloader-copies" in line]
+
+
+@pytest.fixture
+def copies():
+    copies = Recycled()
+    yield copies
+    copies.close()
+    del copies
+    gc.collect()
+    assert not mappings()
+
+
+def source(number: int, nbytes: int = LARGE) -> memoryview:
+    return memoryview(bytes([number % 256]) * nbytes)
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, SMALL_BYTES, LARGE, 3 << 20])
+def test_a_copy_is_writable_and_nobody_elses(copies, nbytes):
+    given = source(7, nbytes)
+    one, two = copies.copy(given), copies.copy(given)
+    assert bytes(one) == bytes(two) == bytes(given)
+    one[:] = bytes(nbytes)
+    assert bytes(two) == bytes(given)
+
+
+def test_memory_is_used_again_once_the_last_view_has_died(copies):
+    copy = copies.copy(source(1))
+    where, tensor = address(copy), torch.frombuffer(copy, dtype=torch.uint8)[5:]
+    del copy
+    other = copies.copy(source(2))
+    assert address(other) != where
+    assert (tensor == 1).all()
+    del tensor
+    assert address(copies.copy(source(3))) == where
+    assert bytes(other) == bytes(source(2))
+
+
+def test_small_copies_keep_no_slot(copies):
+    kept = [copies.copy(source(number, SMALL_BYTES)) for number in range(20)]
+    assert copies.leased_bytes == 0
+    assert [bytes(copy[:1]) for copy in kept] == [bytes([number]) for number in range(20)]
+
+
+def test_what_is_kept_never_changes_whatever_is_dropped(copies):
+    rng, kept = np.random.default_rng(0), {}
+    for number in range(600):
+        kept[number] = copies.copy(source(number, LARGE + int(rng.integers(0, 20_000))))
+        if len(kept) > 5:
+            del kept[int(rng.choice(list(kept)))]
+        assert all(copy[0] == copy[-1] == number % 256 for number, copy in kept.items())
+    assert copies.leased_bytes < 10 * 2 * LARGE
+
+
+def test_views_may_die_in_another_thread_while_copies_are_made(copies):
+    mail: list[memoryview] = []
+    done = threading.Event()
+
+    def drop():
+        while not done.is_set() or mail:
+            if mail:
+                mail.pop()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    try:
+        for number in range(500):
+            copy = copies.copy(source(number))
+            assert copy[0] == copy[-1] == number % 256
+            mail.append(copy)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_after_close_what_is_kept_stays_and_new_copies_have_memory_of_their_own(copies):
+    kept = copies.copy(source(5))
+    copies.close()
+    copies.close()
+    assert bytes(kept) == bytes(source(5))
+    assert mappings()
+    assert bytes(copies.copy(source(6))) == bytes(source(6))
+    assert copies.leased_bytes == 0
+
+
+def test_without_arenas_copies_are_made_all_the_same(copies, monkeypatch):
+    def refuse(*_):
+        raise ArenaError("no memory files here")
+
+    monkeypatch.setattr(recycled, "Arena", refuse)
+    assert bytes(copies.copy(source(9))) == bytes(source(9))
+    assert not mappings()
+
+
+def test_without_room_copies_are_made_all_the_same(copies, monkeypatch):
+    monkeypatch.setattr(lanes, "ARENA_BYTES", 1 << 17)
+    kept = [copies.copy(source(number)) for number in range(5)]
+    assert [copy[-1] for copy in kept] == list(range(5))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_a_forked_child_may_read_is_never_used_again(copies):
+    copy = copies.copy(source(4))
+    where = address(copy)
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:  # pragma: no cover
+        os.read(read, 1)
+        os._exit(0 if bytes(copy) == bytes(source(4)) else 1)
+    del copy
+    others = [copies.copy(source(number)) for number in range(10)]
+    assert where not in map(address, others)
+    os.write(write, b"!")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(read)
+    os.close(write)
+
+
+def test_where_forks_have_spoiled_much_the_memory_is_replaced(copies, monkeypatch):
+    monkeypatch.setattr(lanes, "SPOILED_BYTES", 0)
+    kept = copies.copy(source(1))
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover
+        os._exit(0)
+    os.waitpid(pid, 0)
+    del kept
+    before = mappings()
+    after = [copies.copy(source(number)) for number in range(3)]
+    gc.collect()
+    assert mappings() != before
+    assert [copy[0] for copy in after] == [0, 1, 2]
+
+
+def test_of_a_wire_only_what_is_read_only_is_copied(copies):
+    batch = {"image": torch.arange(LARGE), "label": torch.arange(4), "name": "seven"}
+    skeleton, buffers, carried, packed = to_wire(codec.encode(batch))
+    writable = bytearray(memoryview(buffers[0]))
+    wire = skeleton, [writable, bytes(memoryview(buffers[1]))], carried, packed
+    assert read_only_bytes(wire) == batch["label"].nbytes
+    mine = owned(wire, copies.copy)
+    assert read_only_bytes(mine) == 0
+    got = from_wire(mine)
+    assert torch.equal(got["image"], batch["image"])
+    assert torch.equal(got["label"], batch["label"])
+    assert got["name"] == "seven"
+    assert got["image"].data_ptr() == address(memoryview(writable))
