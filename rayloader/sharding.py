@@ -7,8 +7,8 @@ make them equal. What is a part of something already is not divided again.
 NOTE [One order]: ranks that draw different orders get parts that overlap, and nobody would notice. So an order does not
 depend on the global random generators, which differ from rank to rank: it is drawn while they are seeded by seed and
 epoch, as DistributedSampler seeds its own, and afterwards they are put back. A generator that a sampler holds is the
-program's: it has to be in the same state in all ranks. The list of all ranks' states shows whether it was: it cannot be
-loaded if it was not.
+program's: it has to be in the same state in all ranks. The list of all ranks' states shows whether it was: else it
+cannot be loaded with another number of ranks.
 """
 
 from __future__ import annotations

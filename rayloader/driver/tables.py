@@ -228,6 +228,8 @@ class Tables:
 
 
 def _briefly(cause: str) -> str:
-    """Of a traceback, the error that it ends with."""
+    """Of a traceback, the error that it ends with; of what Ray says, neither the actor's fields nor general advice."""
     lines = [line for line in cause.splitlines() if line.strip()]
-    return lines[-1] if "Traceback" in cause else cause
+    if "Traceback" in cause:
+        return lines[-1]
+    return " ".join(line for line in lines if not line.startswith("\t")).split(" Some common causes")[0]
