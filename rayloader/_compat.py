@@ -152,13 +152,23 @@ def authenticate(ray: ModuleType) -> None:
 
 
 @contextlib.contextmanager
-def starting_workers_by(ray: ModuleType, path: str | None) -> Iterator[None]:
-    """Has a Ray that is started meanwhile run this script for its worker processes; None: its own."""
-    parameters = ray._private.parameter.RayParams
-    before = parameters.__init__
-    if path is not None and "worker_path" in inspect.signature(before).parameters:
-        parameters.__init__ = functools.partialmethod(before, worker_path=path)
+def own_start(ray: ModuleType, worker_path: str | None, *, dashboard: bool) -> Iterator[None]:
+    """A Ray of one machine and one program, that is started meanwhile, starts no processes that are of no use to it.
+
+    Args:
+        ray: the module.
+        worker_path: the script that it is to run for its worker processes; None: its own.
+        dashboard: whether the dashboard was asked for. Where it was not, Ray would start its process nevertheless, with
+            nothing to serve, and wait for it; and that of the autoscaler.
+    """
+    parameters, services = ray._private.parameter.RayParams, ray._private.services
+    before, start_dashboard = parameters.__init__, services.start_api_server
+    known = inspect.signature(before).parameters
+    wanted = {"worker_path": worker_path, "no_monitor": not dashboard}
+    parameters.__init__ = functools.partialmethod(before, **{key: wanted[key] for key in wanted if key in known})
+    if not dashboard:
+        services.start_api_server = lambda *_, **__: (None, None)
     try:
         yield
     finally:
-        parameters.__init__ = before
+        parameters.__init__, services.start_api_server = before, start_dashboard

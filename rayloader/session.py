@@ -40,7 +40,7 @@ import ray
 import ray.util.client
 
 from rayloader import torchrun
-from rayloader._compat import RAY_START_LOGGERS, authenticate, connection_of, give_own_random, starting_workers_by
+from rayloader._compat import RAY_START_LOGGERS, authenticate, connection_of, give_own_random, own_start
 from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
 from rayloader.forkserver.owner import ForkServer
@@ -287,7 +287,10 @@ def _init_forking(options: dict[str, Any]) -> ForkServer:
     """Starts a Ray whose worker processes are forks."""
     server = ForkServer()
     try:
-        with _environment(server.environment), starting_workers_by(ray, server.worker_path):
+        with (
+            _environment(server.environment),
+            own_start(ray, server.worker_path, dashboard=bool(options.get("include_dashboard"))),
+        ):
             ray.init(**options)
     except BaseException:
         server.close()
