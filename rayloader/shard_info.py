@@ -136,6 +136,12 @@ _local: Reader | None = None
 _working: tuple[Any, Reader] | None = None
 
 
+def nobody_reads() -> None:
+    """The worker process lets go of its workers, and of their datasets."""
+    global _working
+    _working = None
+
+
 def ranks_told(loader: Any) -> tuple[int, int] | None:
     """The rank of a loader, and their number; None if it was not told, and there are several."""
     return _ranks_of(None if loader._ranks is None else (loader._ranks.rank, loader._ranks.num_replicas))

@@ -39,6 +39,7 @@ from rayloader.protocol import (
 )
 from rayloader.replica.image import Image, image_from_contents
 from rayloader.replica.opening import ImageAddress
+from rayloader.shard_info import nobody_reads
 from rayloader.state.generators import note_modules
 from rayloader.state.journal import Resumed
 from rayloader.state.process_state import Baseline
@@ -297,6 +298,7 @@ class WorkerProcess:
         self._hosted.clear()
         self._at_work = None
         set_worker_info(None)
+        nobody_reads()
         self._baseline.restore()
         self._output.close()
         gc.collect()

@@ -193,7 +193,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "the state must have all": lacking,
     "... was given without": lambda: DataLoader(range(4), rank=0),
     "num_replicas must be": lambda: DataLoader(range(4), num_replicas=0, rank=0),
-    "rank must be": lambda: DataLoader(range(4), num_replicas=1, rank=1),
+    "rank must be a whole number from 0 to ..., got ...": lambda: DataLoader(range(4), num_replicas=1, rank=1),
     "seed must be": lambda: DataLoader(range(4), seed=-1),
     "seed=...": lambda: DataLoader(range(4), seed=1),
     "... attribute should not": set_rank,
