@@ -53,7 +53,8 @@ def program(way: str) -> None:
     iterator = iter(loader)
     next(iterator)
     everything = psutil.Process().children(recursive=True)
-    workers = [process for process in everything if "ray::rayloader" in " ".join(process.cmdline())]
+    titles = "ray::rayloader", "ray::WorkerProcess"
+    workers = [process for process in everything if " ".join(process.cmdline()).startswith(titles)]
     others = [process for process in everything if "forkserver" in " ".join(process.cmdline()[1:2])]
     sizes = [process.memory_full_info() for process in workers]
     together = sum(size.pss for size in sizes) + sum(process.memory_full_info().pss for process in others)
