@@ -163,11 +163,11 @@ def of_rank(order: Order, ranks: Ranks, own: Any) -> Order:
     is_iterable = isinstance(order.dataset, IterableDataset)
     if is_iterable and is_part(order.dataset):
         parts.append(order.dataset)
-    if parts:
-        _refuse(parts[0])
-    if is_iterable:
-        return order
     num_replicas, rank, seed = ranks
+    if parts and num_replicas > 1:
+        _refuse(parts[0])
+    if is_iterable or parts:
+        return order
     if order.batch_sampler is not None:
         drop_last = bool(getattr(order.batch_sampler, "drop_last", False))
         shard = Shard(order.batch_sampler, num_replicas, rank, seed=seed, drop_last=drop_last)

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from rayloader._compat import pin_memory
 from rayloader.errors import ShareError, StateError
 from rayloader.loader import DataLoader
 from rayloader.options import check_name, check_remote_args
 from rayloader.prefetch import PREFETCH_BYTES
+from rayloader.shard_info import ranks_told
 
 if TYPE_CHECKING:
     from rayloader.sharing.link import Link
@@ -67,6 +69,12 @@ def share(
             raise ValueError(f"share() needs {argument} >= 1, a whole number, got {value!r}")
     if consumer_timeout is not None and not consumer_timeout > 0:
         raise ValueError(f"consumer_timeout must be a number of seconds > 0, or None, got {consumer_timeout!r}")
+    if isinstance(loader.dataset, IterableDataset) and ranks_told(loader) is None:
+        raise ValueError(
+            "share() was given a loader of an iterable dataset that was not told its rank, where torch.distributed has "
+            "several, and the producer is none of them; give the loader num_replicas and rank, which are 1 and 0 if all "
+            "ranks are to read the same"
+        )
     if name is not None:
         check_name(name)
     check_remote_args(ray_remote_args)

@@ -65,6 +65,7 @@ class Answers:
         self._descriptors[owner] = descriptors
         if not descriptors:
             del self._descriptors[owner]
+            self.ready.discard(owner)  # it refers to this object: nobody is to wait for the collector
         self._changes += 1
         self._poll = None
         self.ring_others()  # they do not wait for these yet

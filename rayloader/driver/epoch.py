@@ -7,6 +7,7 @@ receives, and copies them into memory that the user may write to (preparing.py).
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -92,9 +93,8 @@ class Epoch:
         self._recovery = Recovery(self.tables)
         self._receiver = Receiver(self.tables, self._recovery, position, paces, options.max_skipped)
         self._preparer = Preparer(self.tables, self._receiver, pin, device_index)
-        self._budget = Budget(
-            self.tables, options.prefetch_bytes, options.prefetch_factor, paces, lambda: self.bytes_leased
-        )
+        leased = functools.partial(_bytes_leased, crew, self._preparer)  # without a reference to this object
+        self._budget = Budget(self.tables, options.prefetch_bytes, options.prefetch_factor, paces, leased)
         self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
         self._out: Delivery | None = None  # what `next` gives until it was handed over
         self._draws = position.next_task
@@ -228,7 +228,7 @@ class Epoch:
     @property
     def bytes_leased(self) -> int:
         """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
-        return sum(actor.lane.leased_bytes for actor in self._crew.actors) + self._preparer.leased_bytes
+        return _bytes_leased(self._crew, self._preparer)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""
@@ -438,3 +438,7 @@ class Epoch:
             f"DataLoader timed out after {self._options.timeout} seconds{what}. Raise timeout if batches may take so "
             'long; on_timeout="restart" replaces a worker that hangs'
         )
+
+
+def _bytes_leased(crew: Crew, preparer: Preparer) -> int:
+    return sum(actor.lane.leased_bytes for actor in crew.actors) + preparer.leased_bytes

@@ -179,7 +179,7 @@ class Tables:
 
     def feed(self, slot: WorkerSlot) -> None:
         """Has a worker build what waits, as far as it is allowed; see NOTE [bytes] in allowance.py."""
-        while slot.waiting and (slot.allowance is None or slot.allowance.allows(len(slot.calls))):
+        while slot.waiting and (slot.allowance is None or slot.allowance.allows(slot.unanswered)):
             self.run(slot, slot.waiting.popleft())
 
     def run(self, slot: WorkerSlot, told: Told) -> None:

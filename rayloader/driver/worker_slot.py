@@ -69,6 +69,12 @@ class WorkerSlot:
     replay: Replay | None = None
     dropped: int | None = None
 
+    @property
+    def unanswered(self) -> int:
+        """How many tasks it has not answered; what it builds again comes first, and is none of them."""
+        again = bool(self.calls) and self.calls[0].task_id is None
+        return len(self.calls) - again
+
     def drop_calls(self) -> None:
         """Whatever it answers to what it was asked so far is nobody's, and what waits is not told."""
         self.calls.clear()

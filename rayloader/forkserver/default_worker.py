@@ -20,6 +20,14 @@ CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 LENGTH = struct.Struct("<Q")
 
 
+def folder() -> str | None:
+    """The working directory; None if it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
 def ask(name: str) -> bool:
     """Has the fork server of this name make the worker process, and waits for its end; False if it does not."""
     told = json.dumps(
@@ -27,7 +35,7 @@ def ask(name: str) -> bool:
             "executable": [sys.executable, sys.prefix, list(sys.flags)],
             "arguments": sys.argv[1:],
             "environment": dict(os.environ),
-            "folder": os.getcwd(),
+            "folder": folder(),
             "group": os.getpgid(0),
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
             "niceness": os.getpriority(os.PRIO_PROCESS, 0),

@@ -68,6 +68,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
+                env=dict(os.environ),  # what Ray gives its processes: C code, readline's, may have set other variables
                 pass_fds=[listener.fileno()],
             )
         except (LineError, OSError) as error:

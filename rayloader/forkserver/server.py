@@ -82,8 +82,8 @@ class Request:
         self.close()
         os.environ.clear()
         os.environ.update(told["environment"])
-        os.chdir(told["folder"])
         for adopt in (
+            lambda: os.chdir(told["folder"]) if told["folder"] is not None else None,
             lambda: os.setpgid(0, told["group"]),
             lambda: os.setpriority(os.PRIO_PROCESS, 0, told["niceness"]),
             lambda: os.sched_setaffinity(0, told["cpus"]),
@@ -99,8 +99,10 @@ def run(arguments: list[str]) -> NoReturn:
     """Runs Ray's script for worker processes."""
     import numpy as np
     import ray
+    import torch
 
     np.random.seed()  # else all worker processes would draw the same; Python's own generator is seeded by the fork
+    torch.seed()
     path = Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py"
     sys.argv = [str(path), *arguments]
     sys.path[0] = str(path.parent)

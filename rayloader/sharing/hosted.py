@@ -80,11 +80,9 @@ class HostedLoader:
     def begin(self, epoch: int, sampler_epoch: int | None) -> tuple[Any, int] | None:
         """Begins to iterate; the error that came of it, as for a batch."""
         loader = self._loader
-        if sampler_epoch is not None:
-            for part in (loader.batch_sampler, loader.sampler, loader.dataset):
-                if hasattr(part, "set_epoch"):
-                    part.set_epoch(sampler_epoch)
         try:
+            if sampler_epoch is not None:
+                loader.set_epoch(sampler_epoch)
             self._iterator = iter(loader)
         except Exception as error:  # what the user's objects raise, or the loader: it is the consumers'
             self._iterator = iter(())

@@ -157,12 +157,15 @@ def test_a_consumer_whose_process_was_killed_goes_on_in_another():
 def test_a_rank_belongs_to_the_last_that_has_connected():
     with share(make(), consumers=1) as shared_loader:
         old = iter(shared_loader.consumer(0))
-        expected = next(old)
+        first = next(old)
         new = shared_loader.consumer(0)
         with pytest.raises(ShareError, match="has connected with the same rank"):
             [next(old) for _ in range(4)]
-        assert len(list(new)) == 5
-        assert len(expected) == 2
+        rest = list(new)
+        # Nothing is lost; the batch of which nobody has said yet that it was taken may come once more.
+        assert len(rest) in (5, 6)
+        assert equal(rest[-5:], list(make())[1:])
+        assert len(first) == 2
         with pytest.raises(ValueError, match="this share has 1 consumers"):
             shared_loader.consumer(1)
 

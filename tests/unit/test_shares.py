@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+from torch.utils.data import IterableDataset
 
 import rayloader.sharing.link
 from rayloader import DataLoader, RaySessionError, SharedLoader, ShareError, share, shared
@@ -183,3 +184,14 @@ def test_what_is_no_loader_and_no_name_is_refused():
         share(DataLoader(range(3)), consumers=1, name="")
     with pytest.raises(TypeError, match="name must be a text"):
         shared("", 0)
+
+
+def test_a_stream_of_a_rank_that_nobody_knows_is_refused(monkeypatch):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
+    with pytest.raises(ValueError, match="was not told its rank"):
+        share(DataLoader(Stream()), consumers=1)

@@ -396,6 +396,7 @@ TESTS = {
         "test_the_same_random_order_again_is_told_once": ["this epoch has the same"],
     },
     "unit/test_shares.py": {
+        "test_a_stream_of_a_rank_that_nobody_knows_is_refused": ["share() was given a loader of an iterable"],
         "test_a_consumer_iterates_as_a_loader_does": ["cannot pickle a Consumer"],
         "test_a_producer_that_takes_long_to_start_is_told": ["rayloader: the producer of the share ... has not"],
         "test_who_waits_long_is_told_for_whom": ["rayloader: consumer ... has waited"],
