@@ -72,8 +72,8 @@ def share(
     if isinstance(loader.dataset, IterableDataset) and ranks_told(loader) is None:
         raise ValueError(
             "share() was given a loader of an iterable dataset that was not told its rank, where torch.distributed has "
-            "several, and the producer is none of them; give the loader num_replicas and rank, which are 1 and 0 if all "
-            "ranks are to read the same"
+            "several, and the producer is none of them; give the loader num_replicas and rank, 1 and 0 where all ranks "
+            "are to read the same"
         )
     if name is not None:
         check_name(name)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import readline  # noqa: F401  # it adds variables to the environment that Python does not see
 import signal
 import sys
 import threading

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rayloader import ConsumerDroppedError, DataLoader, ShareError, StateError, share, shared
 
@@ -225,6 +225,33 @@ def test_an_epoch_that_is_broken_off_is_over_for_who_does_it_and_for_all_if_all_
         assert (first.epoch, second.epoch) == (4, 4)
         with pytest.raises(ShareError, match="this iterator is of epoch 1"):
             next(anew)
+
+
+@pytest.mark.full
+def test_set_epoch_reaches_whatever_the_loaders_own_does():
+    class Wraps:
+        def __init__(self):
+            self.sampler = DistributedSampler(range(8), 1, 0)
+
+        def __iter__(self):
+            return iter(BatchSampler(self.sampler, 4, drop_last=False))
+
+        def __len__(self):
+            return 2
+
+    def epochs(told, batches):
+        found = []
+        for epoch in range(3):
+            told.set_epoch(epoch)
+            found.append([batch.tolist() for batch in batches])
+        return found
+
+    loader = DataLoader(range(8), batch_sampler=Wraps())
+    expected = epochs(loader, loader)
+    assert len({str(epoch) for epoch in expected}) == 3
+    with share(DataLoader(range(8), batch_sampler=Wraps()), consumers=1) as shared_loader:
+        consumer = shared_loader.consumer(0)
+        assert epochs(consumer, consumer) == expected
 
 
 def test_set_epoch_reaches_the_sampler_and_must_be_one_number():

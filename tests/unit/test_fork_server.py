@@ -70,6 +70,18 @@ def test_where_nobody_asks_any_more_no_fork_is_left(server):
     assert psutil.wait_procs(forks(server), LIMIT)[1] == []
 
 
+def test_a_working_directory_that_was_removed_is_no_obstacle(server, tmp_path):
+    ask(server.environment[VARIABLE], "--help")  # says which environment is served
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    command = ["sh", "-c", 'rmdir "$PWD" && exec "$0" "$@"', sys.executable, SCRIPT, "--help"]
+    environment = {**os.environ, **server.environment}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.stdout.count("usage: default_worker.py") == 1, done.stderr
+
+
 def test_it_ends_with_its_owner():
     program = """
 import os
