@@ -250,7 +250,6 @@ class _Iterator:
         self._asked: dict[int, Any] = {}  # replies that were asked for, by the batch's number
         self._ended = False
         self._pins = link.connection.pin_memory and torch.accelerator.is_available()
-        self._ask()
 
     def __iter__(self) -> _Iterator:
         return self
@@ -269,6 +268,7 @@ class _Iterator:
             except ValueError:  # of `set_epoch`: it may be called again for this epoch
                 self._consumer._iterator = None
                 raise
+            self._ask()  # not before: the producer's calls overlap, and it must know of `set_epoch` when it begins
             self._begun = None
         batch, error, ends = self._opened(self._link.result(self._asked[self._taken]))
         if ends:

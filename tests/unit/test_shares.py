@@ -87,9 +87,17 @@ def test_an_interrupted_next_loses_and_repeats_nothing(consumer, method, calls):
 
 def test_the_producer_is_told_of_each_batch_when_it_is_taken(consumer):
     batches = iter(consumer)
-    for taken in range(5):
-        assert consumer._link.taken[-1] == taken
+    for taken in range(1, 6):
         next(batches)
+        assert consumer._link.taken[-1] == taken
+
+
+def test_batches_are_asked_for_when_the_epoch_has_begun(consumer):
+    """The producer's calls overlap, and the first of an epoch says what `set_epoch` was told."""
+    batches = iter(consumer)
+    assert consumer._link.taken == []
+    next(batches)
+    assert consumer._link.taken
 
 
 class FakeProducer:
