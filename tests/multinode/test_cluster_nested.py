@@ -106,6 +106,7 @@ def test_workers_are_not_captured_by_a_placement_group(reference):
         remove_placement_group(group)
 
 
+@pytest.mark.full
 def test_workers_in_a_placement_group_where_that_was_asked_for(nodes):
     group = placement_group([{"CPU": 1, "away": 1}] * 2)
     strategy = PlacementGroupSchedulingStrategy(group)

@@ -117,6 +117,7 @@ def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, d
     assert [(index, node_id) for index, node_id, _ in origins.read()[1:]] == [(i, nodes.away) for i in [0, 1, 2, 3] * 2]
 
 
+@pytest.mark.full
 def test_a_node_that_is_killed_while_large_results_are_on_their_way(doomed, tmp_path):
     """Some have come, some have not, and some were not copied yet: each comes once, in its turn."""
     origins = Origins(tmp_path / "origins")

@@ -141,6 +141,7 @@ def test_fractions_of_a_cpu_and_of_a_resource():
 # ---- idle workers make room
 
 
+@pytest.mark.full
 def test_idle_workers_of_other_options_give_up_their_cpus(room_is_made, nodes):
     idle = load(2)
     list(idle)
@@ -261,6 +262,7 @@ def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
     assert [text in record.getMessage() for record in caplog.records] == [True, True]
 
 
+@pytest.mark.full
 def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nodes, monkeypatch):
     """`iter()` waits until both say where they are; meanwhile the first dies, and the second is on another node."""
     start = Crew.start
