@@ -292,7 +292,7 @@ def _init_forking(options: dict[str, Any]) -> ForkServer:
             own_start(ray, server.worker_path, dashboard=bool(options.get("include_dashboard"))),
         ):
             ray.init(**options)
-    except BaseException:
+    except BaseException:  # whatever it is, nobody else would end the fork server
         server.close()
         raise
     return server

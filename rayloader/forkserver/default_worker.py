@@ -4,7 +4,6 @@ It has the name of Ray's own script, by which Ray's tools know its processes. It
 library only. See NOTE [fork server] in owner.py.
 """
 
-import array
 import json
 import os
 import runpy
@@ -15,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-VARIABLE = "RAYLOADER_FORK_SERVER"
+VARIABLE = "RAYLOADER_FORK_SERVER"  # the name of the fork server's local socket
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 LENGTH = struct.Struct("<Q")
 
@@ -48,8 +47,7 @@ def ask(name: str) -> bool:
             credentials = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
             if CREDENTIALS.unpack(credentials)[1] != os.getuid():
                 return False  # another user has taken a name that was free again
-            streams = array.array("i", [0, 1, 2])
-            server.sendmsg([LENGTH.pack(len(told))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+            socket.send_fds(server, [LENGTH.pack(len(told))], [0, 1, 2])
             server.sendall(told)
             if server.recv(1) != b"f":
                 return False

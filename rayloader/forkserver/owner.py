@@ -31,12 +31,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
+from rayloader.forkserver.default_worker import VARIABLE
 from rayloader.transport.line import LineError, LocalSocket, listen
 
 HERE = Path(__file__).parent
-# Where the fork server is, for the processes that Ray starts.
-VARIABLE = "RAYLOADER_FORK_SERVER"
 # Processes that ask at the same time; others start without it.
 BACKLOG = 512
 
@@ -55,13 +55,22 @@ class ForkServer:
         self.environment: dict[str, str] = {}
         self.worker_path: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None  # what it has printed
         if sys.platform != "linux":
             return
-        listener = LocalSocket()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
         # A Ctrl-C of the terminal is the program's, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
+            self._start()
+        except (LineError, OSError) as error:
+            self.close()
+            _warn(error)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def _start(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
+        with LocalSocket() as listener:  # the fork server has the other copy: nobody is to wait for one that has died
             address = listen(listener, "fork-server", BACKLOG)
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid())],
@@ -71,18 +80,12 @@ class ForkServer:
                 env=dict(os.environ),  # what Ray gives its processes: C code, readline's, may have set other variables
                 pass_fds=[listener.fileno()],
             )
-        except (LineError, OSError) as error:
-            _warn(error)
-            return
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            listener.close()  # the fork server has the other copy: nobody is to wait for one that has died
         self.environment = {VARIABLE: address.name}
         self.worker_path = str(HERE / "default_worker.py")
 
     def check(self) -> None:
         """Says so, once, if it has died."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and self._errors is not None and self._process.poll() is not None:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").splitlines()
             _warn(lines[-1] if lines else f"it has died, with exit status {self._process.returncode}")
@@ -95,6 +98,7 @@ class ForkServer:
             process.kill()
             with contextlib.suppress(OSError):
                 process.wait()
+        if self._errors is not None:
             self._errors.close()
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,24 +49,28 @@ class Request:
     def read(self) -> bool:
         """Takes in what has come; False if the other end has gone."""
         try:
-            if self._streams:
+            if self._read:
                 part = self.connection.recv(1 << 20)
             else:
                 part, self._streams, _, _ = socket.recv_fds(self.connection, LENGTH.size, 3)
         except OSError:
             return False
         self._read += part
-        if len(self._read) >= LENGTH.size:
+        if part and len(self._read) >= LENGTH.size:
             length = LENGTH.size + LENGTH.unpack_from(self._read)[0]
             if len(self._read) >= length:
                 self.told = json.loads(self._read[LENGTH.size : length])
         return bool(part)
 
-    def close(self) -> None:
-        """Lets go of it."""
+    def close_streams(self) -> None:
+        """The fork has copies of them."""
         for descriptor in self._streams:
             os.close(descriptor)
         self._streams = []
+
+    def close(self) -> None:
+        """Lets go of it."""
+        self.close_streams()
         self.connection.close()
 
     def become(self) -> NoReturn:
@@ -98,15 +103,13 @@ class Request:
 def run(arguments: list[str]) -> NoReturn:
     """Runs Ray's script for worker processes."""
     import numpy as np
-    import ray
     import torch
 
     np.random.seed()  # else all worker processes would draw the same; Python's own generator is seeded by the fork
     torch.seed()
-    path = Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py"
-    sys.argv = [str(path), *arguments]
-    sys.path[0] = str(path.parent)
-    runpy.run_path(str(path), run_name="__main__")
+    script = rays_script()
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
     sys.exit()
 
 
@@ -123,8 +126,7 @@ class Server:
         self._poll.register(listener, select.POLLIN)
         self._requests: dict[int, Request] = {}  # by descriptor of the connection
         self._children: dict[int, Request] = {}  # by descriptor of the process
-        self._environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY")}
-        self._told_first = False  # it is that of the first worker by now
+        self._environment: dict[str, str] | None = None  # that of the first worker
 
     def serve(self) -> Request:
         """Returns in each child, with what it is to become."""
@@ -156,12 +158,11 @@ class Server:
         """Whether what is imported here is what that process would import."""
         if told["executable"] != [sys.executable, sys.prefix, list(sys.flags)]:
             return False
-        environment = {key: value for key, value in told["environment"].items() if key not in OF_ONE_WORKER}
-        if not self._told_first:  # what is set for Ray itself could not be known
-            others = {key: value for key, value in environment.items() if not key.startswith("RAY")}
-            if others != {key: value for key, value in self._environment.items() if key not in OF_ONE_WORKER}:
-                return False
-            self._environment, self._told_first = environment, True
+        environment = of_all_workers(told["environment"])
+        if self._environment is None:
+            if without_rays(environment) != without_rays(of_all_workers(os.environ)):
+                return False  # what is set for Ray itself could not be known
+            self._environment = environment
             os.environ.update(told["environment"])
             import_the_rest()
         return environment == self._environment
@@ -174,6 +175,7 @@ class Server:
         if not child:
             self._leave(request)
             return True
+        request.close_streams()
         process = os.pidfd_open(child)
         request.child = child
         self._children[process] = request
@@ -209,15 +211,36 @@ class Server:
                 other.close()
 
 
+def of_all_workers(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of it is the same for all workers of a Ray, unless the program gives one an environment of its own."""
+    return {key: value for key, value in environment.items() if key not in OF_ONE_WORKER}
+
+
+def without_rays(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same without what is set for Ray, or by it."""
+    return {key: value for key, value in environment.items() if not key.startswith("RAY")}
+
+
 def credentials(connection: socket.socket) -> tuple[int, ...]:
     """Process id, user id and group id of the other end."""
     return CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
 
 
+def rays_script() -> Path:
+    """Where Ray's script for worker processes is."""
+    import ray
+
+    return Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py"
+
+
 def import_the_rest() -> None:
     """What all workers import that depends on whose workers they are."""
+    root = str(Path(__file__).parents[2])
+    sys.path[0] = root  # as when it is run by path, also where nothing is installed
     import rayloader.worker.process  # noqa: F401
 
+    # As if Ray's script had been run. Ray has put a folder of its own before it.
+    sys.path[sys.path.index(root)] = str(rays_script().parent)
     gc.collect()
     gc.freeze()  # a collection in a worker would write to all of these pages
 
@@ -230,7 +253,6 @@ def main() -> Request:
     os.close(os.pidfd_open(os.getpid()))  # raises where the kernel has no such thing, before anybody relies on it
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
-    sys.path[0] = str(Path(__file__).parents[2])
     import torch  # noqa: F401
 
     return Server(listener).serve()

@@ -9,7 +9,8 @@ import sys
 import psutil
 import pytest
 
-from rayloader.forkserver.owner import HERE, VARIABLE, ForkServer
+from rayloader.forkserver.default_worker import VARIABLE
+from rayloader.forkserver.owner import HERE, ForkServer
 
 LIMIT = 120  # seconds for a process to end; on expiry the test fails
 SCRIPT = str(HERE / "default_worker.py")

@@ -226,12 +226,18 @@ class Gate:
         monkeypatch.setattr(preparer._copies, "copy", held)
 
 
-def test_a_batch_that_is_taken_back_while_it_is_copied_is_gone(epoch, monkeypatch):
+def copying(epoch, monkeypatch, *results):
+    """An epoch that has come to the copy of its first batch, and what holds that up."""
     running = epoch()
     gate = Gate(running.preparer, monkeypatch)
-    running.deliver(result(1), result(2))
+    running.deliver(*results)
     running.preparer.start()
     assert gate.reached.wait(LIMIT_S)
+    return running, gate
+
+
+def test_a_batch_that_is_taken_back_while_it_is_copied_is_gone(epoch, monkeypatch):
+    running, gate = copying(epoch, monkeypatch, result(1), result(2))
     with running.tables.lock:
         running.tables.deliverable.popleft()
         running.preparer.undone(1)
@@ -240,22 +246,14 @@ def test_a_batch_that_is_taken_back_while_it_is_copied_is_gone(epoch, monkeypatc
 
 
 def test_the_user_waits_for_a_copy_that_is_under_way(epoch, monkeypatch):
-    running = epoch()
-    gate = Gate(running.preparer, monkeypatch)
-    running.deliver(result(1))
-    running.preparer.start()
-    assert gate.reached.wait(LIMIT_S)
+    running, gate = copying(epoch, monkeypatch, result(1))
     assert running.preparer.first() is None
     gate.open.set()
     assert running.take().eq(1).all()
 
 
 def test_closing_in_the_midst_of_a_copy_ends_the_thread(epoch, monkeypatch):
-    running = epoch()
-    gate = Gate(running.preparer, monkeypatch)
-    running.deliver(result(1))
-    running.preparer.start()
-    assert gate.reached.wait(LIMIT_S)
+    running, gate = copying(epoch, monkeypatch, result(1))
     closing = threading.Thread(target=running.close)
     closing.start()
     gate.open.set()
