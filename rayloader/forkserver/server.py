@@ -9,6 +9,7 @@ thread of its own and keeps nothing but its connections. It is run by path: see 
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -111,6 +112,13 @@ def run(arguments: list[str]) -> NoReturn:
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
     sys.exit()
+
+
+class NoContext:
+    """In place of Ray's serialization context, for what Ray imports to register there when the first message comes."""
+
+    def _register_cloudpickle_serializer(self, *args: Any, **options: Any) -> None:
+        pass
 
 
 class Server:
@@ -239,6 +247,9 @@ def import_the_rest() -> None:
     sys.path[0] = root  # as when it is run by path, also where nothing is installed
     import rayloader.worker.process  # noqa: F401
 
+    with contextlib.suppress(Exception):  # it is Ray's, and may be another one's tomorrow
+        serialization_addons = importlib.import_module("ray.util.serialization_addons")
+        serialization_addons.apply(NoContext())
     # As if Ray's script had been run. Ray has put a folder of its own before it.
     sys.path[sys.path.index(root)] = str(rays_script().parent)
     gc.collect()

@@ -281,14 +281,17 @@ class Generators:
 
 
 _in_this_process: weakref.WeakSet[Generators] = weakref.WeakSet()
-_MODULES_AT_START: dict[str, int] = {}  # with how many globals each
+_MODULES_AT_START: set[str] = set()
+_GLOBALS_AT_START: list[dict[str, Any]] = []  # of these modules
+_SIZES_AT_START: list[int] = []  # how many each had
 
 
 def note_modules() -> None:
     """The process has imported what it needs: generators in these modules are nobody's but theirs."""
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType):
-            _MODULES_AT_START[name] = len(vars(module))
+    modules = {name: module for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
+    _MODULES_AT_START.update(modules)
+    _GLOBALS_AT_START[:] = map(vars, modules.values())
+    _SIZES_AT_START[:] = map(len, _GLOBALS_AT_START)
 
 
 def alive() -> list[Any]:
@@ -304,10 +307,11 @@ def alive() -> list[Any]:
             if not torch_kinds.isdisjoint(map(type, referents)):
                 found += [obj for obj in referents if type(obj) in torch_kinds]
             holders = [obj for obj in referents if type(obj) in (dict, tuple) and not gc.is_tracked(obj)]
-    for name, count in _MODULES_AT_START.items():
-        module = sys.modules.get(name)
-        if module is not None and len(vars(module)) != count:
-            found += [obj for obj in vars(module).values() if type(obj) in kinds]
+    sizes = list(map(len, _GLOBALS_AT_START))
+    if sizes != _SIZES_AT_START:
+        for names, size, before in zip(_GLOBALS_AT_START, sizes, _SIZES_AT_START, strict=True):
+            if size != before:
+                found += [obj for obj in list(names.values()) if type(obj) in kinds]
     del objects
     return distinct(found)
 

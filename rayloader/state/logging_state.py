@@ -6,7 +6,9 @@ in the program's format where the program can't be reached.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import functools
 import logging
 import pickle
 import re
@@ -33,7 +35,7 @@ class WarningFilter(NamedTuple):
 
     action: Any  # one of the literals of `warnings.filterwarnings`
     message: str  # regular expression
-    category: bytes  # pickled: a class of the user's may be unknown elsewhere
+    category: str  # module and name: a worker may not have imported that module
     module: str  # regular expression
     line: int
 
@@ -62,9 +64,9 @@ class LoggingState:
             captures_warnings=warnings.showwarning.__module__ == "logging",
             formatter=_pickled_formatter(),
             warning_filters=[
-                WarningFilter(action, _regex(message), pickled, _regex(module), line)
-                for action, message, category, module, line in warnings.filters
-                if (pickled := _pickled(category))
+                WarningFilter(action, _regex(message), _name_of(category), _regex(module), line)
+                for action, message, categories, module, line in warnings.filters
+                for category in (categories if isinstance(categories, tuple) else [categories])
             ],
             level_names=_level_names(),
             has_last_resort=logging.lastResort is not None,
@@ -106,8 +108,7 @@ class LoggingState:
         """Has this process filter warnings as that one; `warnings.catch_warnings` is to put its filters back."""
         warnings.resetwarnings()
         for action, message, category, module, line in self.warning_filters:
-            with contextlib.suppress(Exception):  # a module of the user's that can't be imported here
-                warnings.filterwarnings(action, message, pickle.loads(category), module, line, append=True)
+            warnings.filterwarnings(action, message, _category(category), module, line, append=True)
         logging.captureWarnings(self.captures_warnings)
 
     def settle(self, handler: Callable[[str, int], logging.Handler]) -> None:
@@ -116,6 +117,27 @@ class LoggingState:
             logger = logging.getLogger(name or None)
             # Filters of the program's are asked there, once.
             _set(logger, state, [] if state.handled_from is None else [handler(name, state.handled_from)], [])
+
+
+class _ByName(type):
+    """A class of classes whose subclasses are those that have a base of its name."""
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return cls.__name__ in map(_name_of, subclass.__mro__)
+
+
+@functools.cache
+def _category(name: str) -> type[Warning]:
+    """The category of warnings of this name, without importing its module."""
+    module, _, own_name = name.rpartition(".")
+    if module == "builtins":
+        return getattr(builtins, own_name)  # type: ignore[no-any-return]
+    category: Any = _ByName(name, (Warning,), {})
+    return category  # type: ignore[no-any-return]
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _UNTOUCHED = LoggerState(logging.NOTSET, True, False, False, None)
@@ -132,7 +154,8 @@ def _state_of(logger: logging.Logger) -> LoggerState:
 
 
 def _set(logger: logging.Logger, state: LoggerState, handlers: list[logging.Handler], filters: list[Any]) -> None:
-    logger.setLevel(state.level)
+    if logger.level != state.level:  # it has all loggers forget what they are enabled for
+        logger.setLevel(state.level)
     logger.propagate, logger.disabled = state.propagate, state.disabled
     logger.handlers[:] = handlers
     logger.filters[:] = filters

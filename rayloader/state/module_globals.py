@@ -23,7 +23,8 @@ import pickle
 import sys
 import sysconfig
 import types
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +71,7 @@ class ModuleGlobals:
         plain: dict[str, dict[str, Any]] = {}
         objects: dict[str, dict[str, _Content]] = {}
         others: dict[str, dict[str, str]] = {}
-        for module_name, module in list(sys.modules.items()):
-            attributes = _MODULE_DICT.__get__(module) if issubclass(type(module), types.ModuleType) else {}
-            if not _is_own(attributes.get("__file__")) or module_name in ("__main__", "__mp_main__"):
-                continue
+        for module_name, attributes in _own_modules():
             for name, value in list(attributes.items()):
                 if name.startswith("__") or issubclass(type(value), types.ModuleType):
                     continue
@@ -100,6 +98,22 @@ class ModuleGlobals:
 
 
 _Content = tuple[dict[str, Any], "dict[Any, Any] | None"]  # attributes, and items of a dict
+
+
+_installed: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by name
+
+
+def _own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and globals of the program's modules. There are thousands of others, which are asked once."""
+    for name, module in list(sys.modules.items()):
+        if ((ref := _installed.get(name)) is not None and ref() is module) or name in ("__main__", "__mp_main__"):
+            continue
+        attributes = _MODULE_DICT.__get__(module) if issubclass(type(module), types.ModuleType) else {}
+        file = attributes.get("__file__")
+        if _is_own(file):
+            yield name, attributes
+        elif isinstance(file, str):
+            _installed[name] = weakref.ref(module)
 
 
 @functools.cache
