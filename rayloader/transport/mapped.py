@@ -107,17 +107,21 @@ class _Mapped:
 
 
 class Mappings:
-    """The file-backed memory of this process, as it is now. Takes about a millisecond."""
+    """The file-backed memory of this process, as it is when it is asked first. That takes some milliseconds."""
 
-    def __init__(self) -> None:
-        self._mapped: list[_Mapped] = []
+    @functools.cached_property
+    def _mapped(self) -> list[_Mapped]:
         try:
             with open("/proc/self/maps", "rb") as file:
-                self._read(file.read())
+                return _read(file.read())
         except OSError:  # no /proc: everything is copied
-            pass
-        self._starts = np.array([mapped.start for mapped in self._mapped], np.int64)
-        self._ends = np.array([mapped.end for mapped in self._mapped], np.int64)
+            return []
+
+    @functools.cached_property
+    def _ends(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Of each mapping: its first address, and the one behind its last."""
+        starts, ends = [mapped.start for mapped in self._mapped], [mapped.end for mapped in self._mapped]
+        return np.array(starts, np.int64), np.array(ends, np.int64)
 
     @functools.cached_property
     def _descriptors(self) -> dict[tuple[int, int], str]:
@@ -130,28 +134,6 @@ class Mappings:
                 found[status.st_ino, status.st_dev] = path
         return found
 
-    def _read(self, maps: bytes) -> None:
-        for start, end, write, share, offset, major, minor, inode, path in _LINE.findall(maps):
-            if _LIBRARY.search(path) or _NO_DATA.search(path):
-                continue
-            new = _Mapped(
-                start=int(start, 16),
-                end=int(end, 16),
-                offset=int(offset, 16),
-                shared=share == b"s",
-                writable=write == b"w",
-                device=os.makedev(int(major, 16), int(minor, 16)),
-                inode=int(inode),
-                path=os.fsdecode(path.replace(rb"\012", b"\n")),
-            )
-            if self._mapped:
-                # The kernel splits a mapping where advice was given for a part of it.
-                last = self._mapped[-1]
-                if new == replace(last, start=last.end, end=new.end, offset=last.offset + last.end - last.start):
-                    new = replace(last, end=new.end)
-                    self._mapped.pop()
-            self._mapped.append(new)
-
     def __contains__(self, address: object) -> bool:
         """Whether a file's bytes are at the address, for `codec.encode`."""
         assert isinstance(address, int)
@@ -160,10 +142,11 @@ class Mappings:
 
     def find(self, addresses: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Which mapping each stretch of memory is in, for `region`; -1 for none, and for what is empty."""
-        if not self._mapped:
+        if not len(addresses) or not self._mapped:
             return np.full(len(addresses), -1, np.int64)
-        found = np.searchsorted(self._starts, addresses, "right") - 1
-        inside = (found >= 0) & (sizes > 0) & (addresses + sizes <= self._ends[found])
+        starts, ends = self._ends
+        found = np.searchsorted(starts, addresses, "right") - 1
+        inside = (found >= 0) & (sizes > 0) & (addresses + sizes <= ends[found])
         return np.where(inside, found, -1)
 
     def region(
@@ -208,6 +191,32 @@ class Mappings:
             return replace(region, held=address_of(fd, name)), held, start
         except (OSError, MemoryFileError):
             return None
+
+
+def _read(maps: bytes) -> list[_Mapped]:
+    """Those of the text of `/proc/self/maps` that hold data, ascending."""
+    mapped: list[_Mapped] = []
+    for start, end, write, share, offset, major, minor, inode, path in _LINE.findall(maps):
+        if _LIBRARY.search(path) or _NO_DATA.search(path):
+            continue
+        new = _Mapped(
+            start=int(start, 16),
+            end=int(end, 16),
+            offset=int(offset, 16),
+            shared=share == b"s",
+            writable=write == b"w",
+            device=os.makedev(int(major, 16), int(minor, 16)),
+            inode=int(inode),
+            path=os.fsdecode(path.replace(rb"\012", b"\n")),
+        )
+        if mapped:
+            # The kernel splits a mapping where advice was given for a part of it.
+            last = mapped[-1]
+            if new == replace(last, start=last.end, end=new.end, offset=last.offset + last.end - last.start):
+                new = replace(last, end=new.end)
+                mapped.pop()
+        mapped.append(new)
+    return mapped
 
 
 def written_pages(start: int, nbytes: int) -> list[tuple[int, int]]:
