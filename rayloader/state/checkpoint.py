@@ -21,7 +21,7 @@ from rayloader.state.position import Checksums, Position, pack_worker
 from rayloader.state.seal import check_seal, sealed
 from rayloader.state.snapshot import WorkerState
 
-FORMAT, VERSION = "rayloader", 5
+FORMAT, VERSION = "rayloader", 6
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
 # Batches taken of the epoch that is under way, by torchdata's name: Accelerate lowers it where it has fetched batches
 # that are not dispatched to other processes yet.

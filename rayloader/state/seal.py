@@ -8,6 +8,8 @@ error far from its cause, or, where a number is another number, in another strea
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ import torch
 from rayloader.errors import StateError
 
 # Their values say all of them. Of an object of another type, the user's own, only its place counts.
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_PLAIN = {int, float, complex, str, bytes, bool, type(None)}
+_LISTS = {list, tuple}  # which are one another where a state has gone through JSON
 
 
 def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
@@ -57,6 +60,8 @@ def _checksum(part: Any, before: int) -> int:
             before = _checksum(part[key], _checksum(key, before))
         return before
     if isinstance(part, (list, tuple)):
+        if part and _is_plain(part):
+            return zlib.crc32(repr([*map(list, part)] if type(part[0]) in _LISTS else [*part]).encode(), before)
         before = zlib.crc32(b"list %d" % len(part), before)
         for item in part:
             before = _checksum(item, before)
@@ -66,3 +71,9 @@ def _checksum(part: Any, before: int) -> int:
         content = part.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         return zlib.crc32(content.view(torch.uint8).numpy().data, before)
     return zlib.crc32(repr(part).encode() if type(part) in _PLAIN else b"object", before)
+
+
+def _is_plain(part: Sequence[Any]) -> bool:
+    """Whether it holds nothing but plain values, or lists of nothing else."""
+    kinds = set(map(type, part))
+    return kinds <= _PLAIN or (kinds <= _LISTS and set(map(type, chain.from_iterable(part))) <= _PLAIN)
