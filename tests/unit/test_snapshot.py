@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -10,6 +11,13 @@ from rayloader import ReplayError
 from rayloader.state.generators import Generators, alive
 from rayloader.state.random_state import RandomState
 from rayloader.state.snapshot import SHARE, Recorder, WorkerState
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_in_a_worker_process():
+    """What was there before is nobody's: else each look for generators looks at all that other tests have left."""
+    gc.collect()
+    gc.freeze()
 
 
 class Counts:
