@@ -40,10 +40,10 @@ import ray
 import ray.util.client
 
 from rayloader import torchrun
-from rayloader._compat import RAY_START_LOGGERS, authenticate, connection_of, give_own_random, own_start
+from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, connection_of, give_own_random
 from rayloader.bell import Bell
 from rayloader.errors import RaySessionError
-from rayloader.forkserver.owner import ForkServer
+from rayloader.forkserver.owner import ForkServer, start_ray, with_variables
 from rayloader.signals import SignalHandlers
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
@@ -258,9 +258,9 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
             else:
                 resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
                 own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
-                with _environment(LOCAL_RAY_ENVIRONMENT):
+                with with_variables(LOCAL_RAY_ENVIRONMENT):
                     if membership is None:
-                        fork_server = _init_forking(own)
+                        fork_server = start_ray(ray, own)
                     else:
                         ray.init(**_shared(own, membership))
                 _started = current()
@@ -281,21 +281,6 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
         if not ahead:  # the program may have drawn, or seeded it
             random.setstate(state)
     return fork_server
-
-
-def _init_forking(options: dict[str, Any]) -> ForkServer:
-    """Starts a Ray whose worker processes are forks."""
-    server = ForkServer()
-    try:
-        with (
-            _environment(server.environment),
-            own_start(ray, server.worker_path, dashboard=bool(options.get("include_dashboard"))),
-        ):
-            ray.init(**options)
-    except BaseException:  # whatever it is, nobody else would end the fork server
-        server.close()
-        raise
-    return server
 
 
 def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:
@@ -370,18 +355,6 @@ def cpus_of_this_process() -> float:
         return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
     except AssertionError:  # how Ray says that this process is a driver
         return 0.0
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Adds variables that are not yet set to this process's environment, for processes that are started meanwhile."""
-    added = {key: value for key, value in variables.items() if key not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for key in added:
-            os.environ.pop(key, None)
 
 
 # What Ray need not say: that it sets no SIGTERM handler outside the main thread (it must not set one); and of a Ray of

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from rayloader._compat import on_completed
+from rayloader._compat_ray import on_completed
 
 NONE_YET: Any = object()
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from rayloader import session
-from rayloader._compat import may_autoscale
+from rayloader._compat_ray import may_autoscale
 from rayloader.errors import WorkerStartError
 
 logger = logging.getLogger("rayloader")

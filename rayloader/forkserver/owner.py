@@ -30,9 +30,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from types import ModuleType
+from typing import IO, Any
 
+from rayloader._compat_ray import own_start
 from rayloader.forkserver.default_worker import VARIABLE
 from rayloader.transport.line import LineError, LocalSocket, listen
 
@@ -41,6 +44,33 @@ HERE = Path(__file__).parent
 BACKLOG = 512
 
 logger = logging.getLogger("rayloader")
+
+
+def start_ray(ray: ModuleType, options: dict[str, Any]) -> ForkServer:
+    """Starts a Ray whose worker processes are forks; `options` are the arguments of `ray.init`."""
+    server = ForkServer()
+    try:
+        with (
+            with_variables(server.environment),
+            own_start(ray, server.worker_path, dashboard=bool(options.get("include_dashboard"))),
+        ):
+            ray.init(**options)
+    except BaseException:  # whatever it is, nobody else would end the fork server
+        server.close()
+        raise
+    return server
+
+
+@contextlib.contextmanager
+def with_variables(variables: dict[str, str]) -> Iterator[None]:
+    """Adds variables that are not yet set to this process's environment, for processes that are started meanwhile."""
+    added = {key: value for key, value in variables.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
 
 
 class ForkServer:

@@ -7,7 +7,8 @@ DESCRIPTOR is a listening local socket in whose queue the first process waits al
 connection ends, by whatever. A keeper that is about to end closes the socket before it ends Ray: who comes too late for
 this Ray is never told of it, and begins again; see NOTE [one keeper] in torchrun.py.
 
-It is run by path, and must not import rayloader, which would import torch: that takes more memory than all the rest.
+It is run by path, and must not import torch, which would take more memory than all the rest: of rayloader it imports
+what starts Ray, without the package's `__init__`.
 """
 
 import contextlib
@@ -17,6 +18,9 @@ import select
 import socket
 import struct
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -28,7 +32,7 @@ def keep(listener: socket.socket, settings: dict[str, Any]) -> None:
     try:
         import ray
 
-        ray.init(**settings)
+        fork_server = import_start_ray()(ray, settings)
     except BaseException as error:  # whatever it is, it is raised where Ray was asked for
         disappointed = let_in(listener)
         listener.close()  # who tries again finds no trace of this Ray
@@ -38,6 +42,16 @@ def keep(listener: socket.socket, settings: dict[str, Any]) -> None:
     serve(listener, {"address": ray.get_runtime_context().gcs_address})
     listener.close()
     ray.shutdown()
+    fork_server.close()
+
+
+def import_start_ray() -> Callable[[ModuleType, dict[str, Any]], Any]:
+    """The function of this name."""
+    package = sys.modules["rayloader"] = ModuleType("rayloader")
+    package.__path__ = [str(Path(__file__).parents[1])]
+    from rayloader.forkserver.owner import start_ray
+
+    return start_ray
 
 
 def serve(listener: socket.socket, answer: dict[str, str]) -> None:

@@ -25,7 +25,8 @@ from typing import Any
 import ray
 
 from rayloader import session
-from rayloader._compat import set_process_title, set_worker_info
+from rayloader._compat import set_worker_info
+from rayloader._compat_ray import set_process_title
 from rayloader.protocol import (
     Answer,
     Down,

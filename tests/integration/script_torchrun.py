@@ -54,11 +54,18 @@ for epoch in range(2):
         os.kill(os.getpid(), signal.SIGKILL)
 result = {"batches": batches, "parameters": [parameter.detach() for parameter in model.parameters()]}
 if LOADER == "rayloader":
+    from rayloader.forkserver.owner import HERE
+    from rayloader.torchrun import KEEPER
     from rays import processes, session_name
 
     result["session"] = session_name()
     torch.distributed.barrier()  # both have their workers
-    result["processes"] = [process.pid for process in processes(result["session"])]
+    everything = processes(result["session"])
+    result["processes"] = [process.pid for process in everything]
+    of_keeper = [process for process in everything if str(KEEPER) in process.cmdline()]
+    result["keepers with torch"] = ["libtorch" in Path(f"/proc/{one.pid}/maps").read_text() for one in of_keeper]
+    forks = [one for one in everything if (parent := one.parent()) and str(HERE / "server.py") in parent.cmdline()]
+    result["forks"] = len(forks)
 torch.save(result, FOLDER / f"{LOADER}-{ROUND}-{RANK}.pt")
 torch.distributed.barrier()  # nobody has left before
 torch.distributed.destroy_process_group()

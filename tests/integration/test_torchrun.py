@@ -80,6 +80,7 @@ def check_trained_alike(found, expected):
 def check_ray_was_one(found):
     assert found[0]["session"] == found[1]["session"]
     assert len(found[0]["processes"]) > 4
+    assert (found[0]["keepers with torch"], found[0]["forks"]) == ([False], 2)
     check_gone(found[0]["processes"])
 
 

@@ -34,6 +34,12 @@ def init(**settings):
 def get_runtime_context():
     return SimpleNamespace(gcs_address=str(os.getpid()))
 
+class RayParams:
+    pass
+
+services = SimpleNamespace(start_api_server=None)
+_private = SimpleNamespace(parameter=SimpleNamespace(RayParams=RayParams), services=services)
+
 def shutdown():
     os.rename(os.path.join(folder, f"started-{os.getpid()}"), os.path.join(folder, f"ended-{os.getpid()}"))
 """
@@ -42,6 +48,7 @@ def shutdown():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "ray.py").write_text(RAY)
+    (tmp_path / "torch.py").touch()  # the fork server imports it
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_RAY", str(tmp_path))
     monkeypatch.setenv("MARK", "of the first")  # what is in the environment reaches Ray

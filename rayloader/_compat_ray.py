@@ -1,0 +1,101 @@
+"""Every private name of Ray that rayloader uses: where to look when a new version of it differs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+# Loggers of Ray that say at its start what a program that has not asked for Ray need not know.
+RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
+
+
+def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
+    """Has a thread of Ray's call this with the answer of a call, or with Ray's error."""
+    ref._on_completed(callback)
+
+
+def connection_of(ray: ModuleType) -> Any:
+    """What stands for this process's connection to a cluster, and goes with it; None if there is none.
+
+    Its `session_name` is what newer versions of Ray give by `get_runtime_context().get_session_name()`.
+    """
+    worker = ray._private.worker.global_worker
+    return worker.node if worker.connected else None
+
+
+def has_process(ray: ModuleType, actor: Any) -> bool:
+    """Whether Ray has found a place for an actor and a process there, which need not run the actor yet."""
+    return bool(ray._private.state.actors(actor._actor_id.hex()).get("Pid"))
+
+
+def set_process_title(ray: ModuleType, title: str) -> None:
+    """What `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
+    with ray._private.worker._changeproctitle(title, title):  # where the function that it calls is differs by version
+        pass
+
+
+def may_autoscale(ray: ModuleType) -> bool:
+    """Whether the cluster that Ray is connected to has an autoscaler."""
+    return ray._private.state.state.get_max_resources_from_cluster_config() is not None
+
+
+def give_own_random(ray: ModuleType) -> None:
+    """Has Ray's processes and connections draw from a generator of their own, not from the program's `random`."""
+    for name, module in list(sys.modules.items()):
+        if (
+            name.startswith(("ray._private.", "ray._common.", "ray._raylet"))
+            and getattr(module, "random", None) is random
+        ):
+            module.random = _random_of_ray()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _random_of_ray() -> ModuleType:
+    """The module `random` once more."""
+    spec = importlib.util.find_spec("random")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def authenticate(ray: ModuleType) -> None:
+    """What `ray.init` does first where it starts a local Ray, for a process that joins one by its address.
+
+    That is nothing in versions of Ray that do not switch token authentication on by themselves.
+    """
+    setup = getattr(getattr(ray._private, "authentication", None), "authentication_token_setup", None)
+    enable = getattr(setup, "enable_token_auth_by_default", None)
+    if enable is not None:
+        enable()
+
+
+@contextlib.contextmanager
+def own_start(ray: ModuleType, worker_path: str | None, *, dashboard: bool) -> Iterator[None]:
+    """A Ray of one machine and one program, that is started meanwhile, starts no processes that are of no use to it.
+
+    Args:
+        ray: the module.
+        worker_path: the script that it is to run for its worker processes; None: its own.
+        dashboard: whether the dashboard was asked for. Where it was not, Ray would start its process nevertheless, with
+            nothing to serve, and wait for it; and that of the autoscaler.
+    """
+    parameters, services = ray._private.parameter.RayParams, ray._private.services
+    before, start_dashboard = parameters.__init__, services.start_api_server
+    known = inspect.signature(before).parameters
+    wanted = {"worker_path": worker_path, "no_monitor": not dashboard}
+    parameters.__init__ = functools.partialmethod(before, **{key: wanted[key] for key in wanted if key in known})
+    if not dashboard:
+        services.start_api_server = lambda *_, **__: (None, None)
+    try:
+        yield
+    finally:
+        parameters.__init__, services.start_api_server = before, start_dashboard
