@@ -50,12 +50,15 @@ from rayloader.signals import SignalHandlers
 OVERSUBSCRIBE_RESOURCE = "rayloader_oversubscribe"
 # Set for Ray and its workers when we start it. glibc keeps big blocks instead of handing them back, because fresh pages
 # are a loader's main cost. Ray runs workers at the niceness of torch's, and reclaims freed objects at once, so that the
-# next batch finds warm pages.
+# next batch finds warm pages. Its processes may take as many seconds to start: 30, as by default, are too few on a busy
+# machine.
 LOCAL_RAY_ENVIRONMENT = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
     "RAY_worker_niceness": "0",
     "RAY_free_objects_period_milliseconds": "0",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_gcs_server_port_wait_time_s": "300",
 }
 
 # Options of `ray.init` that each program that joins a Ray sets for itself; all others are the Ray's.
@@ -272,9 +275,8 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
             f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it to "
             f"have one started on this machine. Ray said: {error}"
             if joins
-            else "Ray could not be started on this machine. It gives its processes 30 s to start, which may be too few "
-            "on a busy machine: call iter() again, or run `ray start --head` before the program and set "
-            f"RAY_ADDRESS=auto. Ray said: {error}"
+            else "Ray could not be started on this machine: call iter() again, or run `ray start --head` before the "
+            f"program and set RAY_ADDRESS=auto. Ray said: {error}"
         ) from error
     finally:
         handlers.restore()

@@ -50,12 +50,18 @@ def nodes():
         folder = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: Ray puts sockets below it
         patch.setenv("RAY_TMPDIR", folder)
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")
         patch.setenv("RAY_worker_niceness", "0")  # else other tests that run beside these leave their workers no time
         # For Ray's own workers: the tests send them tasks of these modules, which use the package that is tested here.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
         cluster = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 1, "resources": {"here": 4, "single": 1}, "include_dashboard": False},
+            head_node_args={
+                "num_cpus": 1,
+                "resources": {"here": 4, "single": 1},
+                "include_dashboard": False,
+                "no_monitor": True,  # nothing is to be scaled
+            },
         )
         away = cluster.add_node(
             num_cpus=2,
