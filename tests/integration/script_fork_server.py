@@ -1,4 +1,9 @@
-"""Workers that the fork server makes, then workers that Ray starts by itself; prints a line of JSON for each step."""
+"""Workers that the fork server makes, then workers that Ray starts by itself.
+
+    python script_fork_server.py FILE
+
+FILE gets a line of JSON for each step. (What Ray says of a worker that was killed goes to standard output.)
+"""
 
 import contextlib
 import gc
@@ -71,7 +76,8 @@ def facts(**options):
 
 
 def say(name, value):
-    print(json.dumps({name: value}), flush=True)
+    with open(sys.argv[1], "a") as file:
+        file.write(json.dumps({name: value}) + "\n")
 
 
 def main():

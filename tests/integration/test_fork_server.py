@@ -11,11 +11,12 @@ OWN = {"pid", "parent", "draw", "listens"}
 
 
 @pytest.fixture(scope="module")
-def steps():
+def steps(tmp_path_factory):
     """What `script_fork_server.py` has found."""
-    output, errors = finish(script := start("script_fork_server.py"))
+    path = tmp_path_factory.mktemp("fork server") / "steps"
+    _, errors = finish(script := start("script_fork_server.py", path))
     assert script.returncode == 0, errors
-    return {name: value for line in output if line[:1] == "{" for name, value in json.loads(line).items()}
+    return {name: value for line in path.read_text().splitlines() for name, value in json.loads(line).items()}
 
 
 def test_workers_are_forks(steps):
