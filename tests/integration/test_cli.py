@@ -92,7 +92,7 @@ def test_tune_stops_where_the_trainer_hardly_waits(run):
         ("cli_data", "an object must be named as module:name, got 'cli_data'"),
         FULL("nowhere:dataset", "nowhere:dataset cannot be found: No module named 'nowhere'"),
         FULL("cli_data:nothing", "cli_data:nothing cannot be found"),
-        ("cli_data:empty", "the dataset gives no batch"),
+        FULL("cli_data:empty", "the dataset gives no batch"),
         ("cli_data:raises", "ValueError: no such file"),
     ],
 )

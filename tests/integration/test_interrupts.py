@@ -131,7 +131,7 @@ def test_after_an_interrupted_iter_the_next_one_works(persistent, stride):
             break
 
 
-@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("pin_memory", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.full)])
 def test_after_an_interrupted_close_the_next_one_ends_the_iterator(accelerator, pin_memory, stride):
     loader = make_loader("map", pin_memory=pin_memory)
