@@ -321,7 +321,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             total=whole.period(),
             processes=epoch.processes,
             bytes_under_way=iterator.bytes_under_way if iterator is not None else 0,
-            bytes_leased=iterator.bytes_leased if iterator is not None else 0,
+            bytes_held=iterator.bytes_held if iterator is not None else 0,
             cpus=cpus(),
             cpu_use=epoch.cpu_use.share if epoch.cpu_use is not None else None,
             dynamic=self.scheduling == "dynamic",

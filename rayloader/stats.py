@@ -191,9 +191,11 @@ class LoaderStats:
         epoch: the epoch under way; the last one, where none is.
         total: all epochs of all iterators of this loader object.
         processes: that host these workers.
-        bytes_under_way: bytes of batches that have arrived and were not taken.
-        bytes_leased: bytes of shared memory in which batches lie: some of these, and some of those that the trainer was
-            given and still refers to. Both are 0 without a live iterator that has workers.
+        bytes_under_way: bytes of batches that the workers have sent and the trainer has not taken. How large those are
+            that are still being built is not known.
+        bytes_held: bytes of the memory for batches that the trainer was given and still refers to: shared memory of the
+            workers, and where these are reached by Ray calls memory that is used again. Tensors of 64 KiB and less, and
+            pinned ones, have memory of their own and do not count. Both are 0 without a live iterator that has workers.
         cpus: that this process may use.
         cpu_use: the share of them, from 0 to 1, that was in use by anybody since the first batch of the epoch; None
             where the system does not tell.
@@ -209,7 +211,7 @@ class LoaderStats:
     total: Period = Period()
     processes: int = 0
     bytes_under_way: int = 0
-    bytes_leased: int = 0
+    bytes_held: int = 0
     cpus: float = 1.0
     cpu_use: float | None = None
     dynamic: bool = False
@@ -233,7 +235,7 @@ class LoaderStats:
             lines.append(("", f"and {len(epoch.workers) - SHOWN_WORKERS} more; all together busy {epoch.busy:.0%}"))
         if self.num_workers:
             waiting = f"{nbytes(self.bytes_under_way)} of batches wait for the trainer"
-            lines.append(("memory", f"{waiting}; {nbytes(self.bytes_leased)} of shared memory are in use"))
+            lines.append(("memory", f"{waiting}; it still holds {nbytes(self.bytes_held)} of those it was given"))
         if self.cpu_use is not None:
             lines.append(("CPUs", f"{self.cpu_use:.0%} of {self.cpus:g} in use"))
         if self.total.restarts or self.total.skipped:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from rayloader.driver.allowance import Allowance
 from rayloader.driver.pace import Pace
 from rayloader.driver.tables import Tables
-from rayloader.transport.lanes import read_only_bytes
 
 logger = logging.getLogger("rayloader")
 
@@ -32,13 +31,13 @@ class Budget:
         nbytes: in all, the loader's prefetch_bytes.
         first: tasks of a worker that never wait, see NOTE [bytes] in allowance.py.
         paces: of each worker, with the sizes of its batches in the epoch before; none where the depth is the user's.
-        leased: tells the bytes of shared memory in which batches lie, the program's among them.
+        held: tells the bytes of shared memory that the program keeps by batches that it was given.
     """
 
-    def __init__(self, tables: Tables, nbytes: int, first: int, paces: list[Pace], leased: Callable[[], int]) -> None:
+    def __init__(self, tables: Tables, nbytes: int, first: int, paces: list[Pace], held: Callable[[], int]) -> None:
         self._tables = tables
         self._nbytes = nbytes
-        self._leased = leased
+        self._held = held
         self._given = 0  # bytes, since it was looked last
         self._allowances = [Allowance(first, nbytes / len(paces), pace.nbytes) for pace in paces]
         for slot, allowance in zip(tables.crew.slots, self._allowances, strict=False):
@@ -52,8 +51,7 @@ class Budget:
         if not self._allowances or self._given * LOOKS < self._nbytes:
             return
         self._given = 0
-        ready = [r.nbytes for r in self._tables.untaken if r.wire is not None and not read_only_bytes(r.wire)]
-        kept = max(0, self._leased() - sum(ready))
+        kept = self._held()
         for allowance in self._allowances:
             allowance.nbytes = max(0, self._nbytes - kept) / len(self._allowances)
         if kept >= self._nbytes:

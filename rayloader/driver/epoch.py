@@ -45,6 +45,7 @@ from rayloader.prefetch import DrawAhead
 from rayloader.protocol import CARRY
 from rayloader.state.draws import Drawn, drawn
 from rayloader.state.position import Position
+from rayloader.transport.lanes import leased_bytes
 
 logger = logging.getLogger("rayloader")
 
@@ -93,8 +94,8 @@ class Epoch:
         self._recovery = Recovery(self.tables)
         self._receiver = Receiver(self.tables, self._recovery, position, paces, options.max_skipped)
         self._preparer = Preparer(self.tables, self._receiver, pin, device_index)
-        leased = functools.partial(_bytes_leased, crew, self._preparer)  # without a reference to this object
-        self._budget = Budget(self.tables, options.prefetch_bytes, options.prefetch_factor, paces, leased)
+        held = functools.partial(_bytes_held, crew, self._preparer, self.tables)  # without a reference to this object
+        self._budget = Budget(self.tables, options.prefetch_bytes, options.prefetch_factor, paces, held)
         self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
         self._out: Delivery | None = None  # what `next` gives until it was handed over
         self._draws = position.next_task
@@ -226,9 +227,9 @@ class Epoch:
         return sum(result.nbytes for result in self.tables.untaken)
 
     @property
-    def bytes_leased(self) -> int:
-        """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
-        return _bytes_leased(self._crew, self._preparer)
+    def bytes_held(self) -> int:
+        """Of shared memory that batches keep which the user was given. Any thread may ask."""
+        return _bytes_held(self._crew, self._preparer, self.tables)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers."""
@@ -440,5 +441,6 @@ class Epoch:
         )
 
 
-def _bytes_leased(crew: Crew, preparer: Preparer) -> int:
-    return sum(actor.lane.leased_bytes for actor in crew.actors) + preparer.leased_bytes
+def _bytes_held(crew: Crew, preparer: Preparer, tables: Tables) -> int:
+    ready = sum(leased_bytes(result.wire) for result in tables.untaken if result.wire is not None)
+    return max(0, sum(actor.lane.leased_bytes for actor in crew.actors) + preparer.leased_bytes - ready)

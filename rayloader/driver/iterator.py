@@ -359,9 +359,9 @@ class EpochIterator(BaseIterator):
         return self._epoch.bytes_under_way if self._epoch is not None else 0
 
     @property
-    def bytes_leased(self) -> int:
-        """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
-        return self._epoch.bytes_leased if self._epoch is not None else 0
+    def bytes_held(self) -> int:
+        """Of shared memory that batches keep which the user was given. Any thread may ask."""
+        return self._epoch.bytes_held if self._epoch is not None else 0
 
     def tell_positions(self) -> None:
         """Sees to it that the position can be told."""

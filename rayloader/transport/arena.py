@@ -447,6 +447,12 @@ class _Lease(_Region):
 Leases = dict[int, _Lease]  # by ticket; those of one message
 
 
+def leased_slot(buffer: Any) -> tuple[int, int] | None:
+    """Ticket and bytes of the slot that a buffer keeps leased; None if it is other memory."""
+    lease = getattr(memoryview(buffer).obj, "base", None)
+    return (lease.slot[0], lease.slot[2]) if isinstance(lease, _Lease) else None
+
+
 # See NOTE [Forks]. Module state, for a fork concerns all arenas of the process.
 _forks = 0  # begun so far
 _forking = 0  # under way, in all threads

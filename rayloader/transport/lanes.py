@@ -18,7 +18,7 @@ from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from rayloader.transport import codec
-from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot
+from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, leased_slot
 
 logger = logging.getLogger("rayloader")
 
@@ -137,6 +137,11 @@ def read_only_bytes(wire: Wire) -> int:
     """Bytes of the buffers that `owned` has to copy."""
     views = [memoryview(buffer) for buffer in wire[1]]
     return sum(view.nbytes for view in views if view.readonly)
+
+
+def leased_bytes(wire: Wire) -> int:
+    """Bytes of the slots that its buffers keep leased."""
+    return sum(dict(slot for slot in map(leased_slot, wire[1]) if slot is not None).values())
 
 
 def _fresh_copy(buffer: memoryview) -> memoryview:

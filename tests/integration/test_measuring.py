@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from rayloader import DataLoader
+from rayloader.transport.lanes import read_only_bytes
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -117,19 +118,37 @@ def test_an_epoch_that_is_broken_off_counts_what_was_taken():
     del iterator, kept
     found = loader.stats()
     assert counts(found.total) == (3, 12, 384)
-    assert (found.bytes_under_way, found.bytes_leased) == (0, 0)
+    assert (found.bytes_under_way, found.bytes_held) == (0, 0)
 
 
-def test_memory_that_the_trainer_holds_is_told():
-    class Large(Work):
-        def __getitem__(self, index):
-            return torch.zeros(1 << 18)
+class Large(Work):
+    """Two samples are a batch of NBYTES, to be laid in a slot of its own."""
 
-    loader = DataLoader(Large(4), batch_size=2, num_workers=1)
+    def __getitem__(self, index):
+        return torch.full((1 << 18,), index)
+
+
+NBYTES = 2 * 8 * (1 << 18)
+
+
+@pytest.mark.parametrize("arenas", [True, False])
+def test_memory_of_batches_under_way_and_of_those_that_the_trainer_holds_is_told_apart(arenas):
+    loader = DataLoader(Large(12), batch_size=2, num_workers=1, prefetch_factor=2, arenas=arenas)
     iterator = iter(loader)
     kept = [next(iterator), next(iterator)]
-    assert loader.stats().bytes_leased >= 2 * 2 * 4 * (1 << 18)
+    tables = iterator._epoch.tables
+    while [read_only_bytes(result.wire) for result in tables.untaken] != [0, 0]:  # those that may be under way, copied
+        iterator._epoch._receive(1.0)
+    found = loader.stats()
+    assert found.bytes_under_way == 2 * NBYTES
+    assert found.bytes_held == 2 * NBYTES
+    first = kept[0]
     del kept
+    assert loader.stats().bytes_held == NBYTES
+    del first
+    found = loader.stats()
+    assert (found.bytes_under_way, found.bytes_held) == (2 * NBYTES, 0)
+    assert f"{2 * NBYTES / 1e6:.3g} MB of batches wait for the trainer; it still holds 0 B" in str(found)
 
 
 def test_any_thread_may_ask_at_any_time():
@@ -191,6 +210,16 @@ def test_stragglers_are_found_to_be_the_bottleneck():
     assert found.verdict.startswith("slow batches are the bottleneck: the trainer waits")
     assert "times the median, and the others wait for it" in found.verdict
     assert found.verdict.endswith("scheduling='dynamic' (with seeding='batch')")
+
+
+def test_what_a_worker_spends_that_cannot_start_is_not_taken_from_nowhere():
+    def fail(_):
+        raise ValueError("it does not start")
+
+    loader, began = DataLoader(Work(8), num_workers=1, worker_init_fn=fail), time.perf_counter()
+    with pytest.raises(ValueError, match="it does not start"):
+        run(loader)
+    assert loader.stats().epoch.build.longest <= time.perf_counter() - began
 
 
 @pytest.mark.parametrize("arenas", [True, False])
