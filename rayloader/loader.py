@@ -6,7 +6,6 @@ imports Ray.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import warnings
@@ -38,6 +37,7 @@ from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
 from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.stats import LoaderStats
+from rayloader.trace import Tracing
 from rayloader.verdict import verdict
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -300,6 +300,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         return self.name if isinstance(self.name, str) and self.name else type(self.dataset).__name__
 
     @property
+    def live_iterator(self) -> Any:
+        """The last iterator with workers, if somebody still has it."""
+        return self._last_iterator() if self._last_iterator is not None else None
+
+    @property
     def skipped(self) -> int:
         """How many samples were skipped in the current or last epoch, up to the last batch taken."""
         return self._position.skipped if self._position is not None else 0
@@ -314,7 +319,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             print(loader.stats())
         """
         epoch, whole = self._recorder.tell()
-        iterator = self._last_iterator() if self._last_iterator is not None else None
+        iterator = self.live_iterator
         stats = LoaderStats(
             num_workers=len(epoch.workers),
             epoch=epoch.period(),
@@ -331,7 +336,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
         return replace(stats, verdict=verdict(stats))
 
-    def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+    def trace(self, path: str | os.PathLike[str]) -> Tracing:
         """Writes what the workers and the trainer do, when, to a file for https://ui.perfetto.dev or chrome://tracing.
 
         For instance::
@@ -339,18 +344,21 @@ class DataLoader(TorchDataLoader[_T_co]):
             with loader.trace("loader.json"):
                 for batch in loader: ...
 
+        Recording begins at once. It ends, and the file is written, with the block, also by an exception; without
+        `with`, by `close()` of what this returns, and at the latest when the loader is dropped or the program ends.
+
         There is a lane for each worker, with the fetching, collating and transfer of each batch (with its number and
         indices), and one for the trainer, with its waits and steps. Times are those of the clock behind
         `time.perf_counter()`, in microseconds; those of workers on other machines are converted by when their batches
         came. Tracing costs some microseconds a batch, and some hundred bytes of memory until the file is written.
 
         Args:
-            path: of the file, written when the block ends, also by an exception. As with torch's
-                `export_chrome_trace`, a file that is there is replaced, and one whose name ends with .gz is compressed.
+            path: of the file. As with torch's `export_chrome_trace`, a file that is there is replaced, and one whose
+                name ends with .gz is compressed.
 
         Raises:
             RayloaderError: this loader is being traced already.
-            FileNotFoundError: the file's folder is missing; at the beginning of the block.
+            FileNotFoundError: the file's folder is missing.
         """
         return self._recorder.traced(Path(path), f"rayloader: {self.label}")
 
@@ -383,7 +391,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._note_num_workers()
         if self._state is not None:
             return still(self, self._state)
-        iterator = self._last_iterator() if self._last_iterator is not None else None
+        iterator = self.live_iterator
         if iterator is not None:
             iterator.tell_positions()
         return make_state(self, self._position, int(self._stream_workers))
@@ -440,7 +448,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
         self._sign_num_workers()
-        iterator = self._last_iterator() if self._last_iterator is not None else None
+        iterator = self.live_iterator
         if iterator is not None:
             iterator.resize(num_workers)
 

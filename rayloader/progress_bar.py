@@ -89,6 +89,6 @@ class _Bar(Iterator[_T_co]):
 
 def _said(loader: DataLoader[Any]) -> str:
     tally = loader._recorder.latest
-    seconds = tally.wait.total + tally.step.total
-    waits = f"wait {tally.wait.total / seconds:.0%}" if seconds else ""
+    wait, step = tally.wait.total, tally.step.total
+    waits = f"wait {wait / (wait + step):.0%}" if wait + step else ""
     return f"{waits}, restarts {tally.restarts}" if tally.restarts else waits

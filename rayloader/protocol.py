@@ -151,9 +151,7 @@ class Answer(NamedTuple):
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`: the worker as it is now, if a snapshot was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not
-    # When it began, perf_counter() of its machine; how long the process had nothing to do before that; and what of the
-    # time went into fetching, collating, and encoding and sending. Seconds; what sending this one takes is in the next.
-    spent: tuple[float, float, float, float, float] = 0.0, 0.0, 0.0, 0.0, 0.0
+    spent: bytes = b""  # what the time went into: a `Spent`, packed
 
 
 class Served(NamedTuple):

@@ -1,6 +1,7 @@
 """A trace of a loader at work: what each worker and the trainer did when, for Perfetto or chrome://tracing.
 
-Promise: while no trace is on, nothing is kept. What is kept is bounded by the batches that are taken while one is on.
+Promise: while no trace is on, nothing is kept. What is kept is bounded by the batches that are taken while one is on,
+and is written in any case, at the latest when the loader or the program ends.
 The file is in the Trace Event Format, JSON:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -10,10 +11,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from rayloader.spent import Spent
 
 TRAINER = 0  # the trainer's lane; worker w has lane 1 + w
 
@@ -43,22 +48,19 @@ class Trace:
         """The trainer waited for a batch, or took its step with it."""
         self._of_trainer.append((what, batch, began, ended))
 
-    def built(
-        self, worker_id: int, process: object, near: bool, batch: int, indices: str, spent: tuple[float, ...]
-    ) -> None:
+    def built(self, process: object, near: bool, batch: int, indices: str, spent: Spent) -> None:
         """A worker has sent a batch.
 
         Args:
-            worker_id: that worker.
-            process: equal for what comes from the same process of it.
+            process: equal for what comes from the same process of the worker.
             near: it is on this machine, where all processes have one clock.
             batch: number of the task.
             indices: of the task, as text.
-            spent: as in `Answer.spent`.
+            spent: on it, by that worker.
         """
-        began, _, *parts = spent
+        worker_id, began, _, *parts = spent
         received = None if near else perf_counter()
-        self._built.append(_Built(worker_id, process, received, batch, indices, began, *parts))
+        self._built.append(_Built(int(worker_id), process, received, batch, indices, began, *parts))
 
     def write(self, path: Path, title: str) -> None:
         """Writes the file, in place of what is there; compressed if its name ends with .gz."""
@@ -78,6 +80,45 @@ class Trace:
             yield _slice(what, TRAINER, began, ended, {"batch": batch})
         for process in dict.fromkeys((one.worker_id, one.process) for one in built):
             yield from _of_process([one for one in built if (one.worker_id, one.process) == process])
+
+
+class _Recorder(Protocol):
+    def set_trace(self, trace: Trace | None) -> None:
+        """Where to tell what happens, from now on."""
+
+
+class Tracing:
+    """A trace that is being recorded: made by `DataLoader.trace`.
+
+    It ends, and the file is written, with `close()` or the end of a `with` block; without either, when the loader is
+    dropped or the program ends.
+    """
+
+    def __init__(self, recorder: _Recorder, path: Path, title: str) -> None:
+        self._recorder = weakref.ref(recorder)
+        trace = Trace()
+        recorder.set_trace(trace)
+        self._write = weakref.finalize(recorder, _write, trace, path, title, os.getpid())
+
+    def close(self) -> None:
+        """Ends the recording, and writes the file; callable more than once."""
+        recorder = self._recorder()
+        if self._write.alive and recorder is not None:
+            recorder.set_trace(None)
+        self._write()
+
+    def __enter__(self) -> Tracing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _write(trace: Trace, path: Path, title: str, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child ends too
+        trace.write(path, title)
 
 
 def _of_process(built: list[_Built]) -> Iterable[dict[str, Any]]:

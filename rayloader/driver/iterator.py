@@ -15,6 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -281,8 +282,8 @@ class EpochIterator(BaseIterator):
             raise
 
     def __next__(self) -> Any:
+        asked = perf_counter()
         try:
-            self._tally.asked()
             if profiler_enabled() or self._IterableDataset_len_called is not None:
                 data = super().__next__()
             else:  # spares what torch does for its profiler, as much as a small batch's whole way here
@@ -292,8 +293,9 @@ class EpochIterator(BaseIterator):
             assert delivery is not None
             if not delivery.recorded:
                 delivery.recorded = True  # first: after an interrupt it is not counted again
-                self._tally.gave(delivery.task.task_id, delivery.samples, delivery.nbytes)
+                self._tally.gave(asked, delivery.task.task_id, delivery.samples, delivery.nbytes)
         except BaseException as error:
+            self._tally.raised(asked)
             told, self._told = self._told is error, None
             del self  # a notebook keeps the traceback, which is not to keep the workers
             _shorten(error, told or isinstance(error, (RayloaderError, KeyboardInterrupt)))

@@ -13,6 +13,7 @@ import contextlib
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -142,9 +143,13 @@ class LocalIterator(SingleProcessIterator):
     # ---- batches
 
     def __next__(self) -> Any:
-        self._tally.asked()
-        data = super().__next__()
-        self._tally.gave(self._drawn - 1, self._samples, _nbytes(data))
+        asked = perf_counter()
+        try:
+            data = super().__next__()
+        except BaseException:
+            self._tally.raised(asked)
+            raise
+        self._tally.gave(asked, self._drawn - 1, self._samples, _nbytes(data))
         return data
 
     def _next_data(self) -> Any:

@@ -21,10 +21,11 @@ from rayloader.driver.recovery import Recovery
 from rayloader.driver.tables import Tables, changes
 from rayloader.driver.worker_slot import Call, WorkerSlot
 from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
+from rayloader.spent import Spent
 from rayloader.state.position import Position
 from rayloader.state.snapshot import WorkerState
 from rayloader.stats import SlowBatch
-from rayloader.transport.lanes import Lent, unplaced
+from rayloader.transport.lanes import unplaced
 
 logger = logging.getLogger("rayloader")
 
@@ -109,8 +110,7 @@ class Receiver:
             self.lost.append(Lost(call.actor, result.text, suspect))
             return
         if result is not None and result.task_id in self.tables.unanswered:
-            self._record(slot, call, result, answer)
-            self._take_result(slot, result, call.lent)
+            self._take_result(slot, result, call, answer)
         if answer.state is not None:
             slot.journal.reached(WorkerState(*answer.state))
         slot.calls.popleft()
@@ -139,29 +139,32 @@ class Receiver:
                 slot.allowance.ahead = math.inf if self.tables.crew.can_drop(slot) else min(pace.ahead, CALLS_AHEAD)
         self.tables.feed(slot)
 
-    def _record(self, slot: WorkerSlot, call: Call, result: Result, answer: Answer) -> None:
+    def _record(self, slot: WorkerSlot, call: Call, task_id: int, answer: Answer) -> None:
         """Has the tally count what the worker did."""
-        tables = self.tables
-        if result.kind is ResultKind.EXHAUSTED:
-            return
-        tally, worker_id = tables.tally, slot.worker_id
-        worker = tally.workers[worker_id]
+        tally = self.tables.tally
+        worker, log = tally.workers[slot.worker_id], tally.answers
+        log.append(answer.spent)
+        if not worker.settled:
+            log[-1] = tally.settle(worker, answer.spent)
         if len(slot.calls) > worker.depth:
             worker.depth = len(slot.calls)
         if (call.lent is not None) is not worker.arena:
             worker.arena = call.lent is not None
-            worker.lane = tables.crew.lane(call.actor)
-        is_slow = tally.answered(worker_id, *answer.spent)
-        if not is_slow and tally.trace is None:
-            return
-        batch, task = result.task_id, tables.schedule.task(result.task_id)
-        indices = "" if task is None else indices_of(task, at_most=64)
-        if is_slow:
-            tally.note_slow(SlowBatch(batch, worker_id, sum(answer.spent[2:]), indices))
-        if (trace := tally.trace) is not None:
-            trace.built(worker_id, call.actor.created_at, worker.lane != "Ray calls", batch, indices, answer.spent)
+            worker.lane = self.tables.crew.lane(call.actor)
+        if answer.seconds > tally.slow:
+            self._name(call, task_id, worker.lane, Spent.unpack(answer.spent))
+        if len(log) >= tally.fold_at:
+            tally.fold_answers()
 
-    def _take_result(self, slot: WorkerSlot, result: Result, lent: Lent | None) -> None:
+    def _name(self, call: Call, task_id: int, lane: str, spent: Spent) -> None:
+        """Notes a batch that may be one of the slowest, or is traced, with its indices."""
+        task, tally = self.tables.schedule.task(task_id), self.tables.tally
+        indices = "" if task is None else indices_of(task, at_most=64)
+        tally.note_slow(SlowBatch(task_id, int(spent.worker_id), spent.build, indices))
+        if (trace := tally.trace) is not None:
+            trace.built(call.actor.created_at, lane != "Ray calls", task_id, indices, spent)
+
+    def _take_result(self, slot: WorkerSlot, result: Result, call: Call, answer: Answer) -> None:
         """Reports a result to the schedule."""
         tables = self.tables
         if result.kind is ResultKind.EXHAUSTED:
@@ -169,6 +172,8 @@ class Receiver:
             self._position.skip(result.skipped, self._max_skipped)
             tables.handle(WorkerExhausted(result.task_id))
             return
+        self._record(slot, call, result.task_id, answer)
+        lent = call.lent
         if result.wire is not None and lent is not None:
             result = result._replace(wire=unplaced(result.wire, lent))
         slot.journal.answered(result.task_id, result.digest)

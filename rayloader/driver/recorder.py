@@ -1,120 +1,47 @@
 """Measures a loader while it works, for `DataLoader.stats()`.
 
-Promise: costs a few microseconds a batch, and memory that does not grow. Each number has one thread that writes it: the
-user's, or whichever receives at the moment, under the lock of the epoch. Any thread may read, without a lock: what it
-gets is right but for the batch that is just being counted. Nothing here refers to an iterator, to batches or to actors.
+Promise: costs about a microsecond a batch, and memory that does not grow. Any thread may read, without a lock: see NOTE
+[logs] in histogram.py. Nothing here refers to an iterator, to batches or to actors.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from math import frexp
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
 from rayloader.driver.cpu_use import CpuUse
+from rayloader.driver.histogram import Histogram, Series, Work
 from rayloader.errors import RayloaderError
-from rayloader.stats import Period, SlowBatch, Times, WorkerStats
-from rayloader.trace import Trace
+from rayloader.spent import Spent, pack
+from rayloader.stats import Period, SlowBatch, WorkerStats
+from rayloader.trace import Trace, Tracing
 
-# Classes of a histogram by octave, and the shortest and longest times that it tells apart, as powers of 2 of a second.
-PER_OCTAVE = 8
-SHORTEST, LONGEST = -30, 20
-CLASSES = (LONGEST - SHORTEST) * PER_OCTAVE
+# How many entries of a log are folded together: with fewer NumPy's calls would cost more than the entries.
+FOLD = 2048
 # How many of the slowest batches are named.
 SLOWEST = 5
 # A batch that takes more than so many times the median is slow.
 SLOW = 4.0
 
 
-_HALVES = 2 * PER_OCTAVE
-_FIRST = (SHORTEST + 2) * PER_OCTAVE
-
-
-class Histogram:
-    """How often something took how long, in classes that are an eighth of an octave wide."""
-
-    __slots__ = ("count", "counts", "longest", "total")
-
-    def __init__(self) -> None:
-        self.counts = [0] * CLASSES
-        self.count = 0
-        self.total = 0.0
-        self.longest = 0.0
-
-    def add(self, seconds: float) -> None:
-        """It happened once more."""
-        fraction, exponent = frexp(seconds)  # a fraction of at least a half
-        place = exponent * PER_OCTAVE + int(fraction * _HALVES) - _FIRST
-        self.counts[place if 0 <= place < CLASSES and seconds > 0 else 0] += 1
-        self.count += 1
-        self.total += seconds
-        if seconds > self.longest:
-            self.longest = seconds
-
-    def merge(self, other: Histogram) -> None:
-        """All that has happened there happened here."""
-        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
-        self.count += other.count
-        self.total += other.total
-        self.longest = max(self.longest, other.longest)
-
-    def times(self) -> Times:
-        """The same in a few numbers."""
-        counts = list(self.counts)
-        median, p95, p99 = (self._quantile(counts, share) for share in (0.5, 0.95, 0.99))
-        return Times(self.count, self.total, median, p95, p99, self.longest)
-
-    def above(self, seconds: float) -> tuple[int, float]:
-        """How often it took longer than that, and how long on average."""
-        counts = list(self.counts)
-        first = next((place for place in range(len(counts)) if _middle(place) > seconds), len(counts))
-        number = sum(counts[first:])
-        total = sum(count * _middle(place) for place, count in enumerate(counts) if place >= first)
-        return number, total / number if number else 0.0
-
-    def _quantile(self, counts: list[int], share: float) -> float:
-        left = share * sum(counts)
-        for place, count in enumerate(counts):
-            left -= count
-            if count and left <= 0:
-                return min(_middle(place), self.longest)
-        return 0.0
-
-
-def _middle(place: int) -> float:
-    """Seconds in the middle of a class."""
-    octave, part = divmod(place, PER_OCTAVE)
-    return float((PER_OCTAVE + part + 0.5) / PER_OCTAVE * 2.0 ** (octave + SHORTEST))
-
-
 class WorkerTally:
-    """What one worker did; see `WorkerStats`."""
+    """What else is known of one worker; see `WorkerStats`."""
 
-    __slots__ = ("arena", "build", "collate", "depth", "fetch", "idle", "lane", "transfer")
+    __slots__ = ("arena", "depth", "lane", "settled")
 
     def __init__(self) -> None:
-        self.build = Histogram()
-        self.idle = self.fetch = self.collate = self.transfer = 0.0
         self.depth = 0
         self.lane = ""
         self.arena: bool | None = None  # whether its last batch had room in one; None before the first
+        self.settled = False  # what it says of its idleness is of the time since the first batch of the epoch
 
     def merge(self, other: WorkerTally) -> None:
         """All that was done there was done here."""
-        for name in ("idle", "fetch", "collate", "transfer"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.build.merge(other.build)
         self.depth = max(self.depth, other.depth)
         self.lane = other.lane or self.lane
-
-    def stats(self, worker_id: int) -> WorkerStats:
-        """The same, for the user."""
-        build = self.build.times()
-        return WorkerStats(worker_id, build, self.idle, self.fetch, self.collate, self.transfer, self.lane, self.depth)
 
 
 _SUMS = "batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "blocked", "behind", "drawing"
@@ -129,53 +56,81 @@ class Tally:
         depth: batches of each worker that may be under way; None if that is automatic.
 
     Attributes:
+        wait: seconds inside `next`.
+        step: seconds between two calls of it.
+        answers: the log of what the workers spent, to be appended to with each answer: see NOTE [logs] in histogram.py.
         cpu_use: since its first batch.
+        slow: seconds; a batch that takes longer is one of the slowest, or is to be traced.
+        trace: while one is on.
     """
 
     def __init__(self, num_workers: int = 0, processes: int = 0, depth: int | None = None) -> None:
         self.processes = processes
         self.depth = depth
-        self.wait, self.step = Histogram(), Histogram()
+        self.wait, self.step = Series(), Series()
         self.batches = self.samples = self.nbytes = self.restarts = self.skipped = 0
         self.first_wait = self.blocked = self.behind = self.drawing = 0.0
         self.workers = [WorkerTally() for _ in range(num_workers)]
         self.slowest: list[SlowBatch] = []
+        self.slow = -1.0
         self.cpu_use: CpuUse | None = None
-        self.trace: Trace | None = None  # while one is on
-        self._batch = 0  # that `gave` was told last
-        self._slow = 0.0  # seconds; what takes longer is one of the slowest
-        # perf_counter(): when `next` was called, when it returned (0: it has not), and when it first did.
-        self._asked = self._left = 0.0
-        self._began = math.inf
+        self.trace: Trace | None = None
+        self._attend = 0  # the number of the batch from which on more is to be done than to add its times
+        self._batch = 0  # that `gave` was told last, if it is traced
+        # perf_counter(): when `next` returned (0: it has raised since), and when it first did.
+        self._left, self._began = 0.0, math.inf
+        self.fold_at = max(FOLD, 8 * num_workers)  # answers: to fold them takes time for each worker
+        self._keep(Work.nothing(num_workers))
+
+    def set_trace(self, trace: Trace | None) -> None:
+        """Where to tell what happens, from now on. Any thread may call this."""
+        self.trace = trace
+        self._attend = 0
+        self.slow = self._fifth_slowest
 
     # ---- in the user's thread
 
-    def asked(self) -> None:
-        """`next` was called."""
+    def gave(self, asked: float, batch: int, samples: int, nbytes: int) -> None:
+        """`next` was called at perf_counter(), and is about to return this batch."""
         now = perf_counter()
-        if self._left:
-            self.step.add(now - self._left)
-            if self.trace is not None:
-                self.trace.trainer("step", self._batch, self._left, now)
-            self._left = 0.0
-        self._asked = now
-
-    def gave(self, batch: int, samples: int, nbytes: int) -> None:
-        """It is about to return this batch."""
-        now = perf_counter()
-        if self.trace is not None:
-            self.trace.trainer("wait", batch, self._asked, now)
-        if self.batches:
-            self.wait.add(now - self._asked)
+        if self.batches < self._attend:
+            self.step.add(asked - self._left)
+            self.wait.add(now - asked)
         else:
-            self.first_wait = now - self._asked
-            self.blocked = self.behind = self.drawing = 0.0  # these were part of it
-            self.cpu_use = CpuUse()
-            self._began = now
+            self._attend_to(batch, asked, now)
         self.batches += 1
         self.samples += samples
         self.nbytes += nbytes
-        self._batch, self._left = batch, now
+        self._left = now
+
+    def raised(self, asked: float) -> None:
+        """`next` was called at perf_counter(), and has returned nothing; what that took is neither wait nor step."""
+        if 0.0 < self._left < asked:
+            self.step.add(asked - self._left)
+            if self.trace is not None:
+                self.trace.trainer("step", self._batch, self._left, asked)
+        self._left, self._attend = 0.0, 0
+
+    def _attend_to(self, batch: int, asked: float, now: float) -> None:
+        """The first batch, one in `FOLD`, one after an error, and each that is traced."""
+        if self._left:
+            self.step.add(asked - self._left)
+        if self.batches:
+            self.wait.add(now - asked)
+        else:
+            self.first_wait = now - asked
+            self.blocked = self.behind = self.drawing = 0.0  # these were part of it
+            self.cpu_use = CpuUse()
+            self._began = now
+        self.wait.fold()
+        self.step.fold()
+        self._attend = self.batches + FOLD
+        if (trace := self.trace) is not None:
+            self._attend = 0
+            if self._left:
+                trace.trainer("step", self._batch, self._left, asked)
+            trace.trainer("wait", batch, asked, now)
+        self._batch = batch
 
     def ended(self) -> None:
         """There is no further batch."""
@@ -184,75 +139,88 @@ class Tally:
 
     # ---- in the thread that receives
 
-    def answered(
-        self, worker_id: int, began: float, idle: float, fetch: float, collate: float, transfer: float
-    ) -> bool:
-        """A worker has sent what became of a task; whether that is one of the slowest, for `note_slow`.
+    def fold_answers(self) -> None:
+        """To be called when there are `fold_at` of them."""
+        self._keep(self.work)
 
-        Args:
-            worker_id: that worker.
-            began: when it began to work on it, perf_counter() of its machine.
-            idle: seconds that its process had nothing to do before that.
-            fetch: seconds of its work.
-            collate: likewise.
-            transfer: likewise.
-        """
-        worker, seconds = self.workers[worker_id], fetch + collate + transfer
-        worker.build.add(seconds)
-        if idle:  # before the first batch it waited for others that started
-            worker.idle += max(0.0, min(idle, self._asked - self._began))
-        worker.fetch += fetch
-        worker.collate += collate
-        worker.transfer += transfer
-        return seconds > self._slow
+    def _keep(self, folded: Work) -> None:
+        self.answers: list[bytes] = []
+        self._work = folded, self.answers
+
+    def settle(self, worker: WorkerTally, spent: bytes) -> bytes:
+        """The same without idleness before the first batch: the worker waited for others that started."""
+        worker.settled = bool(self.batches)
+        told = Spent.unpack(spent)
+        return pack(*told._replace(idle=max(0.0, min(told.idle, perf_counter() - self._began))))
 
     def note_slow(self, slow: SlowBatch) -> None:
-        """One of the slowest batches."""
+        """A batch that may be one of the slowest."""
         self.slowest = sorted([*self.slowest, slow], key=lambda slow: -slow.seconds)[:SLOWEST]
-        if len(self.slowest) == SLOWEST:
-            self._slow = self.slowest[-1].seconds
+        self.slow = self._fifth_slowest
+
+    @property
+    def _fifth_slowest(self) -> float:
+        if self.trace is not None or len(self.slowest) < SLOWEST:
+            return -1.0
+        return self.slowest[-1].seconds
 
     # ---- in any thread
+
+    @property
+    def work(self) -> Work:
+        """All that the workers did."""
+        folded, log = self._work
+        return folded.plus(log.copy())
 
     @classmethod
     def of(cls, tallies: Sequence[Tally]) -> Tally:
         """All of them together."""
         whole = cls()
+        wait, step, work = Histogram(), Histogram(), Work.nothing(0)
         for tally in tallies:
             for name in _SUMS:
                 setattr(whole, name, getattr(whole, name) + getattr(tally, name))
-            whole.wait.merge(tally.wait)
-            whole.step.merge(tally.step)
+            wait, step = wait.merged(tally.wait.histogram), step.merged(tally.step.histogram)
+            work = work.merged(tally.work)
             whole.workers += [WorkerTally() for _ in tally.workers[len(whole.workers) :]]
             for worker, other in zip(whole.workers, tally.workers, strict=False):
                 worker.merge(other)
             for slow in tally.slowest:
                 whole.note_slow(slow)
+        whole.wait, whole.step = Series(wait), Series(step)
+        whole._keep(work)
         return whole
 
     def period(self) -> Period:
         """The same, for the user."""
-        together = Histogram()
-        for worker in self.workers:
-            together.merge(worker.build)
-        build = together.times()
-        slow, seconds = together.above(SLOW * build.median)
+        work = self.work
+        build = Histogram()
+        workers = []
+        for worker_id, worker in enumerate(self.workers):
+            own = work.of(worker_id)
+            idle, fetch, collate, transfer = work.sums[worker_id].tolist()
+            build = build.merged(own)
+            workers.append(
+                WorkerStats(worker_id, own.times(), idle, fetch, collate, transfer, worker.lane, worker.depth)
+            )
+        times = build.times()
+        slow, seconds = build.above(SLOW * times.median)
         return Period(
             batches=self.batches,
             samples=self.samples,
             nbytes=self.nbytes,
             first_wait=self.first_wait,
-            wait=self.wait.times(),
-            step=self.step.times(),
+            wait=self.wait.histogram.times(),
+            step=self.step.histogram.times(),
             blocked=self.blocked,
             behind=self.behind,
             drawing=self.drawing,
-            build=build,
+            build=times,
             slow=slow,
-            slow_ratio=seconds / build.median if slow else 0.0,
+            slow_ratio=seconds / times.median if slow else 0.0,
             restarts=self.restarts,
             skipped=self.skipped,
-            workers=tuple(worker.stats(worker_id) for worker_id, worker in enumerate(self.workers)),
+            workers=tuple(workers),
             slowest=tuple(self.slowest),
         )
 
@@ -272,29 +240,23 @@ class Recorder:
         ended = [tally for ref, tally in live if ref() in (None, iterator)]
         others = [(ref, tally) for ref, tally in live if ref() not in (None, iterator)]
         new = Tally(num_workers, processes, depth)
-        new.trace = self._trace
+        new.set_trace(self._trace)
         self._tallies = Tally.of([past, *ended]), [*others, (weakref.ref(iterator), new)]
         return new
 
-    @contextlib.contextmanager
-    def traced(self, path: Path, title: str) -> Iterator[None]:
-        """Traces what the iterators do meanwhile; see `DataLoader.trace`."""
+    def traced(self, path: Path, title: str) -> Tracing:
+        """Traces what the iterators do from now on; see `DataLoader.trace`."""
         if self._trace is not None:
             raise RayloaderError("this loader is being traced already; end that trace first")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} for the trace; make it first")
-        trace = Trace()
-        self._set_trace(trace)
-        try:
-            yield
-        finally:
-            self._set_trace(None)
-            trace.write(path, title)
+        return Tracing(self, path.absolute(), title)
 
-    def _set_trace(self, trace: Trace | None) -> None:
+    def set_trace(self, trace: Trace | None) -> None:
+        """Where to tell what happens, from now on."""
         self._trace = trace
         for _, tally in self._tallies[1]:
-            tally.trace = trace
+            tally.set_trace(trace)
 
     def tell(self) -> tuple[Tally, Tally]:
         """Of the epoch that began last, and of all."""

@@ -180,8 +180,7 @@ class WorkerProcess:
         self._answered = ended = time.perf_counter()
         seconds, lane = ended - began, self._lane
         progress, doubt, state = hosted.progress, hosted.take_doubt(), hosted.snapshot_if_due(seconds)
-        begun, fetch, collate, encode = hosted.spent(ended)
-        spent = begun, self._idle, fetch, collate, encode + self._sending
+        spent = hosted.spent(ended, self._idle, self._sending)
         self._idle = self._sending = 0.0
         return Answer(result, seconds, progress, doubt, state, lane.take_full(), lane.error, spent)
 

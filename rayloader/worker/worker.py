@@ -46,6 +46,7 @@ from rayloader.protocol import (
 )
 from rayloader.replica.opening import open_image
 from rayloader.shard_info import Reader
+from rayloader.spent import pack
 from rayloader.state.digest import chain, digest
 from rayloader.state.generators import Generators, alive, noting
 from rayloader.state.journal import Resumed
@@ -201,11 +202,11 @@ class Worker:
         """How many batches were built again, and how many that must be."""
         return self._replayed, self._to_replay
 
-    def spent(self, ended: float) -> tuple[float, float, float, float]:
-        """When the last task began, and what fetching, collating and encoding took; it ended at perf_counter()."""
-        fetched = self._fetched or ended
-        collated = self._collated or ended
-        return self._began, fetched - self._began, collated - fetched, ended - collated
+    def spent(self, ended: float, idle: float, sending: float) -> bytes:
+        """`Answer.spent` of the last task, which ended at perf_counter(), after idleness and sending, in seconds."""
+        began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
+        fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending
+        return pack(self._setup.worker_id, began, idle, fetch, collate, transfer)
 
     def take_doubt(self) -> int | None:
         """A task since this was asked last whose batch was believed, see `Answer`."""
@@ -346,6 +347,7 @@ class Worker:
         return self._failure._replace(task_id=task.task_id)
 
     def _build(self, task: Task, arena: ArenaWriter | None) -> Result:
+        self._began, self._fetched, self._collated = time.perf_counter(), 0.0, 0.0
         task_id = task.task_id
         if self._failure is not None and (self._unrestored or not self._exhausted):
             # The indices of a stream are endless: that it can't start is told once, as an iterator that raised ends.
@@ -355,7 +357,6 @@ class Worker:
             return Result(task_id, ResultKind.EXHAUSTED)
         skipped: list[skipping.Skipped] = []
         setup = self._setup
-        self._began, self._fetched, self._collated = time.perf_counter(), 0.0, 0.0
         try:
             if setup.seed_batches:
                 # Of a stream: what its number would be if no worker's had ended; the true one depends on when that was.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import math
 import pickle
 import random
+import threading
+import tracemalloc
 import weakref
+from array import array
 from collections import namedtuple
 
 import numpy as np
@@ -16,8 +20,10 @@ import torch
 
 from rayloader import DataLoader, LoaderStats
 from rayloader.driver import recorder
+from rayloader.driver.histogram import Histogram, Series, Work
 from rayloader.driver.local import _nbytes
-from rayloader.driver.recorder import SLOWEST, Histogram, Recorder, Tally
+from rayloader.driver.recorder import FOLD, SLOWEST, Recorder, Tally
+from rayloader.spent import pack
 from rayloader.stats import Period, SlowBatch, Times, WorkerStats
 from rayloader.verdict import ENOUGH_BATCHES, verdict
 
@@ -37,10 +43,7 @@ def clock(monkeypatch):
 
 
 def histogram(times):
-    filled = Histogram()
-    for seconds in times:
-        filled.add(seconds)
-    return filled
+    return Histogram().plus(array("d", times))
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 100.0])
@@ -70,8 +73,7 @@ def test_no_quantile_is_longer_than_the_longest():
 
 def test_histograms_add_up():
     one, both = histogram([0.001] * 3), histogram([0.001] * 3 + [0.1] * 4)
-    one.merge(histogram([0.1] * 4))
-    assert one.times() == both.times()
+    assert one.merged(histogram([0.1] * 4)).times() == both.times()
 
 
 def test_what_took_longer_is_counted():
@@ -80,17 +82,62 @@ def test_what_took_longer_is_counted():
     assert math.isclose(seconds, 0.03, rel_tol=0.07)
 
 
+def test_what_is_folded_and_what_is_not_are_told_as_one():
+    series, times = Series(), [0.001 * number for number in range(1, 101)]
+    for place, seconds in enumerate(times):
+        if place in (10, 60):
+            series.fold()
+        series.add(seconds)
+        assert series.histogram.times().count == place + 1
+    assert series.histogram.times() == histogram(times).times()
+    assert math.isclose(series.total, sum(times))
+
+
+def test_whoever_reads_sees_each_entry_once_while_another_thread_adds_and_folds():
+    series, done, wrong = Series(), threading.Event(), []
+
+    def read():
+        before = 0
+        while not done.is_set():
+            count = series.histogram.times().count
+            if not before <= count <= FOLD * 50:
+                wrong.append((before, count))
+            before = count
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for _ in range(50):
+            for _ in range(FOLD):
+                series.add(0.001)
+            series.fold()
+    finally:
+        done.set()
+        thread.join()
+    assert wrong == []
+    assert series.histogram.times().count == FOLD * 50
+
+
+def test_what_workers_did_adds_up_for_each_of_them():
+    first, second = Work.nothing(2), Work.nothing(3)
+    log = [pack(0, 5.0, 1.0, 0.1, 0.2, 0.3), pack(1, 5.0, 0.0, 0.4, 0.0, 0.0), pack(0, 6.0, 2.0, 0.1, 0.0, 0.0)]
+    whole = first.plus(log).merged(second.plus([pack(2, 0.0, 0.0, 1.0, 0.0, 0.0)]))
+    assert whole.sums.round(6).tolist() == [[3.0, 0.2, 0.2, 0.3], [0.0, 0.4, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    assert [whole.of(worker).times().count for worker in range(3)] == [2, 1, 1]
+    assert [round(whole.of(worker).longest, 6) for worker in range(3)] == [0.6, 0.4, 1.0]
+    assert first.sums.sum() == 0.0  # what others may be reading does not change
+
+
 # ---- tallies
 
 
 def run_epoch(tally, clock, steps, *, samples=4, nbytes=100):
     """One epoch: pairs of what `next` and then the step take."""
     for wait, step in steps:
-        tally.asked()
         clock.now += wait
-        tally.gave(tally.batches, samples, nbytes)
+        tally.gave(clock.now - wait, tally.batches, samples, nbytes)
         clock.now += step
-    tally.asked()
+    tally.raised(clock.now)  # StopIteration
     tally.ended()
 
 
@@ -108,28 +155,73 @@ def test_wait_is_inside_next_and_step_between_two_calls(clock):
 def test_what_a_next_that_raises_took_is_neither(clock):
     tally = Tally()
     run_epoch(tally, clock, [(1.0, 1.0)] * 2)
-    tally.asked()
+    tally.raised(clock.now)
     clock.now += 100.0  # it raised, and then the program did something else
-    tally.asked()
+    tally.gave(clock.now, 2, 4, 100)
     clock.now += 1.0
-    tally.gave(2, 4, 100)
+    tally.raised(clock.now - 2.0)  # it was interrupted after it had counted the batch
+    clock.now += 100.0
+    tally.gave(clock.now - 1.0, 3, 4, 100)
     assert tally.period().seconds == 1.0 + 2.0 + 1.0
+
+
+def answered(tally, worker_id, *, idle=0.0, fetch=1.0, collate=0.0, transfer=0.0):
+    spent, worker = pack(worker_id, 0.0, idle, fetch, collate, transfer), tally.workers[worker_id]
+    tally.answers.append(spent if worker.settled else tally.settle(worker, spent))
+    if len(tally.answers) >= tally.fold_at:
+        tally.fold_answers()
+
+
+def idleness(tally):
+    return tally.period().workers[0].idle
 
 
 def test_what_workers_waited_for_before_the_first_batch_is_not_their_idleness(clock):
     tally = Tally(num_workers=1)
-    tally.asked()
-    tally.answered(0, 0.0, 30.0, 1.0, 0.0, 0.0)
+    answered(tally, 0, idle=30.0)
     clock.now += 60.0
-    tally.gave(0, 1, 1)
-    tally.asked()
-    tally.answered(0, 0.0, 30.0, 1.0, 0.0, 0.0)
-    assert tally.workers[0].idle == 0.0
+    tally.gave(clock.now - 60.0, 0, 1, 1)
+    answered(tally, 0, idle=30.0)
+    assert idleness(tally) == 0.0
     clock.now += 10.0
-    tally.gave(0, 1, 1)
-    tally.asked()
-    tally.answered(0, 0.0, 4.0, 1.0, 0.0, 0.0)
-    assert tally.workers[0].idle == 4.0
+    tally.gave(clock.now - 1.0, 0, 1, 1)
+    answered(tally, 0, idle=4.0)
+    assert idleness(tally) == 4.0
+
+
+def test_long_epochs_are_folded_and_nothing_of_them_is_lost(clock):
+    tally, number = Tally(num_workers=2), 3 * FOLD + 7
+    for batch in range(number):
+        answered(tally, batch % 2, idle=1.0, fetch=0.5)
+    run_epoch(tally, clock, [(1.0, 2.0)] * number)
+    period = tally.period()
+    assert (period.batches, period.wait.count, period.step.count) == (number, number - 1, number)
+    assert (period.wait.total, period.step.total) == (number - 1, 2 * number)
+    assert [worker.build.count for worker in period.workers] == [(number + 1) // 2, number // 2]
+    assert [worker.fetch for worker in period.workers] == [(number + 1) // 2 * 0.5, number // 2 * 0.5]
+    whole = Tally.of([tally, tally]).period()
+    assert (whole.batches, whole.wait.count, whole.build.count) == (2 * number, 2 * number - 2, 2 * number)
+
+
+def test_memory_does_not_grow_with_the_batches(clock):
+    """What is kept of 200 times as many batches is the same, but for the logs, which are folded."""
+
+    def size(number):
+        tally = Tally(num_workers=2)
+        tracemalloc.start()
+        try:
+            for batch in range(number):
+                answered(tally, batch % 2)
+                tally.gave(clock.now, batch, 1, 1)
+                if batch % 100 == 0:
+                    tally.period()
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    size(100)
+    assert size(20_000) < size(100) + FOLD * 50
 
 
 def test_the_slowest_batches_are_kept_and_no_others():
@@ -137,10 +229,9 @@ def test_the_slowest_batches_are_kept_and_no_others():
     order = list(range(100))
     random.Random(2).shuffle(order)
     for batch in order:
-        if tally.answered(batch % 2, 0.0, 0.0, 0.5 * batch, 0.25 * batch, 0.25 * batch):
+        if batch > tally.slow:
             tally.note_slow(SlowBatch(batch, batch % 2, float(batch), ""))
     assert [slow.batch for slow in tally.slowest] == [99, 98, 97, 96, 95][:SLOWEST]
-    assert [worker.build.count for worker in tally.workers] == [50, 50]
 
 
 class Iterator:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from rayloader import DataLoader, RayloaderError
+from rayloader.spent import Spent
 from rayloader.trace import Trace
 
 
@@ -22,8 +26,8 @@ def names(events):
 
 def test_each_worker_has_a_lane_and_the_trainer_one():
     trace = Trace()
-    trace.built(0, 1, True, 0, "[5, 6]", (1.0, 0.5, 0.1, 0.2, 0.3))
-    trace.built(1, 2, True, 1, "", (2.0, 0.5, 0.1, 0.0, 0.0))
+    trace.built(1, True, 0, "[5, 6]", Spent(0, 1.0, 0.5, 0.1, 0.2, 0.3))
+    trace.built(2, True, 1, "", Spent(1, 2.0, 0.5, 0.1, 0.0, 0.0))
     trace.trainer("wait", 0, 1.0, 1.6)
     events = list(trace.events("title"))
     assert names(events) == {0: "trainer", 1: "worker 0", 2: "worker 1"}
@@ -38,8 +42,8 @@ def test_each_worker_has_a_lane_and_the_trainer_one():
 
 def test_slices_of_one_worker_do_not_overlap():
     trace = Trace()
-    trace.built(0, 1, True, 0, "", (1.0, 0.0, 0.1, 0.1, 0.5))
-    trace.built(0, 1, True, 1, "", (1.3, 0.0, 0.1, 0.1, 0.1))
+    trace.built(1, True, 0, "", Spent(0, 1.0, 0.0, 0.1, 0.1, 0.5))
+    trace.built(1, True, 1, "", Spent(0, 1.3, 0.0, 0.1, 0.1, 0.1))
     assert slices(trace.events(""), 1)[2] == ("transfer", 1_200_000, 100_000)
 
 
@@ -48,7 +52,7 @@ def test_the_clock_of_another_machine_is_converted_by_what_came_fastest(monkeypa
     monkeypatch.setattr("rayloader.trace.perf_counter", lambda: now[0])
     for began, received in ((1000.0, 5.0), (1001.0, 5.5), (1002.0, 7.0)):
         now[0] = received
-        trace.built(0, 1, False, 0, "", (began, 0.0, 0.5, 0.0, 0.0))
+        trace.built(1, False, 0, "", Spent(0, began, 0.0, 0.5, 0.0, 0.0))
     assert [ts for name, ts, _ in slices(trace.events(""), 1) if name == "fetch"] == [4_000_000, 5_000_000, 6_000_000]
 
 
@@ -89,6 +93,52 @@ def test_the_file_is_written_where_the_block_raises(tmp_path):
     with pytest.raises(ZeroDivisionError), loader().trace(str(tmp_path / "trace.json")):
         raise ZeroDivisionError
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def slices_of(path):
+    return [(e["name"], e["args"]["batch"]) for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+
+
+ALL = [(what, batch) for batch in range(3) for what in ("wait", "step")]
+
+
+def test_without_a_with_block_it_records_until_it_is_closed(tmp_path):
+    traced, path = loader(), tmp_path / "trace.json"
+    tracing = traced.trace(path)
+    list(traced)
+    assert not path.exists()
+    tracing.close()
+    list(traced)
+    tracing.close()
+    assert slices_of(path) == ALL
+
+
+def test_a_trace_that_nobody_closes_is_written_when_the_loader_is_dropped(tmp_path, monkeypatch):
+    traced, path = loader(), tmp_path / "trace.json"
+    monkeypatch.chdir(tmp_path)
+    traced.trace("trace.json")  # and the result is dropped
+    list(traced)
+    monkeypatch.chdir("/")  # the file's folder was that of the call
+    del traced
+    gc.collect()
+    assert slices_of(path) == ALL
+
+
+def test_a_trace_that_nobody_closes_is_written_at_the_programs_end_by_no_child_of_it(tmp_path):
+    program = """
+import os
+from rayloader import DataLoader
+loader = DataLoader(range(10), batch_size=4)
+loader.trace("trace.json")
+list(loader)
+if os.fork() == 0:
+    raise SystemExit
+_, status = os.wait()
+print(status, os.path.exists("trace.json"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0 False\n", "")
+    assert slices_of(tmp_path / "trace.json") == ALL
 
 
 def test_one_trace_at_a_time(tmp_path):

@@ -1,0 +1,150 @@
+"""How often something took how long: logs that cost next to nothing to write, folded into histograms.
+
+NOTE [logs]
+With each batch a number is appended to a log, and nothing is computed. Many entries together are folded into
+histograms, by NumPy. A log has one thread that writes it: the user's, or whichever receives at the moment, under the
+lock of the epoch. What is folded is never changed: the writer puts a new pair of folded and log in its place, in one
+assignment. So a reader takes the pair, folds a copy of the log for itself, and has counted each entry once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rayloader.stats import Times
+
+# Classes of a histogram by octave, and the shortest and longest times that it tells apart, as powers of 2 of a second.
+PER_OCTAVE = 8
+SHORTEST, LONGEST = -30, 20
+CLASSES = (LONGEST - SHORTEST) * PER_OCTAVE
+
+_Numbers = np.ndarray[Any, np.dtype[Any]]
+
+_FIRST = (SHORTEST + 2) * PER_OCTAVE
+_PLACES = np.arange(CLASSES)
+# Seconds in the middle of each class.
+_MIDDLES: _Numbers = np.ldexp((PER_OCTAVE + _PLACES % PER_OCTAVE + 0.5) / PER_OCTAVE, _PLACES // PER_OCTAVE + SHORTEST)
+
+
+def _classes(seconds: _Numbers) -> _Numbers:
+    """Which class each of these times is in."""
+    fractions, exponents = np.frexp(seconds)  # fractions of at least a half
+    places = exponents * PER_OCTAVE + (fractions * (2 * PER_OCTAVE)).astype(np.intp) - _FIRST
+    return np.where((places >= 0) & (places < CLASSES) & (seconds > 0), places, 0)
+
+
+class Histogram(NamedTuple):
+    """How often something took how long, in classes that are an eighth of an octave wide."""
+
+    counts: _Numbers = np.zeros(CLASSES, np.int64)
+    total: float = 0.0
+    longest: float = 0.0
+
+    def plus(self, log: array[float]) -> Histogram:
+        """It took so long these times too."""
+        if not log:
+            return self
+        seconds = np.frombuffer(log.tobytes())  # a copy, for another thread may be appending
+        counts = self.counts + np.bincount(_classes(seconds), minlength=CLASSES)
+        return Histogram(counts, self.total + float(seconds.sum()), max(self.longest, float(seconds.max())))
+
+    def merged(self, other: Histogram) -> Histogram:
+        """All that has happened here and there."""
+        return Histogram(self.counts + other.counts, self.total + other.total, max(self.longest, other.longest))
+
+    def times(self) -> Times:
+        """The same in a few numbers."""
+        count = int(self.counts.sum())
+        if not count:
+            return Times()
+        places = np.searchsorted(np.cumsum(self.counts), [0.5 * count, 0.95 * count, 0.99 * count])
+        median, p95, p99 = (min(float(_MIDDLES[place]), self.longest) for place in places)
+        return Times(count, self.total, median, p95, p99, self.longest)
+
+    def above(self, seconds: float) -> tuple[int, float]:
+        """How often it took longer than that, and how long on average."""
+        counts = np.where(seconds < _MIDDLES, self.counts, 0)
+        number = int(counts.sum())
+        return number, float(counts @ _MIDDLES) / number if number else 0.0
+
+
+class Series:
+    """How long something took each time: see NOTE [logs]."""
+
+    __slots__ = ("_kept", "add")
+
+    def __init__(self, folded: Histogram | None = None) -> None:
+        self._keep(folded or Histogram())
+
+    def _keep(self, folded: Histogram) -> None:
+        log = array("d")
+        self.add = log.append  # first: an entry between the two is counted with the next ones
+        self._kept = folded, log
+
+    def fold(self) -> None:
+        """To be called now and then by the thread that adds."""
+        self._keep(self.histogram)
+
+    @property
+    def histogram(self) -> Histogram:
+        """All that was added. Any thread may ask."""
+        folded, log = self._kept
+        return folded.plus(log)
+
+    @property
+    def total(self) -> float:
+        """All together, in less time. Any thread may ask."""
+        folded, log = self._kept
+        return folded.total + sum(log)
+
+
+class Work(NamedTuple):
+    """What the workers did, a row for each.
+
+    Attributes:
+        counts: of the times that they took to build a batch: histograms.
+        longest: of these times.
+        sums: seconds of idleness, fetching, collating and transfer.
+    """
+
+    counts: _Numbers
+    longest: _Numbers
+    sums: _Numbers
+
+    @classmethod
+    def nothing(cls, num_workers: int) -> Work:
+        """Before the first batch."""
+        return cls(np.zeros((num_workers, CLASSES), np.int64), np.zeros(num_workers), np.zeros((num_workers, 4)))
+
+    def plus(self, log: Sequence[bytes]) -> Work:
+        """And this, which they have sent: `Answer.spent` of some batches."""
+        if not log:
+            return self
+        rows = np.frombuffer(b"".join(log)).reshape(len(log), -1)
+        worker_ids, spent = rows[:, 0].astype(np.intp), rows[:, 2:]
+        build, number = spent[:, 1:].sum(axis=1), len(self.longest)
+        counts = np.bincount(worker_ids * CLASSES + _classes(build), minlength=number * CLASSES)
+        longest = self.longest.copy()
+        np.maximum.at(longest, worker_ids, build)
+        sums = [np.bincount(worker_ids, weights=column, minlength=number) for column in spent.T]
+        return Work(self.counts + counts.reshape(self.counts.shape), longest, self.sums + np.stack(sums, axis=1))
+
+    def merged(self, other: Work) -> Work:
+        """What was done here and there, by as many workers as the larger of the two has."""
+        number = max(len(self.longest), len(other.longest))
+        mine, theirs = (Work(*(_padded(part, number) for part in work)) for work in (self, other))
+        longest = np.maximum(mine.longest, theirs.longest)
+        return Work(mine.counts + theirs.counts, longest, mine.sums + theirs.sums)
+
+    def of(self, worker_id: int) -> Histogram:
+        """What one of them took to build a batch."""
+        return Histogram(self.counts[worker_id], float(self.sums[worker_id, 1:].sum()), float(self.longest[worker_id]))
+
+
+def _padded(part: _Numbers, number: int) -> _Numbers:
+    """With rows of zeros up to this number."""
+    return np.pad(part, [(0, number - len(part)), *[(0, 0)] * (part.ndim - 1)])
