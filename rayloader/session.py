@@ -351,6 +351,12 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def exports_metrics() -> bool:
+    """Whether Ray offers the metrics of this node's processes to Prometheus; it may take a millisecond to tell."""
+    here = node_id()
+    return any(node["NodeID"] == here and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
+
+
 def cpus_of_this_process() -> float:
     """The CPUs that Ray has assigned to the task or actor in this process; 0 in a driver."""
     try:

@@ -29,11 +29,13 @@ from typing import Any
 import cloudpickle
 import ray
 from ray.exceptions import RayError
+from ray.util.metrics import Counter, Gauge
 
 from rayloader import session
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.janitor import Janitor
 from rayloader.driver.lifetimes import Lifetimes
+from rayloader.driver.metrics import Metrics
 from rayloader.driver.output import Output
 from rayloader.driver.placement import Placement, Verdict
 from rayloader.errors import RaySessionError, WorkerStartError, add_note
@@ -74,6 +76,7 @@ class Pool:
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same ones
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.output = Output()
+        self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
             self._probe = MemoryFile("probe", 1)
@@ -105,6 +108,8 @@ class Pool:
         self.wait()  # what finalizers have left is warm after that
         with self._lock:
             self._register(loader, _key(remote_args))
+        if self._metrics.watch(loader):
+            self.later(self.tidy)
         return Lease(self._tidy_later, name)
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
@@ -218,11 +223,14 @@ class Pool:
         with self._lock:
             self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
             usable = {entry.key for entry in self._loaders}
-        return self._lifetimes.tidy(usable, GRACE_S if session.started_here() else JOINED_GRACE_S)
+        left = self._lifetimes.tidy(usable, GRACE_S if session.started_here() else JOINED_GRACE_S)
+        metrics = self._metrics.tell() if self.session_alive() else None
+        return min((seconds for seconds in (left, metrics) if seconds is not None), default=None)
 
     def shutdown(self) -> None:
         """Kills every actor; callable more than once."""
         self._lifetimes.closed = True
+        self._janitor.do(self._end_metrics)
         self._janitor.do(self._lifetimes.kill_all)
         with self._lock:
             self._loaders = []  # and their images
@@ -251,6 +259,10 @@ class Pool:
         return names | {file.name for image in images for file in image.address.files}
 
     # ----
+
+    def _end_metrics(self) -> None:
+        if self.session_alive():
+            self._metrics.tell(at_once=True)
 
     def _tidy_later(self, _: object) -> None:
         self.later(self.tidy)

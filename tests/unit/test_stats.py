@@ -221,7 +221,7 @@ def test_memory_does_not_grow_with_the_batches(clock):
             tracemalloc.stop()
 
     size(100)
-    assert size(20_000) < size(100) + FOLD * 50
+    assert size(20_000) < size(100) + FOLD * 150  # bytes, of an entry in each log
 
 
 def test_the_slowest_batches_are_kept_and_no_others():
