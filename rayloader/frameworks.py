@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -129,6 +131,7 @@ def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
 
     Raises:
         StateError: that loader has loaded a state, which would be lost.
+        ValueError: see `_check_dispatch`.
     """
     source = next((value.loader() for value in given if isinstance(value, WorkerCount)), None)
     if source is None:
@@ -138,8 +141,32 @@ def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
             "load_state_dict() was called on a loader that a framework now makes anew, and the state would be lost; "
             "load it into the new loader, for instance into what prepare() returns"
         )
+    _check_dispatch(source)
     names = _OWN if source._ranks is not None else _OWN - set(Ranks._fields)
     return {name: getattr(source, name) for name in names}
+
+
+def _check_dispatch(source: DataLoader[Any]) -> None:
+    """Raises ValueError if one rank's part of the data is to be read by one process, and dealt out to all.
+
+    That is what Accelerate does with `dispatch_batches`, its default for iterable datasets. Neither the arguments nor
+    the class of the loader that it makes tell; only who makes it does.
+    """
+    module = sys.modules.get("accelerate.data_loader")
+    if module is None or source._ranks is None or source._ranks.num_replicas == 1:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if issubclass(type(frame.f_locals.get("self")), module.DataLoaderDispatcher):
+            if module.PartialState().num_processes == 1:
+                return
+            raise ValueError(
+                "with dispatch_batches, Accelerate's default for iterable datasets, one process reads the batches of "
+                f"all ranks, and this loader gives only the part of rank {source._ranks.rank} of "
+                f"{source._ranks.num_replicas}: the other parts would never be read. Leave num_replicas and rank out, "
+                "for Accelerate divides the data itself, or do not give this loader to prepare()"
+            )
+        frame = frame.f_back
 
 
 class _Watched:
@@ -157,6 +184,7 @@ class _Watched:
             source = loader.num_workers.loader()
             if source is not None and source._ranks is not None:
                 check_once(loader._index_sampler)
+                _check_dispatch(source)
             _warn_once(type(loader))
         return self._method.__get__(loader, loader_class)
 

@@ -92,7 +92,8 @@ class Reader:
             raise RayloaderError(
                 "get_shard_info() was called where torch.distributed has several ranks, and the loader was not told "
                 "which of them it is, so that all would read the same; pass num_replicas=dist.get_world_size() to the "
-                "DataLoader, or num_replicas=1, rank=0 if something else divides the data among the ranks"
+                "DataLoader, or num_replicas=1, rank=0 if something else divides the data among the ranks. A loader "
+                "that was told, and that a framework has made anew, needs rayloader.patch() at the start of the program"
             )
         self.asked = True
         rank, num_replicas = self._ranks

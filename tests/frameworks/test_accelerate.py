@@ -166,6 +166,22 @@ def test_without_a_patch_one_warning_names_the_remedy(monkeypatch):
     prepared(rayloader.DataLoader, 2)
 
 
+@pytest.mark.parametrize("is_patched", [True, False])
+@pytest.mark.parametrize("num_processes", [2, 1])
+def test_a_rank_whose_part_would_be_dealt_out_to_all_is_an_error(is_patched, num_processes, monkeypatch):
+    monkeypatch.setattr("rayloader.frameworks._warned", True)  # that it becomes torch's without a patch
+    accelerator = Accelerator(cpu=True)
+    PartialState._shared_state["num_processes"] = num_processes  # the others are not asked before the first batch
+    own = {"num_replicas": 2, "rank": 0}
+    with rayloader.patch() if is_patched else contextlib.nullcontext():
+        if num_processes == 1:  # several ranks, and none of Accelerate's
+            accelerator.prepare(rayloader.DataLoader(Numbers(), 3, **own))
+        else:
+            with pytest.raises(ValueError, match=r"only the part of rank 0 of 2: .* Leave num_replicas and rank out"):
+                accelerator.prepare(rayloader.DataLoader(Numbers(), 3, **own))
+        accelerator.prepare(rayloader.DataLoader(Numbers(), 3))
+
+
 @full
 def test_two_ranks():
     """Batches, losses and resumption are those of torch's loaders; see the script."""

@@ -92,7 +92,7 @@ def test_a_loader_that_does_not_know_its_rank_is_an_error(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     for read in (lambda: list(DataLoader(Records(), None)), lambda: list(Records())):
-        with pytest.raises(RayloaderError, match=r"several ranks.*pass num_replicas"):
+        with pytest.raises(RayloaderError, match=r"several ranks.*pass num_replicas.*needs rayloader\.patch\(\)"):
             read()
     assert list(DataLoader(Records(), None, num_replicas=1, rank=0)) == list(range(40))
     assert list(DataLoader(Unaware(), None)) == list(range(4))
