@@ -1,8 +1,5 @@
 """How Sphinx builds the site of the documentation: `make docs`."""
 
-from pygments.lexers.special import TextLexer
-from sphinx.application import Sphinx
-
 import rayloader
 
 project = "rayloader"
@@ -26,7 +23,3 @@ napoleon_use_ivar = True
 napoleon_custom_sections = [("Arguments of rayloader alone", "params_style")]
 python_use_unqualified_type_names = True
 
-
-def setup(app: Sphinx) -> None:
-    """Shows the state diagram as its text: what draws Mermaid diagrams is loaded from the network."""
-    app.add_lexer("mermaid", TextLexer)
