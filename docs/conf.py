@@ -22,4 +22,3 @@ maximum_signature_line_length = 80
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Arguments of rayloader alone", "params_style")]
 python_use_unqualified_type_names = True
-

@@ -7,10 +7,12 @@ span of time.
 
 import contextlib
 import gc
+import importlib.metadata
 import math
 import os
 import re
 import reprlib
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+ROOT = Path(__file__).parents[1]
+PIP_LIMIT = 600  # seconds; on expiry the test fails
 EXIT_LIMIT = 20.0  # seconds for threads and actors to end after a test; on expiry the test fails
 OUR_ACTOR = re.compile(r"ray::(WorkerProcess\b|(.*:)?Producer\b|rayloader:)")  # how Ray titles processes of rayloader
 
@@ -40,6 +44,16 @@ def pytest_collection_finish():
     """What was imported and collected lives as long as the session: no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def default_packages(tmp_path_factory):
+    """What `ray[default]` needs beside `ray`, fetched by pip; with it each start of Ray takes longer."""
+    folder = tmp_path_factory.mktemp("default")
+    needed = [need.split(";")[0] for need in importlib.metadata.requires("ray") or () if 'extra == "default"' in need]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder]
+    subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", *needed], check=True, timeout=PIP_LIMIT)
+    return folder
 
 
 @pytest.fixture(scope="session")

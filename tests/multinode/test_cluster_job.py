@@ -5,7 +5,6 @@ The head is started with the file's own command. Ray's autoscaler starts the dat
 fetches into a folder of the test's: the other tests run with plain `ray`.
 """
 
-import importlib.metadata
 import json
 import os
 import re
@@ -31,17 +30,7 @@ pytestmark = [pytest.mark.multinode, pytest.mark.full]
 
 ROOT = Path(__file__).parents[2]
 CLUSTER: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-PIP_LIMIT, JOB_LIMIT, EXIT_LIMIT = 600, 300, 60  # seconds; on expiry the test fails
-
-
-@pytest.fixture(scope="module")
-def default_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `ray[default]` needs beside `ray`."""
-    folder = tmp_path_factory.mktemp("default")
-    needed = [need.split(";")[0] for need in importlib.metadata.requires("ray") or () if 'extra == "default"' in need]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder]
-    subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", *needed], check=True, timeout=PIP_LIMIT)
-    return folder
+JOB_LIMIT, EXIT_LIMIT = 300, 60  # seconds; on expiry the test fails
 
 
 def free_port() -> int:

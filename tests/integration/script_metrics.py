@@ -1,6 +1,6 @@
 """What Prometheus finds in a Ray that exports metrics, one that rayloader starts and one that it joins.
 
-`test_metrics.py` runs this in an environment of its own, with `ray[default]`.
+`test_prometheus.py` runs this with the packages of `ray[default]`.
 """
 
 import gc
