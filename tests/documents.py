@@ -48,4 +48,10 @@ def blocks_of(document: str, text: str) -> Iterator[Block]:
             yield Block(document, before + 1, "\n" * before + textwrap.dedent(fence[3]), command)
 
 
+def commands_of(text: str) -> list[str]:
+    """The lines of the blocks of shell commands in a document's text."""
+    blocks = [textwrap.dedent(code) for _, language, code in FENCE.findall(text) if language == "sh"]
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
 BLOCKS = [block for name in DOCUMENTS for block in blocks_of(name, (ROOT / name).read_text())]

@@ -2,15 +2,18 @@
 
 import functools
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import ray
 from typer.testing import CliRunner
 
+from documents import ROOT, commands_of
 from rayloader.cli import doctor
 from rayloader.cli.commands import app
 
+README = commands_of((ROOT / "README.md").read_text())
 FULL = functools.partial(pytest.param, marks=pytest.mark.full)
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -84,6 +87,16 @@ def test_tune_stops_where_the_trainer_hardly_waits(run):
     last = found["rayloader"][-1]
     assert last["wait_share"] <= 0.02 or last["num_workers"] == 1
     assert found["reason"].startswith(("with", "even with"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("line", [line for line in README if line.startswith("rayloader ")])
+def test_the_readmes_commands_run_as_they_stand(run, line, tmp_path, monkeypatch):
+    (tmp_path / "mymodule.py").write_text("dataset = list(range(64))")
+    monkeypatch.chdir(tmp_path)
+    _, *arguments = shlex.split(line, comments=True)
+    result = run(*arguments)
+    assert result.exit_code in ((0, 1) if arguments == ["doctor"] else (0,)), result.stderr  # 1: it has advice
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,63 @@ def test_what_a_worker_spends_that_cannot_start_is_not_taken_from_nowhere():
     assert loader.stats().epoch.build.longest <= time.perf_counter() - began
 
 
+@pytest.mark.full
+def test_where_idle_workers_take_the_next_batch_stragglers_are_no_reason_for_that_advice():
+    work = Work(160, lambda index: 0.4 if index % 16 == 0 else 0.002)
+    loader = DataLoader(work, num_workers=2, prefetch_factor=2, scheduling="dynamic", seeding="batch")
+    assert "scheduling" not in run(loader, step=0.004).verdict
+
+
+def test_a_slow_sampler_is_found_to_be_the_bottleneck():
+    def slow():
+        for index in range(60):
+            time.sleep(0.02)
+            yield index
+
+    found = run(DataLoader(Work(60), sampler=Once(slow()), batch_size=2, num_workers=2), step=0.004)
+    assert found.verdict.startswith("the sampler is the bottleneck: the trainer waits")
+    assert found.epoch.drawing > found.epoch.wait.total / 2
+
+
+class Once:
+    """A sampler that gives what an iterator gives."""
+
+    def __init__(self, indices):
+        self.indices = indices
+
+    def __iter__(self):
+        return self.indices
+
+
+def test_a_slow_worker_is_found_to_be_the_bottleneck():
+    class Uneven(Work):
+        def __getitem__(self, index):
+            time.sleep(0.05 if torch.utils.data.get_worker_info().id == 1 else 0.001)
+            return torch.zeros(4)
+
+    found = run(DataLoader(Uneven(80), batch_size=1, num_workers=2, prefetch_factor=2), step=0.001)
+    assert found.verdict.startswith("worker 1 is the bottleneck: the trainer waits")
+    assert found.verdict.endswith("scheduling='dynamic' (with seeding='batch')")
+
+
+def test_without_workers_the_trainer_is_told_to_have_some():
+    said = run(DataLoader(Work(40, lambda _: 0.02)), step=0.02).verdict
+    assert said.startswith("input-bound: the trainer waits")
+    assert "in which it builds its batches itself" in said
+
+
+def test_torchs_profiler_shows_a_range_for_each_next():
+    ranges = {}
+    for loader_class in (torch.utils.data.DataLoader, DataLoader):
+        loader = loader_class(Work(8), batch_size=4, num_workers=1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            list(loader)
+        ranges[loader_class] = [e.name for e in profile.events() if e.name.startswith("enumerate(DataLoader)#")]
+    torchs, ours = ranges.values()
+    assert len(ours) == len(torchs) == 3  # the last one finds the end
+    assert set(ours) == {"enumerate(DataLoader)#EpochIterator.__next__"}
+
+
 @pytest.mark.parametrize("arenas", [True, False])
 def test_a_trace_has_a_lane_for_each_worker(tmp_path, arenas):
     loader = DataLoader(Work(24), batch_size=4, num_workers=2, arenas=arenas)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -165,3 +167,11 @@ def test_where_ray_refuses_that_is_said_once_and_no_more_is_told(clock, caplog):
 
 def test_names_are_those_that_prometheus_and_ray_take():
     assert all(name.startswith("rayloader_") and name.replace("_", "").isalpha() for name in (*COUNTERS, *GAUGES))
+
+
+def test_the_page_lists_each_metric_as_prometheus_has_it():
+    page = (Path(__file__).parents[2] / "docs" / "loader-or-model.md").read_text()
+    counters = {f"ray_{name}_total": text for name, (text, _) in COUNTERS.items()}
+    gauges = {f"ray_{name}": text for name, text in GAUGES.items()}
+    listed = dict(re.findall(r"^\| `(ray_\w+)` \| (.*) \|$", page, re.MULTILINE))
+    assert listed == {name: text.removesuffix(".") for name, text in {**counters, **gauges}.items()}
