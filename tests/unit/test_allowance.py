@@ -236,10 +236,10 @@ def test_whatever_the_sizes_and_the_order_of_events_every_batch_comes_in_its_tur
     assert epoch.schedule.finished or epoch.schedule.owed_draws
 
 
-def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, leased=lambda: 0, uses_store=False):
+def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, uses_store=False):
     slots = [SimpleNamespace(allowance=None, calls=[]) for _ in range(2)]
     tables = SimpleNamespace(crew=SimpleNamespace(slots=slots, uses_store=uses_store), untaken=[])
-    budget = Budget(tables, nbytes, PREFETCH_FACTOR, [SimpleNamespace(nbytes=n) for n in pace_bytes], leased)
+    budget = Budget(tables, nbytes, PREFETCH_FACTOR, [SimpleNamespace(nbytes=n) for n in pace_bytes], held)
     return budget, [slot.allowance for slot in slots], tables
 
 
@@ -260,19 +260,19 @@ def test_where_the_depth_is_the_users_there_are_no_allowances():
 
 def test_what_the_program_keeps_is_taken_off_and_given_back(caplog, monkeypatch):
     monkeypatch.setattr(module, "_told", False)
-    leased = [6 * MB]
-    budget, (one, two), tables = budget_of(10 * MB, leased=lambda: leased[0])
+    held = [4 * MB]
+    budget, (one, two), tables = budget_of(10 * MB, held=lambda: held[0])
     tables.untaken = [Result(0, ResultKind.BATCH, (b"", [bytearray(8)], [], None), nbytes=2 * MB)]
     budget.gave(1000)
     assert one.nbytes == 5 * MB, "it is not looked at each batch"
     budget.gave(MB)
     assert one.nbytes == two.nbytes == 3 * MB
-    for kept in (12 * MB, 30 * MB):
-        leased[0] = kept
+    for kept in (10 * MB, 28 * MB):
+        held[0] = kept
         budget.gave(MB)
         assert one.nbytes == 0
     (record,) = caplog.records
     assert "keeps 10 MB of batches, 2 MB are ready, and 0 batches are under way" in record.getMessage()
-    leased[0] = 2 * MB
+    held[0] = 0
     budget.gave(MB)
     assert one.nbytes == 5 * MB

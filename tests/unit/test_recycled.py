@@ -62,6 +62,14 @@ def test_memory_is_used_again_once_the_last_view_has_died(copies):
     assert bytes(other) == bytes(source(2))
 
 
+def test_a_batch_tells_the_bytes_of_the_slots_that_it_keeps_and_no_others(copies):
+    large, small = copies.copy(source(1)), copies.copy(source(2, SMALL_BYTES))
+    batch = b"", [large, large[:10], small, bytearray(LARGE), bytes(LARGE)], [], None
+    assert lanes.leased_bytes(batch) == copies.leased_bytes >= LARGE
+    other = b"", [copies.copy(source(3))], [], None
+    assert lanes.leased_bytes(batch) + lanes.leased_bytes(other) == copies.leased_bytes
+
+
 def test_small_copies_keep_no_slot(copies):
     kept = [copies.copy(source(number, SMALL_BYTES)) for number in range(20)]
     assert copies.leased_bytes == 0
