@@ -147,4 +147,8 @@ class Work(NamedTuple):
 
 def _padded(part: _Numbers, number: int) -> _Numbers:
     """With rows of zeros up to this number."""
-    return np.pad(part, [(0, number - len(part)), *[(0, 0)] * (part.ndim - 1)])
+    if len(part) == number:
+        return part
+    padded = np.zeros((number, *part.shape[1:]), part.dtype)
+    padded[: len(part)] = part
+    return padded
