@@ -53,6 +53,8 @@ logger = logging.getLogger("rayloader")
 TICK_S = 1.0
 # After how many seconds without the next batch it is said that workers of one process cannot wait for each other.
 SHARED_PATIENCE_S = 30.0
+# Tasks are held back while there are so many batches to take for each of them. See `Epoch._may_wait`.
+HELD_BACK = 2
 
 
 class Epoch:
@@ -286,7 +288,19 @@ class Epoch:
                 if skip:  # torch's loader would have drawn another one
                     self._reach(ahead)
             self._drawing = False
-        self.tables.flush()
+        if not self._may_wait():
+            self.tables.flush()
+
+    def _may_wait(self) -> bool:
+        """Whether what the workers were told need not be sent yet, so that several tasks go in one message.
+
+        They have been sent all that torch's would have been told by now, and the user has far more batches to take than
+        tasks are held back. Whoever waits for a batch sends them first.
+        """
+        unsent = self.tables.unsent
+        if not self._paces or not unsent or min(unsent) < self._schedule.torch_draws:
+            return not unsent
+        return HELD_BACK * len(unsent) <= len(self.tables.deliverable)
 
     def _reach(self, ahead: DrawAhead | None) -> None:
         """What was drawn early is looked at when torch's loader would have drawn it."""

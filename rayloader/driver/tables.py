@@ -86,6 +86,7 @@ class Tables:
         unanswered: tasks that were submitted, and neither answered nor forgotten.
         results: not delivered, by task.
         deliverable: delivered and not taken, in that order.
+        unsent: tasks that workers were told since the last `flush`.
         failure: what the epoch ends with once all that is deliverable was taken.
         on_change: called after each change.
     """
@@ -99,6 +100,7 @@ class Tables:
         self.unanswered: set[int] = set()
         self.results: dict[int, Result] = {}
         self.deliverable: deque[tuple[Task, Result]] = deque()
+        self.unsent: list[int] = []
         self.failure: WorkerDiedError | None = None
         self.on_change: Callable[[], None] | None = None
         for slot in crew.slots:
@@ -160,6 +162,7 @@ class Tables:
     @changes
     def flush(self) -> None:
         """Sends off what the workers were told."""
+        self.unsent.clear()
         self.crew.flush()
 
     def taken(self, task: Task) -> None:
@@ -184,6 +187,7 @@ class Tables:
 
     def run(self, slot: WorkerSlot, told: Told) -> None:
         """Has a worker build a task's batch."""
+        self.unsent.append(told.task_id)
         lent = self.crew.run(slot, told)
         slot.calls.append(Call(slot.host, slot.host.calls, told.task_id, lent))
 

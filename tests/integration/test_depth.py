@@ -1,17 +1,19 @@
 """Many tasks under way: nothing finished is withheld, the depth is bounded, and none of it shows."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from latches import HANG_LIMIT, Gate
+from latches import HANG_LIMIT, Gate, Mail
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
 from rayloader.driver.budget import CALLS_AHEAD
 from rayloader.driver.crew import Crew
+from rayloader.driver.epoch import Epoch
 from rayloader.transport.memory_file import MemoryFileError
 
 # Bytes of a batch that does not fit into a socket's buffer.
@@ -36,6 +38,38 @@ def test_a_dataset_may_wait_for_the_trainer(tmp_path, depth_of, arenas):
         gates[number].open()
     assert number == 39
     assert max(depths) > (16 if arenas else CALLS_AHEAD - 1)
+
+
+def test_tasks_that_torchs_worker_would_have_been_told_are_sent_at_once(tmp_path, depth_of):
+    """The trainer waits for the worker to begin them, however many batches there are to take."""
+    depth_of(24)
+    mail, begun = Mail(tmp_path / "mail"), set()
+
+    def get(index):
+        mail.send(index)
+        return index
+
+    for number, _ in enumerate(load(get, 80, num_workers=1)):
+        while min(number + 2, 79) not in begun:
+            begun.update(map(int, mail.receive()))
+
+
+@pytest.mark.parametrize(
+    ("unsent", "deliverable", "automatic", "waits"),
+    [
+        ([], 0, True, True),  # there is nothing to send
+        ([34], 1, True, False),
+        ([34], 2, True, True),
+        ([34, 35, 36], 5, True, False),
+        ([34, 35, 36], 6, True, True),
+        ([36, 13], 30, True, False),  # torch's worker would have been told one of them
+        ([36], 30, False, False),  # the user's depth is torch's
+    ],
+)
+def test_tasks_are_held_back_while_the_user_has_far_more_batches_to_take(unsent, deliverable, automatic, waits):
+    tables = SimpleNamespace(unsent=unsent, deliverable=[None] * deliverable)
+    epoch = SimpleNamespace(tables=tables, _paces=[None] * automatic, _schedule=SimpleNamespace(torch_draws=14))
+    assert Epoch._may_wait(epoch) is waits
 
 
 def test_a_slow_batch_withholds_none_before_it(tmp_path, depth_of):
