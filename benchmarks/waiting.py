@@ -22,7 +22,7 @@ from harness import Figure, Options
 from rayloader.driver.answers import NONE_YET, Answers
 from rayloader.driver.channel import LineCalls, RayCalls
 from rayloader.driver.crew import Crew
-from rayloader.transport.line import connect
+from rayloader.transport.local_line import connect
 
 QUESTION = "waiting"
 COUNTS = (1, 4, 16, 64, 256, 1024)

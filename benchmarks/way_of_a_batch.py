@@ -38,7 +38,7 @@ from rayloader.state.draws import drawn
 from rayloader.state.journal import Journal, Told
 from rayloader.transport import codec
 from rayloader.transport.lanes import ArenaLane, WorkerLane, from_wire, sealed, to_wire, unplaced
-from rayloader.transport.line import DriverLine, connect
+from rayloader.transport.local_line import DriverLine, connect
 
 BATCHES = 2000  # a round
 DRIVER = "draw", "journal", "schedule", "send", "receive", "lend", "open", "release"

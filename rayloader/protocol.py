@@ -19,7 +19,7 @@ from rayloader import skipping
 from rayloader.replica.opening import ImageAddress
 from rayloader.state.process_state import ProcessState
 from rayloader.transport.lanes import Wire, fits_in_band
-from rayloader.transport.line import LineAddress
+from rayloader.transport.local_line import LineAddress
 
 # References to Ray's objects go through Ray as they are: it keeps their owners in touch.
 CARRY = (ray.ObjectRef,)

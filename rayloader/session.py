@@ -357,6 +357,16 @@ def exports_metrics() -> bool:
     return any(node["NodeID"] == here and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
 
 
+def node_ip() -> str:
+    """The address of this node for others."""
+    return str(ray.util.get_node_ip_address())
+
+
+def uses_tls() -> bool:
+    """Whether Ray encrypts what goes between its processes, as Ray itself reads that."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
 def cpus_of_this_process() -> float:
     """The CPUs that Ray has assigned to the task or actor in this process; 0 in a driver."""
     try:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rayloader.errors import RaySessionError
-from rayloader.transport.line import LocalSocket, peer
+from rayloader.transport.local_line import LocalSocket, peer
 
 KEEPER = Path(__file__).parent / "keeper"
 # Environment variables that have the same values in all ranks that one torchrun has started, and in no others: two jobs

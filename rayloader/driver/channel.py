@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import select
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -24,7 +23,9 @@ from rayloader.driver.answers import NONE_YET, Answers
 from rayloader.protocol import Down, Served, Up
 from rayloader.state.journal import Resumed, Told
 from rayloader.transport.lanes import Lent, Wire, pack, to_wire, unpack
-from rayloader.transport.line import DriverLine
+from rayloader.transport.line import unpacked
+from rayloader.transport.local_line import DriverLine
+from rayloader.transport.tcp_line import TcpDriverLine
 
 # How long Ray may take to say why a process ended whose line has ended, in seconds.
 CAUSE_PATIENCE_S = 2.0
@@ -90,8 +91,12 @@ class Channel(ABC):
         """What to wait for, with the events of `select.poll`."""
 
     @abstractmethod
+    def read(self) -> None:
+        """Reads what has come, for `receive`. For any thread, without the epoch's lock: it may take a while."""
+
+    @abstractmethod
     def receive(self) -> list[Message]:
-        """What the actor has sent."""
+        """What the actor has sent, as far as it was read."""
 
     @property
     @abstractmethod
@@ -172,6 +177,10 @@ class RayCalls(Channel):
         return iter(())
 
     @override
+    def read(self) -> None:
+        pass  # Ray's threads have done it
+
+    @override
     def receive(self) -> list[Message]:
         messages: list[Message] = []
         while self._unanswered and (answer := self._answers[self._unanswered[0][0]]) is not NONE_YET:
@@ -193,8 +202,8 @@ class RayCalls(Channel):
 class _Served:
     """A line and the Ray call that serves it."""
 
-    def __init__(self, may_enter: Callable[[int], bool]) -> None:
-        self.line = DriverLine(may_enter)
+    def __init__(self, line: DriverLine | TcpDriverLine) -> None:
+        self.line = line
         self.ref: Any = None  # of the call, once that was made
         # Messages that the call will bring, pickled or as they are: the driver need not let the worker in first.
         self.early: list[Any] = []
@@ -223,14 +232,21 @@ class LineCalls(Channel):
     def __init__(self, actor: Actor, answers: Answers) -> None:
         super().__init__(actor, answers)
         # What is sent goes to the last; older ones may still bring something.
-        self._served: deque[_Served] = deque([_Served(self._is_actor)])
+        self._served: deque[_Served] = deque([_Served(self._new_line())])
+
+    def _new_line(self) -> DriverLine | TcpDriverLine:
+        return DriverLine(self._is_actor)
+
+    def _lend(self, served: _Served) -> Lent | None:
+        lent = self.actor.lane.lend(served.arena)
+        if lent is not None:
+            served.arena = lent.arena.address
+        return lent
 
     @override
     def run(self, worker_id: int, task: Told) -> Lent | None:
         served = self._for_ray() if task.indices.carried else self._newest()
-        lent = self.actor.lane.lend(served.arena)
-        if lent is not None:
-            served.arena = lent.arena.address
+        lent = self._lend(served)
         message, _ = self._run(worker_id, task, tuple(lent.room) if lent is not None else None)
         self._tell(served, (Down.RUN, *message), carries=bool(task.indices.carried))
         return lent
@@ -272,7 +288,7 @@ class LineCalls(Channel):
 
     def _newest(self) -> _Served:
         if not self._served or self._served[-1].paused:
-            self._served.append(_Served(self._is_actor))
+            self._served.append(_Served(self._new_line()))
         return self._served[-1]
 
     @property
@@ -302,17 +318,18 @@ class LineCalls(Channel):
     @override
     def descriptors(self) -> Iterator[tuple[int, int]]:
         for served in list(self._served):
-            line = served.line
-            if (descriptor := line.descriptor) >= 0:
-                yield descriptor, line.events
-            if (process := line.process) >= 0:
-                yield process, select.POLLIN
+            yield from served.line.descriptors
 
     @property
     @override
     def patience(self) -> float:
         ended = [served.ended_at for served in self._served if served.ended_at]
         return max(0.0, min(ended) + CAUSE_PATIENCE_S - time.monotonic()) if ended else super().patience
+
+    @override
+    def read(self) -> None:
+        for served in list(self._served):
+            served.line.read()
 
     @override
     def receive(self) -> list[Message]:
@@ -324,7 +341,9 @@ class LineCalls(Channel):
             if served.ref is None:
                 continue
             answer = self._answers[served.ref]  # before the line is read: nothing comes over it after that
-            messages += map(pickle.loads, line.receive())
+            if answer is not NONE_YET:
+                line.read(wait=True)
+            messages += map(unpacked, line.arrived())
             if answer is not NONE_YET:
                 self._answers.forget(served.ref)
                 messages += self._ended(served, answer)
@@ -363,3 +382,31 @@ class LineCalls(Channel):
             self._answers.forget(served.ref)
             served.line.close()
         self._served.clear()
+
+
+class TcpCalls(LineCalls):
+    """The same by TCP, for a worker that local sockets do not reach; batches travel in the line's messages.
+
+    Args:
+        actor: likewise.
+        answers: likewise.
+        host: a numeric address of this machine, which the worker's reaches.
+        new_buffer: gives writable memory for what arrives.
+    """
+
+    def __init__(self, actor: Actor, answers: Answers, host: str, new_buffer: Callable[[int], memoryview]) -> None:
+        self._host, self._new_buffer = host, new_buffer
+        super().__init__(actor, answers)
+
+    @override
+    def _new_line(self) -> TcpDriverLine:
+        return TcpDriverLine(self._host, self._new_buffer)
+
+    @override
+    def _lend(self, served: _Served) -> Lent | None:
+        return None
+
+    @property
+    @override
+    def lane(self) -> str:
+        return "TCP line"

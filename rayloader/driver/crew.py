@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from rayloader import session
 from rayloader.driver.actor import Actor, Lease, Ref
 from rayloader.driver.answers import Answers
-from rayloader.driver.channel import ActorLost, Channel, LineCalls, Message, RayCalls
+from rayloader.driver.channel import ActorLost, Channel, LineCalls, Message, RayCalls, TcpCalls
 from rayloader.driver.placement import Verdict
 from rayloader.driver.pool import Pool
 from rayloader.driver.worker_slot import WorkerSlot
@@ -34,7 +34,10 @@ from rayloader.state.journal import Journal, Resumed, Told
 from rayloader.transport import memory_file
 from rayloader.transport.lanes import Lent
 from rayloader.transport.line import LineError
+from rayloader.transport.recycled import Recycled
 
+# Whether workers on this machine are reached by local sockets; the tests have them reached as those on others are.
+LOCAL_LINES = True
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
 
@@ -53,6 +56,7 @@ class Crew:
         actors: in the order in which they host.
         slots: of the workers.
         uses_store: whether batches of some come through Ray's object store, or came.
+        copies: whether batches of some have to be copied by this process: from there, or from the network.
     """
 
     def __init__(self, pool: Pool, lease: Lease, remote_args: dict[str, Any], *, fresh: bool, lines: bool) -> None:
@@ -72,7 +76,8 @@ class Crew:
         self._dead: list[Actor] = []
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []
-        self.uses_store = False
+        self.uses_store = self.copies = False
+        self._memory = Recycled()  # for what the network brings
 
     @classmethod
     def of(
@@ -81,7 +86,7 @@ class Crew:
         """A crew of `count` actors for an iterator of `loader`: warm ones first, the rest started side by side.
 
         Does not wait until new ones run. With `fresh` none is reused; with `lines` those on this machine are driven
-        over local sockets.
+        over local sockets, and those elsewhere by TCP.
         """
         crew = cls(pool, pool.begin_lease(loader, remote_args, name), remote_args, fresh=fresh, lines=lines)
         try:
@@ -174,14 +179,27 @@ class Crew:
             timeout = min(timeout, *(channel.patience for channel in self._impatient))
         return self._answers.wait(timeout)
 
-    def receive(self, *, all_channels: bool = True) -> list[tuple[Actor, Message]]:
-        """What the actors have sent; all of them, or those of which a wait has found that they have."""
+    def read(self) -> None:
+        """Reads what a wait has found, for `receive`: without the epoch's lock, where no interrupt can come."""
+        for channel in list(self._answers.ready):
+            if channel is not None:
+                channel.read()
+
+    def receive(self, *, all_channels: bool = True, was_read: bool = False) -> list[tuple[Actor, Message]]:
+        """What the actors have sent.
+
+        Args:
+            all_channels: all of them; else those of which a wait has found that they have.
+            was_read: only what `read` has read.
+        """
         self.check_session()
         ready = self._answers.ready
         arrived = []
         for channel in list(self._channels.values()) if all_channels else {*ready, *self._impatient}:
             ready.discard(channel)  # first: what comes from here on makes it ready again
             if channel is not None:
+                if not was_read:
+                    channel.read()
                 arrived += [(channel.actor, message) for message in channel.receive()]
                 self._watch(channel)
         if arrived:
@@ -225,20 +243,40 @@ class Crew:
         if actor not in self._channels:
             line = self._line_to(actor)
             self.uses_store |= line is None
+            self.copies |= line is None or isinstance(line, TcpCalls)
             self._channels[actor] = line or RayCalls(actor, self._answers)
         return self._channels[actor]
 
     def _line_to(self, actor: Actor) -> Channel | None:
-        if self._lines and not actor.no_line and self._is_near(actor):
-            try:
+        if not self._lines or actor.no_line or self._place_of(actor) in self._pool.without_lines:
+            return None
+        try:
+            if LOCAL_LINES and self._is_near(actor):
                 return LineCalls(actor, self._answers)
-            except LineError as error:
-                self._do_without_line(actor, str(error))
+            if not session.uses_tls():
+                return TcpCalls(actor, self._answers, session.node_ip(), self._memory.room)
+        except LineError as error:
+            self._do_without_line(actor, str(error))
         return None
 
     def _do_without_line(self, actor: Actor, reason: str) -> None:
+        """That is said; of the workers of another machine once, for what keeps one out keeps out all."""
         actor.no_line = reason
-        logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a local socket: %s", reason)
+        place = self._place_of(actor)
+        if place is not None:
+            if place in self._pool.without_lines:
+                return
+            self._pool.without_lines.add(place)
+        logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a socket: %s", reason)
+
+    def _place_of(self, actor: Actor) -> tuple[str, str] | None:
+        """Where an actor is that local sockets do not reach."""
+        return None if self._is_near(actor) or actor.address is None else actor.address.place
+
+    @property
+    def leased_bytes(self) -> int:
+        """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
+        return sum(actor.lane.leased_bytes for actor in self.actors) + self._memory.leased_bytes
 
     def _hang_up(self, actor: Actor) -> None:
         channel = self._channels.pop(actor, None)
@@ -491,6 +529,7 @@ class Crew:
             for actor in list(self._channels):
                 self._hang_up(actor)
             self._answers.ring()
+            self._memory.close()
             self._pool.end(lease, busy=busy, reuse=reuse)
 
     def settle_output(self) -> None:

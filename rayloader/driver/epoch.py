@@ -457,4 +457,4 @@ class Epoch:
 
 def _bytes_held(crew: Crew, preparer: Preparer, tables: Tables) -> int:
     ready = sum(leased_bytes(result.wire) for result in tables.untaken if result.wire is not None)
-    return max(0, sum(actor.lane.leased_bytes for actor in crew.actors) + preparer.leased_bytes - ready)
+    return max(0, crew.leased_bytes + preparer.leased_bytes - ready)

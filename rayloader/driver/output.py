@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import select
 import sys
 import threading
@@ -18,18 +17,15 @@ import time
 import traceback
 
 from rayloader.bell import Bell
-from rayloader.transport.line import (
-    NO_ROOM,
+from rayloader.transport.line import NO_ROOM, Line, LineError, Message, turn_away, unpacked
+from rayloader.transport.local_line import (
     STANDARD_STREAMS,
-    Line,
     LineAddress,
-    LineError,
     LocalSocket,
     flush_streams,
     hand_over,
     listen,
     peer,
-    turn_away,
 )
 
 _QUEUE = 128  # workers that may ask at once
@@ -156,12 +152,12 @@ def _readable(descriptors: list[int]) -> bool:
     return bool([descriptor for descriptor, events in poll.poll(0) if events & select.POLLIN])
 
 
-def handle(message: bytes) -> None:
+def handle(message: Message) -> None:
     """Has the handlers of the loggers of these names handle what a worker has logged.
 
     The record is made, and filtered, by what the program has set up for that: once, as in a forked process.
     """
-    names, fields = pickle.loads(message)
+    names, fields = unpacked(message)
     make = logging.getLogRecordFactory()
     known = (fields[name] for name in ("name", "levelno", "pathname", "lineno", "msg", "args"))
     record = make(*known, None, fields["funcName"], fields["stack_info"])

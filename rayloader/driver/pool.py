@@ -77,6 +77,7 @@ class Pool:
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.output = Output()
         self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
+        self.without_lines: set[tuple[str, str]] = set()  # places from which no worker can connect to this process
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
             self._probe = MemoryFile("probe", 1)

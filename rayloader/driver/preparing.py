@@ -63,7 +63,7 @@ class Preparer:
     def start(self) -> None:
         """Starts the thread, if there is something to prepare; callable more than once."""
         tables = self._tables
-        if self._thread is None and (self._pin is not None or tables.crew.uses_store):
+        if self._thread is None and (self._pin is not None or tables.crew.copies):
             with tables.lock:
                 if not tables.schedule.closed:
                     self._thread = AheadThread(self._work, self._device_index)
@@ -122,10 +122,10 @@ class Preparer:
         if idle:
             return False
         if full:
-            self._receiver.take()
+            self._receiver.wait(0.0, ahead=True)
             tables.flush()  # the workers' next tasks, which follow what has come
             return False
-        self._receiver.wait(TICK_S)
+        self._receiver.wait(TICK_S, ahead=True)
         return True
 
     def _next(self) -> tuple[tuple[Task, Result] | None, bool]:
@@ -134,7 +134,7 @@ class Preparer:
         for place, (task, result) in enumerate(self._tables.deliverable):
             nbytes += result.nbytes
             if place == most or (place and nbytes > COPIED_AHEAD_BYTES and self._pin is None):
-                return None, True
+                return None, self._pin is not None or self._tables.crew.uses_store
             if not self._is_prepared(task, result):
                 return (task, result), False
         return None, False

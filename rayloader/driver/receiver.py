@@ -68,20 +68,27 @@ class Receiver:
         self.last_arrival = 0.0
         self.waited = 0.0
 
-    def wait(self, timeout: float) -> bool:
-        """Waits for `timeout` seconds at most until something has come, and takes it in; whether something has."""
+    def wait(self, timeout: float, *, ahead: bool = False) -> bool:
+        """Waits for `timeout` seconds at most until something has come, and takes it in; whether something has.
+
+        Args:
+            timeout: likewise.
+            ahead: this is a thread that no signal handler interrupts, and the user's is not to wait while it reads.
+        """
         self.tables.flush()
         began = time.perf_counter()
         came = self.tables.crew.wait(timeout)
         self.waited = time.perf_counter() - began
-        self.take(all_channels=not came)
+        if came and ahead:
+            self.tables.crew.read()
+        self.take(all_channels=not came, was_read=came and ahead)
         return came
 
     @changes
-    def take(self, *, all_channels: bool = True) -> None:
-        """Takes in what has come, over all channels or those that a wait has found; not what a lost actor means."""
+    def take(self, *, all_channels: bool = True, was_read: bool = False) -> None:
+        """Takes in what has come; not what a lost actor means. The arguments are those of `Crew.receive`."""
         crew = self.tables.crew
-        for actor, message in crew.receive(all_channels=all_channels):
+        for actor, message in crew.receive(all_channels=all_channels, was_read=was_read):
             self.last_arrival = time.monotonic()
             if isinstance(message, ActorLost):
                 self.lost.append(Lost(message.actor, str(message)))
@@ -162,7 +169,7 @@ class Receiver:
         indices = "" if task is None else indices_of(task, at_most=64)
         tally.note_slow(SlowBatch(task_id, int(spent.worker_id), spent.build, indices))
         if (trace := tally.trace) is not None:
-            trace.built(call.actor.created_at, lane != "Ray calls", task_id, indices, spent)
+            trace.built(call.actor.created_at, lane.startswith("line"), task_id, indices, spent)
 
     def _take_result(self, slot: WorkerSlot, result: Result, call: Call, answer: Answer) -> None:
         """Reports a result to the schedule."""

@@ -105,7 +105,11 @@ class Recovery:
     @changes
     def move_homeless(self) -> bool:
         """Has workers whose actor found no place go on in the others."""
-        moved = self._crew.check_started()
+        try:
+            moved = self._crew.check_started()
+        except ActorLost as lost:
+            self.give_up(lost.actor, str(lost))
+            return True
         self.have_moved(moved)
         return bool(moved)
 

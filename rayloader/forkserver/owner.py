@@ -37,7 +37,8 @@ from typing import IO, Any
 
 from rayloader._compat_ray import own_start
 from rayloader.forkserver.default_worker import VARIABLE
-from rayloader.transport.line import LineError, LocalSocket, listen
+from rayloader.transport.line import LineError
+from rayloader.transport.local_line import LocalSocket, listen
 
 HERE = Path(__file__).parent
 # Processes that ask at the same time; others start without it.

@@ -269,6 +269,14 @@ class ArenaWriter:
                 return taken.slot, offset - start, source.nbytes
         return self._copy(source)
 
+    def reserve(self, nbytes: int) -> Place | None:
+        """A slot that the driver's side is to fill; None without room."""
+        taken = self._take(nbytes)
+        if taken is None:
+            return None
+        taken.sent = True
+        return taken.slot, 0, nbytes
+
     def pack(self, buffers: Sequence[memoryview]) -> Slot | None:
         """Copies buffers into one slot, side by side; None without room."""
         taken = self._take(sum(-(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN for buffer in buffers))
@@ -321,13 +329,11 @@ class ArenaWriter:
         )
 
     def _copy(self, source: np.ndarray[Any, np.dtype[np.uint8]]) -> Place | None:
-        taken = self._take(source.nbytes)
-        if taken is None:
-            return None
-        taken.sent = True
-        _, start, _ = taken.slot
-        self._mapping.bytes[start : start + source.nbytes] = source
-        return taken.slot, 0, source.nbytes
+        place = self.reserve(source.nbytes)
+        if place is not None:
+            start = place[0][1]
+            self._mapping.bytes[start : start + source.nbytes] = source
+        return place
 
     def _take(self, nbytes: int) -> _Taken | None:
         if os.getpid() != self._pid:

@@ -217,20 +217,28 @@ class _Header(NamedTuple):
 def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
     """Copies each buffer once, for readers of read-only memory such as Ray's object store.
 
-    One allocation a buffer, so that a small tensor that is kept does not keep a whole batch. Large ones are mapped: the
-    heap would cut what is kept out of the room that they leave, and could give nothing of it back.
+    One allocation a buffer, so that a small tensor that is kept does not keep a whole batch.
     """
     copies = []
     for buffer in buffers:
         source = np.frombuffer(memoryview(buffer), np.uint8)
-        copy: Any
-        if source.nbytes >= _MAPPED:
-            copy = np.frombuffer(mmap.mmap(-1, source.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-        else:  # torch's allocator aligns to 64 bytes and does not fill with zeros first
-            copy = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu").numpy()
-        copy[:] = source
-        copies.append(memoryview(copy))
+        copy = new_memory(source.nbytes)
+        np.frombuffer(copy, np.uint8)[:] = source
+        copies.append(copy)
     return copies
+
+
+def new_memory(nbytes: int) -> memoryview:
+    """Writable bytes of their own, with whatever was there.
+
+    Many are mapped: the heap would cut what is kept out of the room that they leave, and could give nothing of it back.
+    """
+    memory: Any
+    if nbytes >= _MAPPED:
+        memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    else:  # torch's allocator aligns to 64 bytes and does not fill with zeros first
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
+    return memoryview(memory)
 
 
 class _Span:

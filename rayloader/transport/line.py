@@ -1,20 +1,22 @@
-"""A line: a connected local socket between the driver and one worker process, which carries messages both ways.
+"""A line: a connected socket between the driver and one worker process, which carries messages both ways.
 
 Promise: nobody blocks on it but who asks to wait. What the socket does not take is queued, and goes when it does; what
-has arrived is read in one go. Whatever was sent before the other end died, or closed, still arrives; then the line has
-`ended`. Only a process of the same user on the same machine, in the same namespaces, can be at the other end.
+has arrived is read in one go. How the two ends meet is another file's: local_line.py where both are on one machine, and
+tcp_line.py elsewhere. A message may have large *buffers* behind it: they are sent from where they lie, and received
+straight into memory of their own, so that Python copies none of their bytes.
 
-The driver listens on an abstract name with 128 random bits, which goes away with the socket, and the worker connects.
-One thread at a time uses an end; `close` may be called by any. Ray is unknown here, and so is what a message means.
+One thread at a time sends, and one reads; where one is at it already, the other leaves it to that one. `close` may be
+called by any. Ray is unknown here, and so is what a message means.
 
 NOTE [Forks]
 A forked child has the socket too. So `close` shuts the connection down, which every process sees, rather than only
 closing a descriptor of it. A child never uses a line, and closes nothing but its copy. A child of the worker that
-outlives it keeps the connection open, and Ray's too: so the driver watches the worker's process itself.
+outlives it keeps a local connection open, and Ray's too: so the driver watches the worker's process itself.
 
 NOTE [Torn]
-A signal handler that raises in the midst of `receive` or `flush` may have lost what had just been read, or
-make what was sent go twice. Then nothing more goes over the line or comes: the epoch is told that it was interrupted.
+A signal handler that raises in the midst of `read` may have lost what had just been read: then nothing more comes. In
+the midst of `flush` it may make what was sent go twice: then nothing more goes. A lock that stays taken sees to both.
+The epoch is told that it was interrupted.
 """
 
 from __future__ import annotations
@@ -22,27 +24,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
+import pickle
 import select
 import socket
 import struct
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rayloader.errors import RayloaderError
-from rayloader.transport.memory_file import MemoryFileError, this_machine
 
-_HEADER = struct.Struct("<Q")  # length of the message that follows
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_HEADER = struct.Struct("<QI")  # length of the message that follows the sizes, and how many buffers are behind it
+_SIZE = struct.Struct("<Q")  # of a buffer
 # What is read at once, at most, of messages that are not longer than this.
 CHUNK_BYTES = 1 << 18
 # Messages up to this size are joined with their header: a copy costs less than a second part.
 JOINED_BYTES = 1 << 16
-_SENT_AT_ONCE = 64  # parts
-STANDARD_STREAMS = 1, 2  # descriptors of standard output and standard error
+_AT_ONCE = 64  # parts that one call sends, or receives
+# How long a thread reads at most without waiting, in seconds: one that seems to take longer was interrupted.
+TORN_S = 10.0
 # A program may have given SIGPIPE back its default action: the death of the other end must not be its own.
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 # Why the system takes no further descriptor; `accept` says so whether somebody has come or not.
@@ -53,22 +56,45 @@ class LineError(RayloaderError):
     """A line can't be made or opened here; what it is for has to go another way."""
 
 
-class LineAddress(NamedTuple):
-    """All that the other end needs to connect, and to be sure whom it meets."""
+class Parcel(NamedTuple):
+    """A message with buffers behind it."""
 
-    name: str
-    pid: int  # of the driver
-    uid: int
-    machine: str  # boot, PID namespace and network namespace
+    message: bytes
+    buffers: Sequence[memoryview]
 
 
-class LocalSocket(socket.socket):
+Message = bytes | Parcel
+
+
+def packed(content: Any, apart: int | None) -> Message:
+    """Pickled; `PickleBuffer`s of more than so many bytes go behind it (None: none does), the others are copied."""
+    if apart is None:
+        return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+    buffers: list[memoryview] = []
+
+    def goes_into_it(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes <= apart:
+            return True
+        buffers.append(raw)
+        return False
+
+    message = pickle.dumps(content, pickle.HIGHEST_PROTOCOL, buffer_callback=goes_into_it)
+    return Parcel(message, buffers) if buffers else message
+
+
+def unpacked(message: Message) -> Any:
+    """What was packed."""
+    return pickle.loads(message) if isinstance(message, bytes) else pickle.loads(message[0], buffers=message[1])
+
+
+class LineSocket(socket.socket):
     """Ends without a warning when it is collected, before or after the line that it belongs to."""
 
     _pid = -1
 
-    def __init__(self, fileno: int | None = None) -> None:
-        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fileno)
+    def __init__(self, family: int, fileno: int | None = None) -> None:
+        super().__init__(family, socket.SOCK_STREAM, fileno=fileno)
         self._pid = os.getpid()
 
     @property
@@ -95,18 +121,25 @@ class Line:
         ended: the other end has closed, or died, and all that it sent was read.
     """
 
-    _socket: LocalSocket | None = None  # for `close` too, where an interrupt came before the constructor's end
+    chunk_bytes = CHUNK_BYTES  # what is read at once, at most, where no buffer is expected
+    apart: int | None = None  # for `packed`: buffers beyond this size go behind their message
+    _socket: LineSocket | None = None  # for `close` too, where an interrupt came before the constructor's end
 
-    def __init__(self, connection: LocalSocket | None = None) -> None:
+    def __init__(self, connection: LineSocket | None = None) -> None:
         self._out: deque[memoryview] = deque()  # not sent yet
-        self._in = bytearray(CHUNK_BYTES)
+        self._others = 0  # how many parts at the end of it are memory that others may write to
+        self._in = bytearray(self.chunk_bytes)
         self._filled = 0  # bytes of `_in`
-        self._at_work = False
+        self._parcel: Parcel | None = None  # whose buffers are arriving
+        self._rest: deque[memoryview] = deque()  # where what is missing of them goes
+        self._arrived: deque[Message] = deque()
+        self._sending, self._reading = threading.Lock(), threading.Lock()
+        self._closed = False
         self.ended = False
         if connection is not None:
             self._connected(connection)
 
-    def _connected(self, connection: LocalSocket) -> None:
+    def _connected(self, connection: LineSocket) -> None:
         connection.setblocking(False)
         self._socket = connection
 
@@ -121,37 +154,61 @@ class Line:
         return select.POLLIN | select.POLLOUT if self._out else select.POLLIN
 
     @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """All that has to be waited for, with the events of `select.poll`."""
+        return [(self.descriptor, self.events)] if self.descriptor >= 0 else []
+
+    @property
     def unsent(self) -> bool:
         """Whether something is queued."""
         return bool(self._out)
 
-    def queue(self, message: bytes) -> None:
-        """Keeps a message for the next `flush`."""
-        header = _HEADER.pack(len(message))
-        if len(message) <= JOINED_BYTES:
-            self._out.append(memoryview(header + message))
+    def new_buffer(self, nbytes: int) -> memoryview:
+        """Memory for a buffer that is to arrive, or for one that has to be copied before it is sent."""
+        return memoryview(bytearray(nbytes))
+
+    def queue(self, message: Message) -> None:
+        """Keeps a message for the next `flush`; its buffers are not to be written to before they are sent, or kept."""
+        buffers = () if isinstance(message, bytes) else [view for view in message.buffers if view.nbytes]
+        sizes = () if isinstance(message, bytes) else [view.nbytes for view in message.buffers]
+        body = message if isinstance(message, bytes) else message.message
+        header = _HEADER.pack(len(body), len(sizes)) + b"".join(map(_SIZE.pack, sizes))
+        if len(body) <= JOINED_BYTES:
+            self._out.append(memoryview(header + body))
         else:
             self._out.append(memoryview(header))
-            self._out.append(memoryview(message))
+            self._out.append(memoryview(body))
+        self._out.extend(buffers)
+        self._others = len(buffers)
 
-    def send(self, message: bytes) -> None:
+    def keep(self) -> None:
+        """What is not sent of the last message's buffers may be written to from here on."""
+        if not self._others:
+            return
+        with self._sending:
+            for place in range(-min(self._others, len(self._out)), 0):
+                part = self._out[place]
+                copy = self.new_buffer(part.nbytes)
+                copy[:] = part
+                self._out[place] = copy
+            self._others = 0
+
+    def send(self, message: Message) -> None:
         """Queues a message, and sends what the socket takes."""
         self.queue(message)
         self.flush()
 
     def flush(self) -> None:
         """Sends what the socket takes."""
-        connection = self._socket
-        if connection is None or self._at_work:
+        connection, out = self._socket, self._out
+        if connection is None or not self._sending.acquire(blocking=False):
             return
-        self._at_work = True
-        out = self._out
         try:
             while out:
                 if len(out) == 1:
                     sent = connection.send(out[0], _NO_SIGNAL)
                 else:
-                    sent = connection.sendmsg(islice(out, _SENT_AT_ONCE), (), _NO_SIGNAL)
+                    sent = connection.sendmsg(islice(out, _AT_ONCE), (), _NO_SIGNAL)
                 while out and sent >= len(out[0]):
                     sent -= len(out.popleft())
                 if sent:
@@ -160,46 +217,85 @@ class Line:
             pass
         except OSError:  # the other end has gone: `receive` will say so
             out.clear()
-        self._at_work = False
+        self._sending.release()
 
-    def receive(self) -> list[bytes]:
+    def receive(self) -> list[Message]:
         """The messages that have arrived, each whole; none if there is none yet."""
-        messages: list[bytes] = []
+        self.read()
+        return self.arrived()
+
+    def arrived(self) -> list[Message]:
+        """Those that were read by now, and not given before."""
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def read(self, *, wait: bool = False) -> bool:
+        """Reads what has arrived, and keeps it for `arrived`; whether it did.
+
+        Args:
+            wait: if another thread is at it, for that to be done; else it is left to it.
+        """
         connection = self._socket
-        if connection is None or self.ended or self._at_work:
-            return messages
-        self._at_work = True
+        if connection is None or self.ended:
+            return False
+        if not self._reading.acquire(timeout=TORN_S if wait else 0):
+            self.ended |= wait
+            return False
         try:
-            while True:
-                room = len(self._in) - self._filled
-                count = connection.recv_into(memoryview(self._in)[self._filled :], room)
-                if not count:
-                    self.ended = True
-                    break
-                self._filled += count
-                self._cut(messages)
-                if count < room:
-                    break
+            while self._read_once(connection):
+                pass
         except BlockingIOError:
             pass
         except OSError:  # it was reset: whoever closed it wants no answer
             self.ended = True
-        self._at_work = False
-        return messages
+        self._reading.release()
+        return True
 
-    def _cut(self, messages: list[bytes]) -> None:
+    def _read_once(self, connection: LineSocket) -> bool:
+        """Reads; whether there may be more."""
+        if self._rest:
+            views = list(islice(self._rest, _AT_ONCE))
+            count = connection.recvmsg_into(views)[0]
+            self._put(count)
+        else:
+            room = len(self._in) - self._filled
+            count = connection.recv_into(memoryview(self._in)[self._filled :], room)
+            self._filled += count
+            self._cut()
+            if 0 < count < room:
+                return False
+        self.ended |= not count
+        return count > 0
+
+    def _put(self, count: int) -> None:
+        """So many bytes have come to where the buffers go."""
+        rest = self._rest
+        while rest and count >= len(rest[0]):
+            count -= len(rest.popleft())
+        if count:
+            rest[0] = rest[0][count:]
+        if not rest and self._parcel is not None:
+            self._arrived.append(self._parcel)
+            self._parcel = None
+
+    def _cut(self) -> None:
         """Takes the whole messages out of what was read; makes room for the rest of one."""
         begin, needed = 0, 0
         with memoryview(self._in) as view:
             while self._filled - begin >= _HEADER.size:
-                (length,) = _HEADER.unpack_from(view, begin)
-                end = begin + _HEADER.size + length
+                length, count = _HEADER.unpack_from(view, begin)
+                start = begin + _HEADER.size + count * _SIZE.size
+                end = start + length
                 if end > self._filled:
                     needed = end - begin
                     break
-                messages.append(bytes(view[begin + _HEADER.size : end]))
-                begin = end
-        size = max(needed, CHUNK_BYTES)
+                message = bytes(view[start:end])
+                if not count:
+                    self._arrived.append(message)
+                    begin = end
+                    continue
+                sizes = [size for (size,) in _SIZE.iter_unpack(view[begin + _HEADER.size : start])]
+                begin = self._expect(message, sizes, end)
+        size = max(needed, self.chunk_bytes)
         if begin or size != len(self._in):
             rest = self._in[begin : self._filled]
             if size != len(self._in):
@@ -207,20 +303,34 @@ class Line:
             self._in[: len(rest)] = rest
             self._filled = len(rest)
 
+    def _expect(self, message: bytes, sizes: list[int], begin: int) -> int:
+        """Makes room for a message's buffers, and puts there what has come of them; where in `_in` that ends."""
+        self._parcel = Parcel(message, [self.new_buffer(size) for size in sizes])
+        self._rest.extend(view for view in self._parcel.buffers if view.nbytes)
+        with memoryview(self._in) as view:
+            for room in list(self._rest):
+                count = min(room.nbytes, self._filled - begin)
+                room[:count] = view[begin : begin + count]
+                begin += count
+                self._put(count)
+        if not any(sizes):
+            self._put(0)
+        return begin
+
     def wait(self) -> None:
         """Waits until something can be received or sent, or the other end has gone. Not of one that has `ended`."""
-        _poll(self.descriptor, self.events)
+        poll(self.descriptor, self.events)
 
     def drain(self) -> None:
         """Waits until all that is queued was sent, or the other end has gone."""
         while self._out and self._socket is not None:
-            _poll(self._socket.fileno(), select.POLLOUT)
+            poll(self._socket.fileno(), select.POLLOUT)
             self.flush()
 
     @property
     def hung_up(self) -> bool:
         """Whether the other end has closed, or died, and not only finished."""
-        return self._socket is None or _poll(self._socket.fileno(), 0, 0)
+        return self._socket is None or poll(self._socket.fileno(), 0, 0)
 
     def finish(self) -> None:
         """Nothing more will be sent; the other end hears of it when it has read all. Only with nothing `unsent`."""
@@ -230,8 +340,8 @@ class Line:
 
     def close(self) -> None:
         """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        self._closed = self.ended = True
         connection, self._socket = self._socket, None
-        self.ended = True
         if connection is not None:
             connection.end()
 
@@ -240,30 +350,19 @@ class Line:
             self.close()
 
 
-class DriverLine(Line):
+class ListeningLine(Line):
     """The driver's end. What is sent before the worker has connected is queued.
 
-    Args:
-        may_enter: whether the process of this id, which is one of the same user, may be at the other end.
-
     Attributes:
-        address: what the worker connects to.
         refused: why the worker can't be let in; "" unless that is so.
-
-    Raises:
-        LineError: this system has no such sockets.
     """
 
-    _listener: LocalSocket | None = None
-    _process = -1  # becomes readable with the death of the worker, whoever has copies of its end
+    _listener: LineSocket | None = None
 
-    def __init__(self, may_enter: Callable[[int], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._may_enter = may_enter
         self._finishing = False
         self.refused = ""
-        self._listener = LocalSocket()  # an interrupt finds it here
-        self.address = listen(self._listener, "line", 1)
 
     @property
     def descriptor(self) -> int:
@@ -275,40 +374,33 @@ class DriverLine(Line):
         """Of `select.poll`, to be waited for."""
         return select.POLLIN if self._listener is not None else super().events
 
-    def receive(self) -> list[bytes]:
-        """The messages that have arrived, each whole; none if there is none yet."""
+    def read(self, *, wait: bool = False) -> bool:
+        """Reads what has arrived, and keeps it for `arrived`; lets the worker in before."""
         if self._listener is not None:
-            self._accept(self._listener)
-        messages = super().receive()
-        if not messages and self._has_died():
-            messages = super().receive()  # what it sent in between
-            self.ended |= not messages
-        return messages
+            self._let_in(self._listener)
+        return super().read(wait=wait)
 
-    def _has_died(self) -> bool:
-        return self._process >= 0 and _poll(self._process, select.POLLIN, 0)
+    def _let_in(self, listener: LineSocket) -> None:
+        """Lets the worker in, if it has come."""
+        raise NotImplementedError
 
-    @property
-    def process(self) -> int:
-        """To be waited for too: readable once the worker is dead; -1 where that can't be told, or is known."""
-        return -1 if self.ended else self._process
-
-    def _accept(self, listener: LocalSocket) -> None:
+    def _came(self, listener: LineSocket) -> int | None:
+        """The descriptor of who has connected; None: nobody yet, or who came has gone again, or this was closed."""
         try:
-            connection = LocalSocket(listener.accept()[0].detach())
-        except OSError as error:  # else: nobody yet, or who came has gone again, or the line was closed
-            if error.errno in NO_ROOM and _poll(listener.fileno(), select.POLLIN, 0):
+            return listener.accept()[0].detach()
+        except OSError as error:
+            if error.errno in NO_ROOM and poll(listener.fileno(), select.POLLIN, 0):
                 self.refused = f"can't let a worker in: {error}"
-            return
-        pid, uid = peer(connection)
-        if uid != os.getuid() or not self._may_enter(pid):
-            connection.close()  # a stranger who has read the name in /proc/net/unix
-            return
-        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or it is dead already: Ray says it too
-            self._process = os.pidfd_open(pid)
+            return None
+
+    def _entered(self, connection: LineSocket) -> None:
+        """This is the worker."""
         self._connected(connection)
-        self._listener = None
-        listener.close()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        if self._closed:  # by another thread, meanwhile
+            self.close()
         self.flush()
 
     def flush(self) -> None:
@@ -325,57 +417,16 @@ class DriverLine(Line):
 
     def close(self) -> None:
         """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        self._closed = True
         listener, self._listener = self._listener, None
         if listener is not None:
             if listener.is_ours:  # a forked child may have a copy: nobody is to wait for an answer there
                 turn_away(listener)
             listener.close()
-        process, self._process = self._process, -1
-        if process >= 0:
-            os.close(process)
         super().close()
 
 
-def listen(listener: LocalSocket, purpose: str, waiting: int) -> LineAddress:
-    """Gives a socket a name that nobody can guess, under which `waiting` processes at once may ask to be let in.
-
-    Raises:
-        LineError: this system has no such sockets.
-    """
-    try:
-        name = f"rayloader-{purpose}-{secrets.token_hex(16)}"
-        listener.bind(f"\0{name}")
-        listener.listen(waiting)
-        listener.setblocking(False)
-        return LineAddress(name, os.getpid(), os.getuid(), _namespaces())
-    except (OSError, AttributeError, MemoryFileError) as error:  # AttributeError: not Linux
-        listener.close()
-        raise LineError(f"can't make a local socket: {error}") from error
-
-
-def flush_streams() -> None:
-    """What this process has printed so far comes before what is printed by whoever has its streams next."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # it may be anything: closed, None, or the user's own
-            stream.flush()
-
-
-def hand_over(connection: LocalSocket, numbers: Iterable[int]) -> None:
-    """Gives whoever has just connected copies of these descriptors of this process, those that are open."""
-    sent = [number for number in numbers if _is_open(number)]
-    with contextlib.suppress(OSError):  # it has gone again
-        socket.send_fds(connection, [bytes(sent) or b"\0"], sent)
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
-def turn_away(listener: LocalSocket) -> None:
+def turn_away(listener: LineSocket) -> None:
     """Lets nobody connect from here on; those who have see the end."""
     with contextlib.suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)
@@ -384,50 +435,8 @@ def turn_away(listener: LocalSocket) -> None:
             listener.accept()[0].close()
 
 
-def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> Line:
-    """The worker's end.
-
-    Args:
-        address: of the driver's end.
-        handed_over: copies of the descriptors that the driver hands over at once are put here, by their numbers there.
-
-    Raises:
-        LineError: the driver is on another machine or in other namespaces, has gone, or is not what answers there.
-    """
-    try:
-        if (here := _namespaces()) != address.machine:
-            raise LineError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
-        connection = LocalSocket()
-        try:
-            connection.connect(f"\0{address.name}")
-            if peer(connection) != (address.pid, address.uid):
-                raise LineError(f"{address.name} must be process {address.pid}, and is another one")
-            if handed_over is not None:
-                numbers, copies, *_ = socket.recv_fds(connection, len(STANDARD_STREAMS), len(STANDARD_STREAMS))
-                if not numbers:
-                    raise LineError(f"{address.name} was closed by the driver, which has no descriptor left")
-                handed_over.update(zip(numbers, copies, strict=False))
-        except BaseException:  # Ctrl-C too: nobody else has the socket yet
-            connection.close()
-            raise
-    except (OSError, MemoryFileError) as error:
-        raise LineError(f"can't open {address.name}: {error}") from error
-    return Line(connection)
-
-
-def _poll(descriptor: int, events: int, timeout: int | None = None) -> bool:
+def poll(descriptor: int, events: int, timeout: int | None = None) -> bool:
     """Waits for events of `select.poll`, milliseconds at most; whether there is one, or the other end has gone."""
-    poll = select.poll()
-    poll.register(descriptor, events)
-    return bool(poll.poll(timeout))
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other end."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    return pid, uid
-
-
-def _namespaces() -> str:
-    return f"{this_machine()}, {os.readlink('/proc/self/ns/net')}"
+    waiting = select.poll()
+    waiting.register(descriptor, events)
+    return bool(waiting.poll(timeout))

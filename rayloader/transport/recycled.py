@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
+
 from rayloader.transport import codec, lanes
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
 
@@ -23,15 +25,21 @@ class Recycled:
         self._off = False  # no arena can be made here, or it is closed
 
     def copy(self, buffer: memoryview) -> memoryview:
-        """A copy of flat bytes; a small one has memory of its own, so that whoever keeps it keeps nothing else."""
-        if buffer.nbytes > lanes.SMALL_BYTES:
-            with self._lock:
-                copied = self._leased_copy(buffer)
-            if copied is not None:
-                return copied
-        return codec.writable_copies([buffer])[0]
+        """A copy of flat bytes, as `room`."""
+        copied = self.room(buffer.nbytes)
+        np.copyto(np.frombuffer(copied, np.uint8), np.frombuffer(buffer, np.uint8))
+        return copied
 
-    def _leased_copy(self, buffer: memoryview) -> memoryview | None:
+    def room(self, nbytes: int) -> memoryview:
+        """Memory for so many bytes; a small one has memory of its own, so that whoever keeps it keeps nothing else."""
+        if nbytes > lanes.SMALL_BYTES:
+            with self._lock:
+                leased = self._leased(nbytes)
+            if leased is not None:
+                return leased
+        return codec.new_memory(nbytes)
+
+    def _leased(self, nbytes: int) -> memoryview | None:
         if self._arena is not None:
             freed = self._arena.freed()
             if self._arena.spoiled > lanes.SPOILED_BYTES:
@@ -48,7 +56,7 @@ class Recycled:
         if self._arena is None or self._writer is None:
             return None
         self._writer.begin(0)
-        place = self._writer.place(buffer)
+        place = self._writer.reserve(nbytes)
         return None if place is None else self._arena.view(place, {})
 
     @property

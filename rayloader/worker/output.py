@@ -19,7 +19,8 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from rayloader.state.logging_state import LoggingState
-from rayloader.transport.line import STANDARD_STREAMS, Line, LineAddress, LineError, connect, flush_streams
+from rayloader.transport.line import Line, LineError
+from rayloader.transport.local_line import STANDARD_STREAMS, LineAddress, connect, flush_streams
 
 
 class Output:

@@ -15,7 +15,6 @@ import functools
 import gc
 import logging
 import os
-import pickle
 import socket
 import sys
 import time
@@ -45,10 +44,12 @@ from rayloader.state.generators import note_modules
 from rayloader.state.journal import Resumed
 from rayloader.state.process_state import Baseline
 from rayloader.state.snapshot import WorkerState
+from rayloader.transport import local_line, tcp_line
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, WorkerLane, pack, unpack
-from rayloader.transport.line import Line, LineAddress, LineError, connect
+from rayloader.transport.line import Line, LineError, packed
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
+from rayloader.transport.recycled import Recycled
 from rayloader.worker.output import Output
 from rayloader.worker.worker import Task, Worker
 
@@ -72,7 +73,8 @@ class WorkerProcess:
         self._lane = WorkerLane()
         self._output = Output()
         self._line: Line | None = None
-        self._line_address: LineAddress | None = None
+        self._line_address: local_line.LineAddress | tcp_line.TcpAddress | None = None
+        self._copies: Recycled | None = None  # of what can't be sent at once
         self._calls: deque[tuple[Any, ...]] = deque()  # that came over the line, not begun, oldest first
         self._dropped = 0, 0, 0  # after this call and up to that nobody wants the tasks from this one on
         # For `Answer.spent`, in seconds.
@@ -194,7 +196,7 @@ class WorkerProcess:
         self._free_since = time.perf_counter()
         self._sending = self._free_since - self._answered
 
-    def serve(self, address: LineAddress, early: list[Any]) -> Served:
+    def serve(self, address: local_line.LineAddress | tcp_line.TcpAddress, early: list[Any]) -> Served:
         """Does over a line what `run`, `replay` and `resume` do, until the line ends.
 
         It also ends, with the line left open for the next `serve`, where an answer has to go through Ray. `early` are
@@ -202,9 +204,10 @@ class WorkerProcess:
         """
         if self._line is None or self._line_address != address:
             try:
-                self._line, self._line_address = connect(address), address
+                self._line = self._connected(address)
             except LineError as error:
                 return Served(refused=str(error))
+            self._line_address = address
         line = self._line
         set_process_title(ray, f"ray::rayloader:{','.join(worker.label for worker in self._hosted.values())}")
         self._take_in(early)
@@ -217,6 +220,7 @@ class WorkerProcess:
                     self._idle += time.perf_counter() - waits
                 continue
             kind, worker_id, call, *arguments = self._calls.popleft()
+            line.keep()  # see NOTE [final] in protocol.py
             if kind == Down.RESUME:
                 self._send(line, (Up.BEGUN, worker_id, call, tuple(self.resume(worker_id, *arguments))))
                 continue
@@ -247,7 +251,7 @@ class WorkerProcess:
         return self._run(worker_id, Task(call, task_id, indices), arena)
 
     def _send(self, line: Line, message: tuple[Any, ...]) -> None:
-        line.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        line.send(packed(message, line.apart))
 
     def _attend(self, line: Line) -> None:
         """Takes in what has come over the line; sends what is still to be sent."""
@@ -271,11 +275,25 @@ class WorkerProcess:
             self._line is not None and self._line.ended and self._line.hung_up
         )
 
-    def _hang_up(self) -> None:
+    def _connected(self, address: local_line.LineAddress | tcp_line.TcpAddress) -> Line:
+        """A line in place of the one before, if there was one."""
+        self._end_line()
+        if isinstance(address, local_line.LineAddress):
+            return local_line.connect(address)
+        self._copies = Recycled()
+        return tcp_line.connect(address, self._copies.room)
+
+    def _end_line(self) -> None:
         line, self._line = self._line, None
-        self._calls.clear()
+        copies, self._copies = self._copies, None
         if line is not None:
             line.close()
+        if copies is not None:
+            copies.close()
+
+    def _hang_up(self) -> None:
+        self._calls.clear()
+        self._end_line()
 
     def _breakpoint(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         """For `breakpoint()` in user code: the terminal is the program's."""

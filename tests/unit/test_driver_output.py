@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from rayloader.driver.output import Output
-from rayloader.transport.line import LineError, connect
+from rayloader.transport.line import LineError
+from rayloader.transport.local_line import connect
 
 
 @pytest.fixture

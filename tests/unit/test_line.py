@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, DriverLine, Line, LineError, connect
+from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, Line, LineError
+from rayloader.transport.local_line import DriverLine, connect
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
 
@@ -213,13 +214,15 @@ def test_another_user_is_not_let_in():
     driver.close()
 
 
-def test_an_interrupt_while_it_is_read_is_noticed(ends):
+def test_after_an_interrupt_while_it_is_read_or_sent_nothing_more_comes_or_goes(ends):
     driver, worker = ends
     worker.send(b"lost")
 
     class Interrupting:
         def recv_into(self, *arguments):
             raise KeyboardInterrupt
+
+        send = recv_into
 
         def fileno(self):
             return -1
@@ -233,6 +236,8 @@ def test_an_interrupt_while_it_is_read_is_noticed(ends):
     own, driver._socket = driver._socket, Interrupting()
     with pytest.raises(KeyboardInterrupt):
         driver.receive()
+    with pytest.raises(KeyboardInterrupt):
+        driver.send(b"perhaps")
     driver._socket = own
     assert driver.receive() == []
     driver.send(b"neither")

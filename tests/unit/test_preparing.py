@@ -30,7 +30,7 @@ class Workers:
         self.looked = threading.Semaphore(0)
         self.rung = threading.Event()
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float, *, ahead: bool) -> bool:
         self.looked.release()
         self.rung.wait(timeout)
         self.rung.clear()
@@ -62,13 +62,13 @@ def result(number: int, nbytes: int = LARGE) -> Result:
 class Epoch:
     """What a preparer sees of one."""
 
-    def __init__(self, *, uses_store: bool = True, pin=None) -> None:
+    def __init__(self, *, copies: bool = True, pin=None) -> None:
         self.workers = Workers()
         self.tables = SimpleNamespace(
             lock=threading.RLock(),
             deliverable=deque(),
             schedule=SimpleNamespace(closed=False),
-            crew=SimpleNamespace(uses_store=uses_store),
+            crew=SimpleNamespace(copies=copies, uses_store=copies),
             failure=None,
             is_under_way=True,
             on_change=lambda: None,
@@ -182,12 +182,12 @@ def test_small_batches_wait_for_no_thread(epoch):
 
 
 def test_where_nothing_is_to_be_done_there_is_no_thread(epoch):
-    running = epoch(uses_store=False)
+    running = epoch(copies=False)
     running.preparer.start()
     assert not running.preparer.receives
     running.deliver(result(2))
     assert running.take().eq(2).all()
-    running.tables.crew.uses_store = True  # a worker has no line any more
+    running.tables.crew.copies = True  # a worker has no local line any more
     running.preparer.start()
     assert running.preparer.receives
 

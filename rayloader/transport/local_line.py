@@ -1,0 +1,181 @@
+"""Lines whose ends are on one machine: how they meet.
+
+Promise: only a process of the same user on the same machine, in the same namespaces, can be at the other end. The
+driver listens on an abstract name with 128 random bits, which goes away with the socket, and the worker connects; each
+asks the kernel who the other is. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from rayloader.transport.line import Line, LineError, LineSocket, ListeningLine, poll
+from rayloader.transport.memory_file import MemoryFileError, this_machine
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+STANDARD_STREAMS = 1, 2  # descriptors of standard output and standard error
+
+
+class LineAddress(NamedTuple):
+    """All that the other end needs to connect, and to be sure whom it meets."""
+
+    name: str
+    pid: int  # of the driver
+    uid: int
+    machine: str  # boot, PID namespace and network namespace
+
+
+class LocalSocket(LineSocket):
+    """Of one machine."""
+
+    def __init__(self, fileno: int | None = None) -> None:
+        super().__init__(socket.AF_UNIX, fileno)
+
+
+class DriverLine(ListeningLine):
+    """The driver's end.
+
+    Args:
+        may_enter: whether the process of this id, which is one of the same user, may be at the other end.
+
+    Attributes:
+        address: what the worker connects to.
+
+    Raises:
+        LineError: this system has no such sockets.
+    """
+
+    _process = -1  # becomes readable with the death of the worker, whoever has copies of its end
+
+    def __init__(self, may_enter: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._may_enter = may_enter
+        listener = LocalSocket()
+        self._listener = listener  # an interrupt finds it here
+        self.address = listen(listener, "line", 1)
+
+    def read(self, *, wait: bool = False) -> bool:
+        """Reads what has arrived, and keeps it for `arrived`."""
+        done = super().read(wait=wait)
+        if done and not self._arrived and self._has_died():
+            super().read()  # what it sent in between
+            self.ended |= not self._arrived
+        return done
+
+    def _has_died(self) -> bool:
+        return self._process >= 0 and poll(self._process, select.POLLIN, 0)
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """All that has to be waited for: once the worker is dead its process is readable, if that can be told."""
+        dies = [] if self.ended or self._process < 0 else [(self._process, select.POLLIN)]
+        return super().descriptors + dies
+
+    def _let_in(self, listener: LineSocket) -> None:
+        came = self._came(listener)
+        if came is None:
+            return
+        connection = LocalSocket(came)
+        pid, uid = peer(connection)
+        if uid != os.getuid() or not self._may_enter(pid):
+            connection.close()  # a stranger who has read the name in /proc/net/unix
+            return
+        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or it is dead already: Ray says it too
+            self._process = os.pidfd_open(pid)
+        self._entered(connection)
+
+    def close(self) -> None:
+        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        process, self._process = self._process, -1
+        if process >= 0:
+            os.close(process)
+        super().close()
+
+
+def listen(listener: LocalSocket, purpose: str, waiting: int) -> LineAddress:
+    """Gives a socket a name that nobody can guess, under which `waiting` processes at once may ask to be let in.
+
+    Raises:
+        LineError: this system has no such sockets.
+    """
+    try:
+        name = f"rayloader-{purpose}-{secrets.token_hex(16)}"
+        listener.bind(f"\0{name}")
+        listener.listen(waiting)
+        listener.setblocking(False)
+        return LineAddress(name, os.getpid(), os.getuid(), _namespaces())
+    except (OSError, AttributeError, MemoryFileError) as error:  # AttributeError: not Linux
+        listener.close()
+        raise LineError(f"can't make a local socket: {error}") from error
+
+
+def flush_streams() -> None:
+    """What this process has printed so far comes before what is printed by whoever has its streams next."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be anything: closed, None, or the user's own
+            stream.flush()
+
+
+def hand_over(connection: LocalSocket, numbers: Iterable[int]) -> None:
+    """Gives whoever has just connected copies of these descriptors of this process, those that are open."""
+    sent = [number for number in numbers if _is_open(number)]
+    with contextlib.suppress(OSError):  # it has gone again
+        socket.send_fds(connection, [bytes(sent) or b"\0"], sent)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> Line:
+    """The worker's end.
+
+    Args:
+        address: of the driver's end.
+        handed_over: copies of the descriptors that the driver hands over at once are put here, by their numbers there.
+
+    Raises:
+        LineError: the driver is on another machine or in other namespaces, has gone, or is not what answers there.
+    """
+    try:
+        if (here := _namespaces()) != address.machine:
+            raise LineError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
+        connection = LocalSocket()
+        try:
+            connection.connect(f"\0{address.name}")
+            if peer(connection) != (address.pid, address.uid):
+                raise LineError(f"{address.name} must be process {address.pid}, and is another one")
+            if handed_over is not None:
+                numbers, copies, *_ = socket.recv_fds(connection, len(STANDARD_STREAMS), len(STANDARD_STREAMS))
+                if not numbers:
+                    raise LineError(f"{address.name} was closed by the driver, which has no descriptor left")
+                handed_over.update(zip(numbers, copies, strict=False))
+        except BaseException:  # Ctrl-C too: nobody else has the socket yet
+            connection.close()
+            raise
+    except (OSError, MemoryFileError) as error:
+        raise LineError(f"can't open {address.name}: {error}") from error
+    return Line(connection)
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    return pid, uid
+
+
+def _namespaces() -> str:
+    return f"{this_machine()}, {os.readlink('/proc/self/ns/net')}"

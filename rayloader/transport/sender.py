@@ -1,0 +1,44 @@
+"""The thread that sends what a line has queued while its worker is at work.
+
+Promise: owns one thread, `rayloader-sender`, which starts with it and ends with `close`, or with the line. A line that
+nobody refers to any more is not kept by it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from rayloader.bell import Bell
+from rayloader.transport.line import Line
+
+
+class Sender:
+    """Of one line."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = weakref.ref(line)
+        self._bell = Bell()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="rayloader-sender", daemon=True)
+        self._thread.start()
+
+    def ring(self) -> None:
+        """Something is queued."""
+        self._bell.ring()
+
+    def close(self) -> None:
+        """Ends the thread, and waits for it. The line must have been closed: it may wait for that."""
+        self._closed = True
+        self._bell.ring()
+        if threading.current_thread() is not self._thread:  # a collector may run this in there
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._closed:
+            line = self._line()
+            if line is None:
+                break
+            line.drain()
+            del line
+            self._bell.wait(threading.TIMEOUT_MAX)

@@ -1,0 +1,322 @@
+"""Lines to workers that no local socket reaches: how the two ends of a TCP connection meet.
+
+Promise: the driver listens at an address of its node, on a port that the system picks, until the worker is in. Both
+ends prove that they know a secret of 256 random bits, which has gone to the worker with a Ray call; before that nothing
+that the other says is looked into. What goes over the line is not encrypted, as what goes between Ray's own processes
+is not, unless Ray is told to use TLS: then there are no such lines.
+
+NOTE [Handshake]
+The driver says: MAGIC and 32 random bytes. The worker answers with 32 of its own and with the HMAC, by the secret, of
+its role and both; then the driver says the HMAC of its own role and both. Whoever does not answer right is turned away,
+and has learned 32 random bytes. Only so many may be about to answer, and the newest takes the place of the oldest: a
+stranger holds up nobody, for a worker that was turned away so tries again for as long as it may take to connect.
+
+NOTE [Silence]
+A machine that loses power says nothing. TCP asks it whether it is there, when there is nothing to send (keepalive).
+When something was sent, it only sends that again, for a quarter of an hour; so the driver looks how long ago the other
+machine has acknowledged something. TCP_USER_TIMEOUT would do the same but for one case: it also ends the connection to
+a worker that is there, and does not read while it builds a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rayloader.transport.line import Line, LineError, LineSocket, ListeningLine
+from rayloader.transport.sender import Sender
+
+MAGIC = b"rayloader line 1"
+_NONCE = 32  # bytes
+_PROOF = 32  # bytes, of a SHA-256
+# What is read at once of a message that has large buffers behind it: more would be copied once more.
+_HEAD_BYTES = 1 << 12
+# Connections that have yet to prove themselves.
+MOST_STRANGERS = 8
+_BACKLOG = 64  # that the system keeps until the driver looks
+# How long a worker may take to get in, in seconds: then there is a firewall. Longer than a lost packet takes TCP.
+CONNECT_S = 8.0
+_RETRY_S = 0.05
+# After how many seconds without any sign of it a machine is taken for dead.
+SILENCE_S = 5.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
+_TCP_INFO = struct.Struct("8B24I")  # of Linux; more may follow
+_PROBES, _UNACKED, _LAST_ACK = 3, 8 + 4, 8 + 12  # places in it: unanswered, packets, milliseconds ago
+
+NewBuffer = Callable[[int], memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """All that the worker needs to connect, and to prove that it may."""
+
+    host: str  # a numeric address
+    port: int
+    secret: bytes = field(repr=False)
+
+
+class TcpSocket(LineSocket):
+    """One whose end the other machine hears of at once, and whose silence is noticed."""
+
+    def __init__(self, family: int, fileno: int | None = None) -> None:
+        super().__init__(family, fileno)
+        _sockets.add(self)
+
+    def watch(self) -> None:
+        """Connected: small messages go at once, and a machine that is gone is noticed."""
+        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                self.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def reset_at_end(self) -> None:
+        """The other end is to see at once that this one is closed, and not only that it says no more."""
+        with contextlib.suppress(OSError):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the other machine has given no sign for too long, though it has been sent something."""
+        try:
+            info = _TCP_INFO.unpack(self.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        except (OSError, AttributeError, struct.error):  # closed, or not Linux: then TCP tells later
+            return False
+        asked: bool = info[_UNACKED] > 0 or info[_PROBES] > 1
+        return asked and bool(info[_LAST_ACK] >= SILENCE_S * 1000)
+
+
+_sockets: weakref.WeakSet[TcpSocket] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    """In a forked child: the other end is to hear of the parent's death, whatever becomes of the child."""
+    for copy in list(_sockets):
+        copy.end()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
+class TcpDriverLine(ListeningLine):
+    """The driver's end.
+
+    Args:
+        host: a numeric address of this machine, which workers reach.
+        new_buffer: gives writable memory for a buffer of so many bytes that is to arrive.
+
+    Attributes:
+        address: what the worker connects to.
+
+    Raises:
+        LineError: no socket can listen there.
+    """
+
+    chunk_bytes = _HEAD_BYTES
+
+    def __init__(self, host: str, new_buffer: NewBuffer) -> None:
+        super().__init__()
+        self._new_buffer = new_buffer
+        self._strangers: dict[TcpSocket, tuple[bytes, bytearray]] = {}  # oldest first: nonce, and what it has said
+        try:
+            family, *_, name = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+            listener = TcpSocket(family)
+            self._listener = listener  # an interrupt finds it here
+            listener.bind(name)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except OSError as error:
+            self.close()
+            raise LineError(f"can't listen at {host}: {error}") from error
+        self.address = TcpAddress(host, listener.getsockname()[1], secrets.token_bytes(32))
+
+    def new_buffer(self, nbytes: int) -> memoryview:
+        """Memory for a buffer that is to arrive."""
+        return self._new_buffer(nbytes)
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """All that has to be waited for, with the events of `select.poll`."""
+        strangers = [(stranger.fileno(), select.POLLIN) for stranger in list(self._strangers)]
+        return super().descriptors + strangers
+
+    def read(self, *, wait: bool = False) -> bool:
+        """Reads what has arrived, and keeps it for `arrived`; lets the worker in before."""
+        done = super().read(wait=wait)
+        connection = self._socket
+        if done and isinstance(connection, TcpSocket) and not self._arrived and connection.is_silent:
+            self.ended = True
+        return done
+
+    def _let_in(self, listener: LineSocket) -> None:
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            for _ in range(MOST_STRANGERS):
+                if (came := self._came(listener)) is None:
+                    break
+                self._greet(TcpSocket(listener.family, came))
+            for stranger in list(self._strangers):
+                if self._proves_itself(stranger):
+                    del self._strangers[stranger]
+                    self._send_away()
+                    self._entered(stranger)
+                    break
+        finally:
+            self._reading.release()
+
+    def _greet(self, stranger: TcpSocket) -> None:
+        while len(self._strangers) >= MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.end()
+        nonce = secrets.token_bytes(_NONCE)
+        self._strangers[stranger] = nonce, bytearray()
+        if self._closed:
+            self._send_away()
+        with contextlib.suppress(OSError):  # it has gone again
+            stranger.setblocking(False)
+            stranger.watch()
+            stranger.send(MAGIC + nonce)
+
+    def _proves_itself(self, stranger: TcpSocket) -> bool:
+        """Whether all that it had to say has come, and is right."""
+        nonce, said = self._strangers[stranger]
+        try:
+            count = len(said)
+            said += stranger.recv(_NONCE + _PROOF - count)
+            has_gone = len(said) == count
+        except BlockingIOError:
+            return False
+        except OSError:
+            has_gone = True
+        if len(said) == _NONCE + _PROOF:
+            theirs, proof = bytes(said[:_NONCE]), bytes(said[_NONCE:])
+            if hmac.compare_digest(proof, _proof(self.address.secret, b"worker", nonce, theirs)):
+                with contextlib.suppress(OSError):
+                    stranger.reset_at_end()
+                    stranger.send(_proof(self.address.secret, b"driver", nonce, theirs))
+                return True
+            has_gone = True
+        if has_gone:
+            self._strangers.pop(stranger, None)
+            stranger.end()
+        return False
+
+    def _send_away(self) -> None:
+        strangers, self._strangers = self._strangers, {}
+        for stranger in strangers:
+            stranger.end()
+
+    def close(self) -> None:
+        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        super().close()
+        self._send_away()
+
+
+class TcpLine(Line):
+    """The worker's end. What is kept is sent while the worker goes on with something else, by a thread of its own."""
+
+    apart = _HEAD_BYTES
+
+    def __init__(self, connection: TcpSocket, new_buffer: NewBuffer) -> None:
+        super().__init__(connection)
+        self._new_buffer = new_buffer
+        self._sender: Sender | None = None
+
+    def new_buffer(self, nbytes: int) -> memoryview:
+        """Memory for what has to be copied before it is sent."""
+        return self._new_buffer(nbytes)
+
+    def keep(self) -> None:
+        """What is not sent of the last message's buffers may be written to from here on."""
+        super().keep()
+        if self.unsent:
+            if self._sender is None:
+                self._sender = Sender(self)
+            self._sender.ring()
+
+    def close(self) -> None:
+        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        super().close()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+
+
+def connect(address: TcpAddress, new_buffer: NewBuffer, limit: float = CONNECT_S) -> TcpLine:
+    """The worker's end.
+
+    Args:
+        address: of the driver's end.
+        new_buffer: gives writable memory for what has to be copied before it is sent.
+        limit: seconds.
+
+    Raises:
+        LineError: the driver can't be reached there, has gone, or is not what answers there.
+    """
+    until = time.monotonic() + limit
+    while True:
+        try:
+            return TcpLine(_met(address, until), new_buffer)
+        except OSError as error:
+            if isinstance(error, ConnectionAbortedError) and time.monotonic() + _RETRY_S < until:
+                time.sleep(_RETRY_S)  # turned away for somebody who came later
+                continue
+            raise LineError(
+                f"no connection to port {address.port} of {address.host} from {socket.gethostname()} within "
+                f"{limit:g} s: {error or type(error).__name__}. Let the workers' machines open TCP connections to that "
+                "address, on the ports of /proc/sys/net/ipv4/ip_local_port_range"
+            ) from error
+
+
+def _met(address: TcpAddress, until: float) -> TcpSocket:
+    """A connection to the driver, which both ends have proven to be that."""
+    family, *_, name = socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )[0]
+    connection = TcpSocket(family)
+    try:
+        connection.settimeout(max(0.01, until - time.monotonic()))
+        connection.connect(name)
+        connection.watch()
+        greeting = _exactly(connection, len(MAGIC) + _NONCE, until)
+        if not greeting.startswith(MAGIC):
+            raise ConnectionError("what answers there is no rayloader")
+        theirs, nonce = greeting[len(MAGIC) :], secrets.token_bytes(_NONCE)
+        connection.sendall(nonce + _proof(address.secret, b"worker", theirs, nonce))
+        proof = _exactly(connection, _PROOF, until)
+        if not hmac.compare_digest(proof, _proof(address.secret, b"driver", theirs, nonce)):
+            raise ConnectionError("what answers there does not know the line's secret")
+    except BaseException:  # Ctrl-C too: nobody else has the socket yet
+        connection.end()
+        raise
+    return connection
+
+
+def _exactly(connection: TcpSocket, nbytes: int, until: float) -> bytes:
+    """So many bytes, and not one of what follows."""
+    said = b""
+    while len(said) < nbytes:
+        connection.settimeout(max(0.01, until - time.monotonic()))
+        try:
+            part = connection.recv(nbytes - len(said))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise ConnectionAbortedError("it was closed there")
+        said += part
+    return said
+
+
+def _proof(secret: bytes, role: bytes, drivers: bytes, workers: bytes) -> bytes:
+    return hmac.digest(secret, role + drivers + workers, "sha256")

@@ -1,0 +1,562 @@
+"""TCP lines between this process and itself, or a child: no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+from pickle import PickleBuffer
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayloader.transport import tcp_line
+from rayloader.transport.line import JOINED_BYTES, Line, LineError, Parcel, packed, unpacked
+from rayloader.transport.recycled import Recycled
+from rayloader.transport.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
+
+HERE = "127.0.0.1"
+LIMIT_S = 30.0
+
+
+def new_buffer(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+def met(driver: TcpDriverLine) -> Line:
+    """The worker's end of this line, which the driver has let in."""
+    found: list[Line] = []
+    worker = threading.Thread(target=lambda: found.append(connect(driver.address, new_buffer, LIMIT_S)))
+    worker.start()
+    serve(driver, until=lambda: not worker.is_alive())
+    worker.join()
+    serve(driver, until=lambda: driver._socket is not None)
+    return found[0]
+
+
+def serve(driver: TcpDriverLine, until) -> None:
+    """Lets in, or turns away, who connects."""
+    while not until():
+        wait_for(driver, 10)
+        driver.read()
+
+
+def wait_for(line: Line, milliseconds: int | None = None) -> None:
+    poll = select.poll()
+    for descriptor, events in line.descriptors:
+        poll.register(descriptor, events)
+    poll.poll(milliseconds)
+
+
+@pytest.fixture
+def ends():
+    driver = TcpDriverLine(HERE, new_buffer)
+    worker = met(driver)
+    yield driver, worker
+    driver.close()
+    worker.close()
+
+
+def messages(line: Line, count: int) -> list:
+    """So many messages, or fewer if the line ends."""
+    found: list = line.arrived()
+    while len(found) < count and not line.ended:
+        wait_for(line)
+        line.flush()
+        found += line.receive()
+    return found
+
+
+def exchange(sender: Line, receiver: Line, sent: list) -> list:
+    for message in sent:
+        sender.send(message)
+    found: list = []
+    while len(found) < len(sent):
+        sender.flush()
+        found += receiver.receive()
+    return found
+
+
+def plain(message):
+    return message if isinstance(message, bytes) else (message[0], [bytes(buffer) for buffer in message[1]])
+
+
+# ---- messages, and buffers behind them
+
+SIZES = st.one_of(
+    st.integers(0, 300),
+    st.sampled_from([4095, 4096, 4097, JOINED_BYTES - 1, JOINED_BYTES, JOINED_BYTES + 1, 1 << 18, 3 << 18]),
+)
+MESSAGE = st.tuples(st.booleans(), SIZES, st.lists(SIZES, max_size=4))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(MESSAGE, max_size=20))
+def test_messages_and_buffers_of_any_size_arrive_whole_and_in_order(plan):
+    driver = TcpDriverLine(HERE, new_buffer)
+    worker = met(driver)
+    for down in (True, False):
+        sent = []
+        for number, (goes_down, size, sizes) in enumerate(plan):
+            if goes_down is down:
+                body, fill = bytes([number]) * size, [bytes([number + place]) * n for place, n in enumerate(sizes)]
+                sent.append(Parcel(body, [memoryview(content) for content in fill]) if fill else body)
+        pair = (driver, worker) if down else (worker, driver)
+        assert list(map(plain, exchange(*pair, sent))) == list(map(plain, sent))
+    driver.close()
+    worker.close()
+
+
+def test_more_buffers_than_go_at_once(ends):
+    driver, worker = ends
+    parcel = Parcel(b"many", [memoryview(bytes([number % 256]) * (number + 1)) for number in range(500)])
+    (came,) = exchange(worker, driver, [parcel])
+    assert plain(came) == plain(parcel)
+
+
+def test_large_buffers_travel_apart_and_small_ones_in_the_message():
+    large, small = np.arange(10_000), np.arange(3)
+    message = packed((0, [PickleBuffer(large), PickleBuffer(small)]), 4096)
+    assert isinstance(message, Parcel)
+    (buffer,) = message.buffers
+    assert np.shares_memory(np.frombuffer(buffer, large.dtype), large), "it was copied"
+    _, (first, second) = unpacked(message)
+    assert np.frombuffer(first, large.dtype).tolist() == large.tolist()
+    assert np.frombuffer(second, small.dtype).tolist() == small.tolist()
+    assert not memoryview(second).readonly
+    assert isinstance(packed((0, [PickleBuffer(small)]), 4096), bytes)
+    assert isinstance(packed((0, [PickleBuffer(large)]), None), bytes)
+
+
+def test_buffers_arrive_in_memory_that_is_used_again():
+    memory = Recycled()
+    driver = TcpDriverLine(HERE, memory.room)
+    worker = met(driver)
+    content = np.arange(1 << 20, dtype=np.uint8)
+    addresses = set()
+    for _ in range(5):
+        (came,) = exchange(worker, driver, [Parcel(b"batch", [memoryview(content)])])
+        array = np.frombuffer(came.buffers[0], np.uint8)
+        assert array.tobytes() == content.tobytes()
+        array[0] = 7  # it is writable
+        assert memory.leased_bytes >= content.nbytes
+        addresses.add(array.ctypes.data)
+        del array, came
+    assert len(addresses) == 1
+    assert memory.leased_bytes == 0
+    worker.send(Parcel(b"half", [memoryview(content)]))
+    driver.receive()
+    driver.close()
+    worker.close()
+    del driver  # with what had come of it
+    memory.close()
+    assert memory.leased_bytes == 0
+
+
+def test_what_is_kept_may_be_written_to_and_is_sent_by_a_thread(ends):
+    driver, worker = ends
+    content = np.zeros(32 << 20, np.uint8)
+    worker.send(Parcel(b"large", [memoryview(content)]))
+    assert worker.unsent, "the socket took it all, so nothing is tried"
+    worker.keep()
+    content[:] = 1
+    worker.send(b"next")
+    (large, following) = messages(driver, 2)  # without a flush of the worker's
+    assert not np.frombuffer(large.buffers[0], np.uint8).any()
+    assert following == b"next"
+    threads = [thread for thread in threading.enumerate() if thread.name == "rayloader-sender"]
+    assert len(threads) == 1
+    worker.close()
+    assert not threads[0].is_alive()
+
+
+def test_closing_while_the_thread_waits_for_room_ends_it(ends):
+    _, worker = ends
+    worker.send(Parcel(b"large", [memoryview(bytes(32 << 20))]))
+    worker.keep()
+    worker.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rayloader-sender"]
+
+
+def test_a_line_that_is_dropped_while_its_thread_waits_ends():
+    driver = TcpDriverLine(HERE, new_buffer)
+    worker = met(driver)
+    worker.send(Parcel(b"large", [memoryview(bytes(32 << 20))]))
+    worker.keep()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "rayloader-sender"]
+    assert messages(driver, 1)
+    del worker
+    while not driver.ended:
+        wait_for(driver)
+        driver.read()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    driver.close()
+
+
+def test_one_thread_reads_while_another_sends(ends):
+    driver, worker = ends
+    sent = [bytes([number]) * (1 << 20) for number in range(20)]
+    echoed: list = []
+
+    def echo():
+        while len(echoed) < len(sent):
+            wait_for(worker)
+            for message in worker.receive():
+                echoed.append(message)
+                worker.queue(message)
+            worker.flush()
+        worker.drain()
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    for message in sent:
+        driver.send(message)
+    assert messages(driver, 20) == sent
+    thread.join()
+
+
+# ---- ends
+
+
+def test_finishing_is_heard_and_the_rest_is_still_answered():
+    driver = TcpDriverLine(HERE, new_buffer)
+    driver.send(b"first")
+    driver.finish()
+    worker = met(driver)
+    assert messages(worker, 2) == [b"first"]
+    assert worker.ended
+    assert not worker.hung_up
+    worker.send(b"still heard")
+    assert messages(driver, 1) == [b"still heard"]
+    worker.close()
+    assert messages(driver, 1) == []
+    assert driver.ended
+    driver.close()
+
+
+def test_closing_is_hanging_up(ends):
+    driver, worker = ends
+    worker.send(b"never read")
+    driver.send(b"perhaps")
+    driver.close()
+    while not worker.ended:
+        worker.wait()
+        worker.receive()
+    assert worker.hung_up
+    worker.send(b"into the void")
+    assert not worker.unsent
+    driver.close()
+
+
+@pytest.mark.parametrize("how", ["exits", "is killed"])
+def test_what_a_process_sent_before_it_died_arrives_and_then_the_line_ends(how):
+    driver = TcpDriverLine(HERE, new_buffer)
+    child = os.fork()
+    if not child:
+        worker = connect(driver.address, new_buffer, LIMIT_S)
+        worker.send(Parcel(b"last words", [memoryview(b"x" * 100_000)]))
+        worker.drain()
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    serve(driver, until=lambda: driver._socket is not None)
+    os.waitpid(child, 0)
+    assert list(map(plain, messages(driver, 2))) == [(b"last words", [b"x" * 100_000])]
+    assert driver.ended
+    assert driver.descriptors == []
+    driver.close()
+
+
+def test_a_batch_that_was_cut_short_is_none():
+    driver = TcpDriverLine(HERE, new_buffer)
+    child = os.fork()
+    if not child:
+        worker = connect(driver.address, new_buffer, LIMIT_S)
+        worker.send(b"whole")
+        worker.send(Parcel(b"torn", [memoryview(bytes(64 << 20))]))
+        os._exit(0 if worker.unsent else 1)
+    serve(driver, until=lambda: driver._socket is not None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert messages(driver, 2) == [b"whole"]
+    assert driver.ended
+    driver.close()
+
+
+def test_the_death_of_the_driver_ends_the_workers_end():
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        driver = TcpDriverLine(HERE, new_buffer)
+        os.write(there, pickle.dumps(driver.address))
+        serve(driver, until=lambda: driver._socket is not None)
+        driver.send(b"alive")
+        signal.pause()
+        os._exit(0)
+    worker = connect(pickle.loads(os.read(here, 4096)), new_buffer, LIMIT_S)
+    assert messages(worker, 1) == [b"alive"]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert messages(worker, 1) == []
+    assert worker.ended
+    worker.close()
+    os.close(here)
+    os.close(there)
+
+
+@pytest.mark.parametrize("dies", ["driver", "worker"])
+def test_a_forked_child_holds_no_connection_open(ends, dies):
+    driver, worker = ends
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        end, other = (driver, worker) if dies == "driver" else (worker, driver)
+        os.close(end._socket.detach())  # as when its process dies: no more than the kernel does
+        assert messages(other, 1) == []
+        assert other.ended
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_that_closes_a_line_does_not_end_it(ends):
+    driver, worker = ends
+    child = os.fork()
+    if not child:
+        driver.close()
+        worker.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    driver.send(b"still there")
+    assert messages(worker, 1) == [b"still there"]
+
+
+def test_a_machine_that_gives_no_sign_any_more_is_taken_for_dead(ends, monkeypatch):
+    driver, worker = ends
+    worker.send(b"before")
+    assert messages(driver, 1) == [b"before"]
+    monkeypatch.setattr(tcp_line.TcpSocket, "is_silent", True)
+    worker.send(b"arrived before it was noticed")
+    wait_for(driver)
+    assert driver.receive() == [b"arrived before it was noticed"]
+    assert not driver.ended
+    assert driver.receive() == []
+    assert driver.ended
+
+
+def test_a_machine_that_is_there_is_not_silent(ends):
+    driver, worker = ends
+    for number in range(3):
+        driver.send(bytes(number))
+        assert not driver._socket.is_silent
+    assert messages(worker, 3) == [bytes(number) for number in range(3)]
+    assert not driver._socket.is_silent
+
+
+def test_silence_is_read_from_what_the_system_says_of_the_connection(ends, monkeypatch):
+    driver, _ = ends
+
+    def told(*, probes=0, unacknowledged=0, last_sign=0):
+        fields = [0] * 32
+        fields[3], fields[12], fields[20] = probes, unacknowledged, last_sign  # as in struct tcp_info
+        monkeypatch.setattr(tcp_line.TcpSocket, "getsockopt", lambda *_: tcp_line._TCP_INFO.pack(*fields))
+        return driver._socket.is_silent
+
+    assert not told(last_sign=60_000), "nothing was sent: keepalive asks"
+    assert not told(unacknowledged=1, last_sign=1_000)
+    assert told(unacknowledged=1, last_sign=5_000)
+    assert not told(probes=1, last_sign=60_000), "it does not read, and has said so"
+    assert told(probes=3, last_sign=60_000)
+
+
+# ---- strangers
+
+
+def stranger(driver: TcpDriverLine) -> socket.socket:
+    """Connected, and greeted."""
+    found = socket.create_connection((driver.address.host, driver.address.port), timeout=LIMIT_S)
+    name = found.getsockname()
+    serve(driver, until=lambda: any(other.getpeername() == name for other in driver._strangers))
+    return found
+
+
+def answer_of(found: socket.socket) -> bytes:
+    """All that is said to it until it is turned away."""
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while part := found.recv(4096):
+            said += part
+    found.close()
+    return said
+
+
+@pytest.fixture
+def driver():
+    driver = TcpDriverLine(HERE, new_buffer)
+    yield driver
+    driver.close()
+
+
+def test_a_stranger_who_answers_wrong_is_turned_away_and_has_learned_nothing(driver):
+    found = stranger(driver)
+    found.sendall(bytes(64))
+    serve(driver, until=lambda: not driver._strangers)
+    said = answer_of(found)
+    assert said.startswith(MAGIC)
+    assert len(said) == len(MAGIC) + 32
+    assert driver._socket is None
+    worker = met(driver)
+    worker.send(b"a friend")
+    assert messages(driver, 1) == [b"a friend"]
+    worker.close()
+
+
+def test_nothing_is_unpickled_of_what_a_stranger_says(driver):
+    found = stranger(driver)
+    found.sendall(pickle.dumps("a message") * 100)
+    serve(driver, until=lambda: not driver._strangers)
+    assert driver.arrived() == []
+    answer_of(found)
+
+
+def test_an_answer_can_be_used_once_only(driver):
+    """What was said to another line, or before, is of no use: each has words of its own."""
+    other = TcpDriverLine(HERE, new_buffer)
+    other.address = TcpAddress(HERE, other.address.port, driver.address.secret)
+    found = stranger(other)
+    nonce = found.recv(4096)[len(MAGIC) :]
+    proof = tcp_line._proof(driver.address.secret, b"worker", nonce, bytes(32))
+    replayed = stranger(driver)
+    replayed.sendall(bytes(32) + proof)
+    serve(driver, until=lambda: not driver._strangers)
+    assert driver._socket is None
+    found.close()
+    replayed.close()
+    other.close()
+
+
+def test_strangers_who_say_nothing_hold_up_nobody_and_are_few(driver):
+    silent = [stranger(driver) for _ in range(3 * MOST_STRANGERS)]
+    serve(driver, until=lambda: len(driver._strangers) == MOST_STRANGERS)
+    assert len(driver.descriptors) == 1 + MOST_STRANGERS
+    worker = met(driver)
+    assert not driver._strangers
+    for found in silent:
+        answer_of(found)
+    worker.send(b"a friend")
+    assert messages(driver, 1) == [b"a friend"]
+    worker.close()
+
+
+def test_a_worker_that_was_turned_away_for_others_tries_again(driver):
+    found: list[Line] = []
+    worker = threading.Thread(target=lambda: found.append(connect(driver.address, new_buffer, LIMIT_S)))
+    worker.start()
+    serve(driver, until=lambda: bool(driver._strangers))
+    driver._send_away()
+    serve(driver, until=lambda: not worker.is_alive())
+    assert found
+    found[0].close()
+
+
+def test_a_secret_that_is_wrong_is_refused_in_time(driver):
+    failed: list[Exception] = []
+
+    def try_to():
+        try:
+            connect(TcpAddress(HERE, driver.address.port, bytes(32)), new_buffer, 0.2)
+        except LineError as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=try_to)
+    worker.start()
+    serve(driver, until=lambda: not worker.is_alive())
+    assert f"port {driver.address.port} of {HERE}" in str(failed[0])
+    assert "ip_local_port_range" in str(failed[0])
+    assert driver._socket is None
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request", MAGIC + bytes(32) + bytes(32)])
+def test_whoever_answers_in_the_drivers_place_is_not_believed(says):
+    with socket.create_server((HERE, 0)) as listener:
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.sendall(says)
+                        connection.recv(1) if says else None
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(LineError):
+            connect(TcpAddress(HERE, listener.getsockname()[1], bytes(32)), new_buffer, 0.2)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(LIMIT_S)
+
+
+def test_nobody_listens_any_more_once_the_worker_is_in_or_the_line_is_closed(driver):
+    address = driver.address
+    worker = met(driver)
+    with pytest.raises(LineError, match="refused"):
+        connect(address, new_buffer, 0.2)
+    worker.close()
+    other = TcpDriverLine(HERE, new_buffer)
+    other.close()
+    with pytest.raises(LineError, match="refused"):
+        connect(other.address, new_buffer, 0.2)
+
+
+def test_the_secret_is_not_shown(driver):
+    assert repr(driver.address.secret) not in repr(driver.address)
+    assert len(driver.address.secret) == 32
+
+
+def test_an_address_that_is_not_this_machines_can_not_be_listened_at():
+    with pytest.raises(LineError, match="can't listen at"):
+        TcpDriverLine("203.0.113.1", new_buffer)
+
+
+def test_no_descriptor_is_left():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        driver = TcpDriverLine(HERE, new_buffer)
+        found = stranger(driver)
+        worker = met(driver)
+        worker.send(Parcel(b"batch", [memoryview(bytes(1 << 20))]))
+        found.close()
+        del driver, worker, found
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("first", ["line", "socket"])
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_line_that_the_collector_finds_ends_without_a_warning(connected, first):
+    """Whichever of the line and its socket comes first."""
+    driver = TcpDriverLine(HERE, new_buffer)
+    worker = met(driver) if connected else None
+    held = driver._socket if connected else driver._listener
+    if first == "line":
+        driver.me = driver
+    else:
+        held.line = driver
+    descriptor = held.fileno()
+    del driver, held
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    if worker is not None:
+        worker.close()
