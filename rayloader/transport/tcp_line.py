@@ -40,6 +40,7 @@ _NONCE = 32  # bytes
 _PROOF = 32  # bytes, of a SHA-256
 # What is read at once of a message that has large buffers behind it: more would be copied once more.
 _HEAD_BYTES = 1 << 12
+_MOST_AWAITED = 1 << 30  # bytes; the system takes less where it has less room
 # Connections that have yet to prove themselves.
 MOST_STRANGERS = 8
 _BACKLOG = 64  # that the system keeps until the driver looks
@@ -126,6 +127,7 @@ class TcpDriverLine(ListeningLine):
     def __init__(self, host: str, new_buffer: NewBuffer) -> None:
         super().__init__()
         self._new_buffer = new_buffer
+        self._wakes_for = 1  # bytes
         self._strangers: dict[TcpSocket, tuple[bytes, bytearray]] = {}  # oldest first: nonce, and what it has said
         try:
             family, *_, name = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
@@ -153,9 +155,18 @@ class TcpDriverLine(ListeningLine):
         """Reads what has arrived, and keeps it for `arrived`; lets the worker in before."""
         done = super().read(wait=wait)
         connection = self._socket
-        if done and isinstance(connection, TcpSocket) and not self._arrived and connection.is_silent:
-            self.ended = True
+        if done and isinstance(connection, TcpSocket):
+            if not self._arrived and connection.is_silent:
+                self.ended = True
+            self._wake_for(connection, max(1, sum(view.nbytes for view in self._rest)))
         return done
+
+    def _wake_for(self, connection: TcpSocket, nbytes: int) -> None:
+        """Nobody is to be woken for less than so many bytes, or half of what the system has room for."""
+        if nbytes != self._wakes_for:
+            self._wakes_for = nbytes
+            with contextlib.suppress(OSError):  # closed meanwhile
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(nbytes, _MOST_AWAITED))
 
     def _let_in(self, listener: LineSocket) -> None:
         if not self._reading.acquire(blocking=False):
