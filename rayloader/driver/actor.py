@@ -71,6 +71,7 @@ class Actor:
     lane: ArenaLane = field(default_factory=ArenaLane)
     calls: int = 0  # made over a channel
     no_line: str = ""  # why it can't be reached over one
+    vanished: bool = False  # nobody can say what became of it: its whole node may be gone
     hosted: tuple[str, Ref] | None = None  # the image that it holds for its node: name, answer to `host`
 
     @property

@@ -16,8 +16,9 @@ logger = logging.getLogger("rayloader")
 
 # How often it is looked how much the program keeps, while as many bytes as there are in all are given to it.
 LOOKS = 16
-# Ray's calls of one worker that may be unanswered. One takes some milliseconds, and about one of them is work: with so
-# many the worker need not wait. More could only grow larger than expected, for Ray carries out what it was told.
+# Calls of one worker that may be unanswered where a thread of ours receives and makes the next. A call of Ray's takes
+# some milliseconds, and about one of them is work: with so many the worker need not wait. More could only grow larger
+# than expected.
 CALLS_AHEAD = 8
 
 _told = False  # that the program keeps as much as there is; all loaders say it once
@@ -42,7 +43,7 @@ class Budget:
         self._allowances = [Allowance(first, nbytes / len(paces), pace.nbytes) for pace in paces]
         for slot, allowance in zip(tables.crew.slots, self._allowances, strict=False):
             slot.allowance = allowance
-            if tables.crew.uses_store:
+            if tables.crew.copies:
                 allowance.ahead = CALLS_AHEAD  # until it is known how the worker is reached, and how long a task takes
 
     def gave(self, nbytes: int) -> None:

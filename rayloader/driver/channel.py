@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from typing_extensions import override
 
 from rayloader.driver.actor import Actor
@@ -27,8 +27,10 @@ from rayloader.transport.line import unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.transport.tcp_line import TcpDriverLine
 
-# How long Ray may take to say why a process ended whose line has ended, in seconds.
+# How long Ray may take to say why a process ended whose line has ended, in seconds. Of a process on another machine it
+# may say nothing for a quarter of a minute, if the machine is gone; meanwhile others can do its work.
 CAUSE_PATIENCE_S = 2.0
+REMOTE_CAUSE_PATIENCE_S = 1.0
 
 Message = Any  # a tuple that begins with an `Up`, ActorLost or LineRefused
 
@@ -55,8 +57,6 @@ class Channel(ABC):
     Attributes:
         actor: likewise.
     """
-
-    can_drop = False  # `drop` has an effect
 
     def __init__(self, actor: Actor, answers: Answers) -> None:
         self.actor = actor
@@ -111,6 +111,12 @@ class Channel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Nobody listens any more. Callable more than once, and by any thread."""
+
+    def _lost(self, answer: Exception | None) -> ActorLost:
+        """No answers will come, as Ray says; None: it says nothing."""
+        self.close()
+        self.actor.vanished = answer is None or isinstance(answer, ActorUnavailableError)
+        return ActorLost(self.actor, answer or "its process has ended")
 
     def _run(self, worker_id: int, task: Told, room: Any) -> tuple[Any, list[Wire]]:
         self.actor.calls += 1
@@ -187,8 +193,7 @@ class RayCalls(Channel):
             ref, message = self._unanswered.popleft()
             self._answers.forget(ref)
             if isinstance(answer, RayError):
-                self.close()
-                return [*messages, ActorLost(self.actor, answer)]
+                return [*messages, self._lost(answer)]
             messages.append(message(answer))
         return messages
 
@@ -227,12 +232,14 @@ class LineCalls(Channel):
         LineError: no line can be made here.
     """
 
-    can_drop = True
-
     def __init__(self, actor: Actor, answers: Answers) -> None:
         super().__init__(actor, answers)
         # What is sent goes to the last; older ones may still bring something.
         self._served: deque[_Served] = deque([_Served(self._new_line())])
+
+    @property
+    def _cause_patience(self) -> float:
+        return CAUSE_PATIENCE_S
 
     def _new_line(self) -> DriverLine | TcpDriverLine:
         return DriverLine(self._is_actor)
@@ -324,7 +331,7 @@ class LineCalls(Channel):
     @override
     def patience(self) -> float:
         ended = [served.ended_at for served in self._served if served.ended_at]
-        return max(0.0, min(ended) + CAUSE_PATIENCE_S - time.monotonic()) if ended else super().patience
+        return max(0.0, min(ended) + self._cause_patience - time.monotonic()) if ended else super().patience
 
     @override
     def read(self) -> None:
@@ -352,9 +359,8 @@ class LineCalls(Channel):
                 messages.append(LineRefused(line.refused))
             elif line.ended and not served.ended_at:
                 served.ended_at = time.monotonic()
-            elif line.ended and time.monotonic() > served.ended_at + CAUSE_PATIENCE_S:
-                self.close()
-                messages.append(ActorLost(self.actor, "its process has ended"))
+            elif line.ended and time.monotonic() > served.ended_at + self._cause_patience:
+                messages.append(self._lost(None))
             if not self._served:
                 break  # closed: it has no answers any more, and no other line either
         return messages
@@ -362,8 +368,7 @@ class LineCalls(Channel):
     def _ended(self, served: _Served, answer: Any) -> list[Message]:
         """What it means that the call that served a line has ended."""
         if isinstance(answer, Exception):
-            self.close()
-            return [ActorLost(self.actor, answer)]
+            return [self._lost(answer)]
         end: Served = answer
         if end.answer is not None:
             worker_id, call, answer = unpack(end.answer)
@@ -397,6 +402,11 @@ class TcpCalls(LineCalls):
     def __init__(self, actor: Actor, answers: Answers, host: str, new_buffer: Callable[[int], memoryview]) -> None:
         self._host, self._new_buffer = host, new_buffer
         super().__init__(actor, answers)
+
+    @property
+    @override
+    def _cause_patience(self) -> float:
+        return REMOTE_CAUSE_PATIENCE_S
 
     @override
     def _new_line(self) -> TcpDriverLine:

@@ -74,6 +74,7 @@ class Crew:
         self._image: Image | None = None  # kept for workers that have yet to open it
         self._carried: list[Any] = []
         self._dead: list[Actor] = []
+        self._coming: dict[Actor, list[WorkerSlot]] = {}  # in place of lost ones whose workers others host meanwhile
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []
         self.uses_store = self.copies = False
@@ -157,11 +158,6 @@ class Crew:
         """
         if slot.host in self._channels and len(self.hosted_by(slot.host)) == 1:
             self._channel(slot).drop(slot.began_at, from_task)
-
-    def can_drop(self, slot: WorkerSlot) -> bool:
-        """Whether `drop` reaches it before it begins what it was told."""
-        channel = self._channels.get(slot.host)
-        return channel is not None and channel.can_drop
 
     def flush(self) -> None:
         """To be called when the last of several calls has been made: before that they may not be on their way."""
@@ -388,9 +384,9 @@ class Crew:
 
     @property
     def awaited(self) -> list[Ref]:
-        """What is answered when workers that are away may be started."""
+        """What is answered when workers that are away may be started, or may move."""
         hosts = {id(slot.host): slot.host for slot in self.slots if slot.away and slot.host not in self._dead}
-        return [host.hello for host in hosts.values()]
+        return [host.hello for host in (*hosts.values(), *self._coming)]
 
     def is_dead(self, actor: Actor) -> bool:
         """Whether the actor was lost."""
@@ -416,11 +412,49 @@ class Crew:
     def replace(self, slot: WorkerSlot) -> bool:
         """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
         old = slot.host
-        if old in self._dead:
-            (new,) = self.lend(1, fresh=True)  # idle ones may be as dead
-            self._move([old], [new])
-            return True
-        return False
+        if old not in self._dead:
+            return False
+        (new,) = self.lend(1, fresh=True)  # idle ones may be as dead
+        hosts = self._survivors_of(old) if old.vanished else []
+        if hosts:
+            self._coming[new] = self.hosted_by(old)
+        self._move([old], hosts or [new])
+        return True
+
+    def _survivors_of(self, vanished: Actor) -> list[Actor]:
+        """Who can do the work of one whose node may be gone, those first who have the least.
+
+        Ray takes a node that has lost power for alive for up to half a minute, and may give its room to a new actor.
+        """
+        gone = None if vanished.address is None else vanished.address.node_id
+        there = [a for a in self.actors if a.address is not None and a not in self._dead and a.address.node_id != gone]
+        return sorted(there, key=lambda actor: len(self.hosted_by(actor)))
+
+    def spread(self) -> list[WorkerSlot]:
+        """Has processes that have come in place of lost ones take over their workers from those that had to help out.
+
+        Returns:
+            The workers that move; they are away now.
+        """
+        moved = []
+        for new, slots in list(self._coming.items()):
+            try:
+                if not new.has_started():
+                    continue
+            except RayError:  # it was given room on a node that is gone
+                self._pool.kill(new)
+                (another,) = self.lend(1, fresh=True)
+                self.actors.remove(another)
+                self._coming[another] = slots
+            else:
+                for slot in slots:
+                    if slot.host in self._channels and not slot.away:
+                        self._leave(slot)
+                    slot.host, slot.away = new, True
+                    moved.append(slot)
+                self.actors = list(dict.fromkeys(slot.host for slot in self.slots))
+            del self._coming[new]
+        return moved
 
     def resize(self, count: int) -> list[WorkerSlot]:
         """Another number of actors for the same workers.
@@ -429,6 +463,8 @@ class Crew:
             The workers that move; they are away now.
         """
         self.check_session()
+        while self._coming:
+            self._pool.give_back(self._coming.popitem()[0])
         self.lend(max(0, count - len(self.actors)))
         kept, spare = self.actors[:count], self.actors[count:]
         self.actors = kept

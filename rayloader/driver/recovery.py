@@ -59,6 +59,7 @@ class Recovery:
     @changes
     def revive(self) -> None:
         """Sends lost tasks again where there is a process for them."""
+        self.have_moved(self._crew.spread())
         while self.tables.failure is None:
             try:
                 ready = self._crew.revive()

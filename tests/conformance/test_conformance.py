@@ -3,7 +3,7 @@
 Torch's side runs once, in a process of its own that has no Ray in it (reference.py; conftest.py starts it before the
 first test of the session); ours runs here on warm actors.
 Batches come through Ray's object store in one half of the cases and through arenas, however small they are, in the
-other; calls carry one task, three, or as many as is automatic. A full run takes each case all these ways.
+other; calls carry one task, three, or as many as is automatic. A full run takes each case all these ways, and by TCP.
 `pytest tests/conformance --against=torch` puts torch's loader in the place of ours, to prove the cases deterministic.
 """
 
@@ -15,7 +15,8 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
-from rayloader.driver.channel import LineCalls, RayCalls
+from rayloader.driver import crew
+from rayloader.driver.channel import LineCalls, RayCalls, TcpCalls
 from rayloader.driver.pace import Pace
 from rayloader.driver.schedule import Schedule
 from rayloader.transport import lanes
@@ -33,11 +34,13 @@ def loader_class(request):
     return DataLoader
 
 
-# How the batches travel: whether there are arenas, where even the smallest buffer has a slot.
-LANES = {"store": "0", "arena": "1"}
+# How the batches travel: whether there are arenas, where even the smallest buffer has a slot; "tcp" as if the workers
+# were on another machine.
+LANES = {"store": "0", "arena": "1", "tcp": "1"}
+ALWAYS = "store", "arena"  # not in full runs only
 # How many tasks of a worker are under way where the depth is automatic; None: as many as should be.
 DEPTHS = {"torchs": 0, "deep": 9, "automatic": None}
-WAYS = list(itertools.product(LANES, DEPTHS))
+WAYS = list(itertools.product(ALWAYS, DEPTHS))
 
 
 def in_all_ways():
@@ -49,6 +52,9 @@ def in_all_ways():
         for place, (lane, depth) in enumerate(WAYS):
             marks = () if number % len(WAYS) == place and not case.full else pytest.mark.full
             yield pytest.param(case, lane, depth, id=f"{case.name}-{lane}-{depth}", marks=marks)
+        depth = list(DEPTHS)[number % len(DEPTHS)]
+        marks = () if case.name == FRESH else pytest.mark.full
+        yield pytest.param(case, "tcp", depth, id=f"{case.name}-tcp-{depth}", marks=marks)
 
 
 @pytest.fixture
@@ -56,6 +62,7 @@ def lane(request, monkeypatch):
     """The way that the batches take in this test."""
     monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
     monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(crew, "LOCAL_LINES", request.param != "tcp")
     return request.param
 
 
@@ -83,7 +90,7 @@ def test_same_as_torch(case, lane, depth, reference, loader_class):
 @pytest.mark.parametrize("lane", LANES, indirect=True)
 def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeypatch):
     used = set()
-    for channel in (LineCalls, RayCalls):
+    for channel in (LineCalls, RayCalls):  # the first is that of TcpCalls too
         run = channel.run
 
         def noting(self, *arguments, run=run, **named):
@@ -95,7 +102,7 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
     batches = list(loader_class(torch.arange(40), 2, num_workers=2))
     assert len(batches) == 20
     if request.config.getoption("--against") == "rayloader":
-        assert used == {(LineCalls, True) if lane == "arena" else (RayCalls, False)}
+        assert used == {{"arena": (LineCalls, True), "store": (RayCalls, False), "tcp": (TcpCalls, False)}[lane]}
 
 
 @pytest.mark.parametrize("depth", DEPTHS, indirect=True)

@@ -236,9 +236,9 @@ def test_whatever_the_sizes_and_the_order_of_events_every_batch_comes_in_its_tur
     assert epoch.schedule.finished or epoch.schedule.owed_draws
 
 
-def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, uses_store=False):
+def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False):
     slots = [SimpleNamespace(allowance=None, calls=[]) for _ in range(2)]
-    tables = SimpleNamespace(crew=SimpleNamespace(slots=slots, uses_store=uses_store), untaken=[])
+    tables = SimpleNamespace(crew=SimpleNamespace(slots=slots, copies=copies), untaken=[])
     budget = Budget(tables, nbytes, PREFETCH_FACTOR, [SimpleNamespace(nbytes=n) for n in pace_bytes], held)
     return budget, [slot.allowance for slot in slots], tables
 
@@ -248,7 +248,7 @@ def test_every_worker_has_a_share_and_knows_the_sizes_of_the_epoch_before():
     assert (one.nbytes, two.nbytes) == (5 * MB, 5 * MB)
     assert not one.allows(3)
     assert two.allows(3)
-    _, (one, _), _ = budget_of(10 * MB, (1.0, 1.0), uses_store=True)
+    _, (one, _), _ = budget_of(10 * MB, (1.0, 1.0), copies=True)
     assert not one.allows(CALLS_AHEAD)
 
 
