@@ -221,9 +221,14 @@ class Generators:
             ReplayError: one is not there, and can't be made.
         """
         self._later = []
+        given = {id(engine(generator)) for generator in self.given}
         for paths, kind, state, lasting in later:
             generator = self._at(paths[0])
             fits = _is(generator, KINDS) and id(engine(generator)) not in self._known
+            if not fits and _is(generator, KINDS) and paths[0][0] is not None and paths[0][0][0] == "module":
+                # A worker that this process has hosted before has imported the module: workers share what it holds.
+                fits = id(engine(generator)) not in given
+                self._known -= {id(engine(generator))} - given
             try:
                 if not fits or _kind(generator) != kind or not _suits(generator, state):
                     generator = _make(kind, state)

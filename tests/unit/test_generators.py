@@ -271,6 +271,24 @@ def test_one_that_nobody_reaches_is_not_followed():
     assert draw(mine_alone)
 
 
+def test_one_in_a_module_that_another_worker_of_this_process_has_imported(monkeypatch):
+    """Where no other can be put in its place: the default of an argument."""
+    module = types.ModuleType("imported_for_a_replica")
+    monkeypatch.setitem(sys.modules, "imported_for_a_replica", module)
+    elsewhere = Generators({"dataset": None}, [], generators.alive())
+
+    def draws(*, source=make("python")):
+        return source.random()
+
+    module.draws = draws
+    later = elsewhere.look()
+    expected = draws()
+    second = Generators({"dataset": None}, [], generators.alive())
+    second.put_back(later)
+    assert draws() == expected
+    assert [one.paths for one in second.look()] == [one.paths for one in later]
+
+
 def test_what_another_loader_has_left_in_a_module_is_not_followed(monkeypatch):
     module = types.ModuleType("used_by_two_loaders")
     monkeypatch.setitem(sys.modules, "used_by_two_loaders", module)
