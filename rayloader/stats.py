@@ -55,8 +55,8 @@ class WorkerStats:
         fetch: seconds in the dataset.
         collate: seconds in `collate_fn`.
         transfer: seconds for taking a batch apart, placing it in shared memory where there is any, and sending it.
-        lane: how it is reached and how its batches travel: "line, arena", "line" or "Ray calls"; "" if it has sent
-            nothing.
+        lane: how it is reached and how its batches travel: "line, arena", "line", "TCP line" or "Ray calls"; ""
+            if it has sent nothing.
         depth: batches that were asked of it at one time, at most.
     """
 
