@@ -6,7 +6,7 @@ Method: a Ray cluster of several nodes on this machine, each with an object stor
 and costs its worker 40 ms of sleep, so that two cores can hold many workers. The consumer sleeps 1 ms a batch and
 touches nothing. The ideal rate is that of the workers, or of the consumer's step. Three ways of a batch: "local"
 (workers on the trainer's node: a line and an arena), "calls" (the same with `arenas=False`: Ray calls, and the
-trainer's own object store) and "remote" (on the other nodes: Ray calls, and a copy from object store to object store).
+trainer's own object store) and "remote" (on the other nodes: a line by TCP, and batches behind its messages).
 One process measures one after the other; its workers stay warm. The first batches, which fill the window, do not count.
 CPU time is that of the user's thread, and of the whole process; by steps in an epoch of its own. Ray Data maps the same
 work over rows, one a batch, with as many actors. At last a node is killed in mid-epoch; its workers find room on

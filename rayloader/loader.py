@@ -122,7 +122,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         max_skipped: samples that may be skipped in an epoch, over all workers; see `skipped`.
         arenas: drive workers on this machine over local sockets, and have them build batches in memory that this
             process has mapped, so that large tensors arrive without a copy; drive those elsewhere by TCP. If False,
-            every task and every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all loaders.
+            every task and every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all
+            loaders.
         snapshot_every_n_steps: accepted for code that was written for torchdata's StatefulDataLoader, and without
             effect: a state always tells the last batch that was taken, and a worker takes snapshots as often as that
             costs one percent of its time.

@@ -277,9 +277,10 @@ def test_one_in_a_module_that_another_worker_of_this_process_has_imported(monkey
     monkeypatch.setitem(sys.modules, "imported_for_a_replica", module)
     elsewhere = Generators({"dataset": None}, [], generators.alive())
 
-    def draws(*, source=make("python")):
+    def draws(*, source):
         return source.random()
 
+    draws.__kwdefaults__ = {"source": make("python")}
     module.draws = draws
     later = elsewhere.look()
     expected = draws()
