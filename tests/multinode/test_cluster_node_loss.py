@@ -135,6 +135,47 @@ def test_a_node_that_is_killed_while_large_results_are_on_their_way(doomed, tmp_
     assert [batch.unique().tolist() for batch in kept] == [[index] for index in range(60)]
 
 
+def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it_over(nodes):
+    """There is no room for one at first."""
+    one, other = (nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}) for _ in range(2))
+    added = [one, other]
+    try:
+        loader = DataLoader(
+            Calls(lambda index: (index, origin()[0]), 100_000),
+            None,
+            num_workers=2,
+            collate_fn=as_is,
+            ray_remote_args={"num_cpus": 0, "resources": {"pair": 1}},
+        )
+        iterator = iter(loader)
+        begun = [next(iterator) for _ in range(20)]
+        assert {node_id for _, node_id in begun} == {one.node_id, other.node_id}
+        (lost,) = [node for node in added if node.node_id == begun[0][1]]
+        nodes.cluster.remove_node(lost, allow_graceful=False)
+        added.remove(lost)
+        following = [next(iterator) for _ in range(3000)]
+        assert [index for index, _ in following] == list(range(20, 3020))
+        assert {node_id for _, node_id in following[-10:]} == {added[0].node_id}
+        assert loader.stats().epoch.restarts == 1
+        added.append(nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}))
+        number = 3020
+        for index, node_id in iterator:
+            assert index == number
+            number += 1
+            if node_id == added[1].node_id:
+                break
+        assert number < 100_000, "the new process has taken over nothing"
+        del iterator, loader
+    finally:
+        for node in added:
+            nodes.cluster.remove_node(node, allow_graceful=True)
+        gone = {one.node_id, other.node_id, *(node.node_id for node in added)}
+        wait_until(
+            lambda: not any(known["Alive"] and known["NodeID"] in gone for known in ray.nodes()),
+            "Ray knows that the nodes are gone",
+        )
+
+
 @pytest.mark.full
 def test_a_node_that_goes_between_epochs(doomed, nodes):
     """Its warm worker is replaced."""

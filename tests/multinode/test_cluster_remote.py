@@ -1,5 +1,6 @@
 """Workers on a node that the driver is not on, and on both."""
 
+import dataclasses
 import os
 import sys
 
@@ -9,7 +10,9 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from multinode_data import AWAY, ON_EACH, Calls, as_is, difference, epochs, origin, tensors, traced, untraced
-from rayloader import DataLoader
+from rayloader import DataLoader, session
+from rayloader.driver.pool import get_pool
+from rayloader.transport.tcp_line import TcpDriverLine
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
@@ -49,6 +52,35 @@ def test_every_way_to_name_a_node(way, nodes, reference):
     recorded, origins = untraced(epochs(DataLoader(**traced("augmented"), ray_remote_args=remote_args)))
     assert difference(recorded, reference["augmented"]) is None
     assert {node_id for epoch in origins for node_id, _ in epoch} == {nodes.away}
+
+
+def test_workers_of_another_node_are_reached_by_tcp():
+    loader = DataLoader(Calls(lambda index: index, 4), None, num_workers=2, ray_remote_args=AWAY)
+    assert list(loader) == [0, 1, 2, 3]
+    assert {worker.lane for worker in loader.stats().epoch.workers} == {"TCP line"}
+
+
+@pytest.mark.parametrize("why", ["firewall", "TLS", "arenas=False"])
+def test_where_tcp_is_not_possible_or_not_wanted_batches_come_by_ray_calls(why, monkeypatch, caplog):
+    """It is said once, though there are two workers and two loaders, where it is not what the user has asked for."""
+
+    def elsewhere(line, *arguments, init=TcpDriverLine.__init__):
+        init(line, *arguments)
+        line.address = dataclasses.replace(line.address, port=9)  # "discard": nobody listens there
+
+    if why == "firewall":
+        monkeypatch.setattr(get_pool(), "without_lines", set())
+        monkeypatch.setattr(TcpDriverLine, "__init__", elsewhere)
+    elif why == "TLS":
+        monkeypatch.setattr(session, "uses_tls", lambda: True)
+    for _ in range(2):
+        options = {"ray_remote_args": AWAY, "fresh_processes": True, "arenas": why != "arenas=False"}
+        loader = DataLoader(Calls(lambda index: index, 40), None, num_workers=2, **options)
+        assert list(loader) == list(range(40))
+        assert {worker.lane for worker in loader.stats().epoch.workers} == {"Ray calls"}
+    told = [record.getMessage() for record in caplog.records if "by Ray calls" in record.getMessage()]
+    assert len(told) == (why == "firewall")
+    assert not told or "no connection to port 9 of" in told[0]
 
 
 def test_batches_from_another_node_are_writable(reference):

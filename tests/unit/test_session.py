@@ -141,3 +141,12 @@ def test_a_rank_with_an_address_joins_nobody(address, rank, monkeypatch):
     session.ensure()
     assert calls["init"]["address"] == address
     assert members == []
+
+
+@pytest.mark.parametrize(("value", "on"), [(None, False), ("0", False), ("1", True), ("true", True), ("False", False)])
+def test_whether_ray_encrypts_is_what_ray_reads(value, on, monkeypatch):
+    if value is None:
+        monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    else:
+        monkeypatch.setenv("RAY_USE_TLS", value)
+    assert session.uses_tls() is on
