@@ -20,8 +20,9 @@ from typing import Any
 import harness
 from harness import Figure, Options
 from rayloader.driver.answers import NONE_YET, Answers
-from rayloader.driver.channel import LineCalls, RayCalls
 from rayloader.driver.crew import Crew
+from rayloader.driver.line_calls import LineCalls
+from rayloader.driver.ray_calls import RayCalls
 from rayloader.transport.local_line import connect
 
 QUESTION = "waiting"

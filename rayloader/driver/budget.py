@@ -43,7 +43,7 @@ class Budget:
         self._allowances = [Allowance(first, nbytes / len(paces), pace.nbytes) for pace in paces]
         for slot, allowance in zip(tables.crew.slots, self._allowances, strict=False):
             slot.allowance = allowance
-            if tables.crew.copies:
+            if tables.crew.ways.copies:
                 allowance.ahead = CALLS_AHEAD  # until it is known how the worker is reached, and how long a task takes
 
     def gave(self, nbytes: int) -> None:

@@ -23,21 +23,17 @@ from ray.exceptions import RayError
 from rayloader import session
 from rayloader.driver.actor import Actor, Lease, Ref
 from rayloader.driver.answers import Answers
-from rayloader.driver.channel import ActorLost, Channel, LineCalls, Message, RayCalls, TcpCalls
+from rayloader.driver.channel import ActorLost, Channel, Message
 from rayloader.driver.placement import Verdict
 from rayloader.driver.pool import Pool
+from rayloader.driver.ways import Ways, all_see_us, is_near
 from rayloader.driver.worker_slot import WorkerSlot
 from rayloader.errors import RaySessionError
 from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.state.journal import Journal, Resumed, Told
-from rayloader.transport import memory_file
 from rayloader.transport.lanes import Lent
-from rayloader.transport.line import LineError
-from rayloader.transport.recycled import Recycled
 
-# Whether workers on this machine are reached by local sockets; the tests have them reached as those on others are.
-LOCAL_LINES = True
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
 
@@ -55,14 +51,12 @@ class Crew:
     Attributes:
         actors: in the order in which they host.
         slots: of the workers.
-        uses_store: whether batches of some come through Ray's object store, or came.
-        copies: whether batches of some have to be copied by this process: from there, or from the network.
+        ways: to its actors.
     """
 
     def __init__(self, pool: Pool, lease: Lease, remote_args: dict[str, Any], *, fresh: bool, lines: bool) -> None:
         self._pool = pool
         self._lease: Lease | None = lease  # None when the actors were given back
-        self._lines = lines  # where they can be had
         self._channels: dict[Actor, Channel] = {}
         self._unflushed: set[Channel] = set()  # that were told something
         self._impatient: set[Channel] = set()  # that have more to wait for than descriptors can tell
@@ -71,14 +65,13 @@ class Crew:
         self._pid = os.getpid()
         self._tell_at = time.monotonic() + session.NOTICE_S  # what is waited for
         self._answers = Answers()
+        self.ways = Ways(pool, self._answers, lines=lines)
         self._image: Image | None = None  # kept for workers that have yet to open it
         self._carried: list[Any] = []
         self._dead: list[Actor] = []
         self._coming: dict[Actor, list[WorkerSlot]] = {}  # in place of lost ones whose workers others host meanwhile
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []
-        self.uses_store = self.copies = False
-        self._memory = Recycled()  # for what the network brings
 
     @classmethod
     def of(
@@ -222,7 +215,7 @@ class Crew:
         Returns:
             Its workers, which are to be started anew; they are away now.
         """
-        self._do_without_line(actor, reason)
+        self.ways.do_without_line(actor, reason)
         self._hang_up(actor)
         slots = self.hosted_by(actor)
         for slot in slots:
@@ -237,42 +230,13 @@ class Crew:
 
     def _open_channel(self, actor: Actor) -> Channel:
         if actor not in self._channels:
-            line = self._line_to(actor)
-            self.uses_store |= line is None
-            self.copies |= line is None or isinstance(line, TcpCalls)
-            self._channels[actor] = line or RayCalls(actor, self._answers)
+            self._channels[actor] = self.ways.channel_to(actor)
         return self._channels[actor]
-
-    def _line_to(self, actor: Actor) -> Channel | None:
-        if not self._lines or actor.no_line or self._place_of(actor) in self._pool.without_lines:
-            return None
-        try:
-            if LOCAL_LINES and self._is_near(actor):
-                return LineCalls(actor, self._answers)
-            if not session.uses_tls():
-                return TcpCalls(actor, self._answers, session.node_ip(), self._memory.room)
-        except LineError as error:
-            self._do_without_line(actor, str(error))
-        return None
-
-    def _do_without_line(self, actor: Actor, reason: str) -> None:
-        """That is said; of the workers of another machine once, for what keeps one out keeps out all."""
-        actor.no_line = reason
-        place = self._place_of(actor)
-        if place is not None:
-            if place in self._pool.without_lines:
-                return
-            self._pool.without_lines.add(place)
-        logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a socket: %s", reason)
-
-    def _place_of(self, actor: Actor) -> tuple[str, str] | None:
-        """Where an actor is that local sockets do not reach."""
-        return None if self._is_near(actor) or actor.address is None else actor.address.place
 
     @property
     def leased_bytes(self) -> int:
         """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
-        return sum(actor.lane.leased_bytes for actor in self.actors) + self._memory.leased_bytes
+        return sum(actor.lane.leased_bytes for actor in self.actors) + self.ways.leased_bytes
 
     def _hang_up(self, actor: Actor) -> None:
         channel = self._channels.pop(actor, None)
@@ -301,7 +265,7 @@ class Crew:
             WorkerSlot(setup.worker_id, setup, journal, self.actors[setup.worker_id % len(self.actors)])
             for setup, journal in zip(setups, journals, strict=True)
         ]
-        if not self._all_see_us():
+        if not all_see_us():
             while any(actor.address is None and actor not in self._dead for actor in self.actors):
                 self.wait(LOCATE_TICK_S)
                 try:
@@ -323,10 +287,10 @@ class Crew:
         if not any(slot.away for slot in self.slots):
             return []
         self.check_session()
-        if not self._all_see_us():
+        if not all_see_us():
             self.check_started()  # whoever moves is away already
         hosted = [slot for slot in self.slots if slot.away and slot.host not in self._dead]
-        ready = [slot for slot in hosted if self._all_see_us() or slot.host.address is not None]
+        ready = [slot for slot in hosted if all_see_us() or slot.host.address is not None]
         contents: list[Ref] = []
         for slot in ready:
             self._start_worker(slot, contents)
@@ -351,7 +315,7 @@ class Crew:
         """
         assert self._image is not None
         where = actor.address
-        if where is None or self._is_near(actor):
+        if where is None or is_near(actor):
             return Source(self._image.address, self._carried)
         near = [
             a for a in self.actors if a not in self._dead and a.address is not None and a.address.place == where.place
@@ -366,17 +330,6 @@ class Crew:
         assert host.hosted is not None
         # In lists: Ray waits for what stands by itself, and would not call at all where it is lost.
         return Source(self._image.address, self._carried, [contents[0] if contents else None], [host.hosted[1]])
-
-    def _is_near(self, actor: Actor) -> bool:
-        """Whether it is on this machine and can open our files."""
-        where = actor.address
-        if where is None:
-            return self._all_see_us()
-        return where.node_id == session.node_id() and where.reaches_driver
-
-    def _all_see_us(self) -> bool:
-        """In a Ray of our own all actors are on this machine and can open our files: it need not be asked."""
-        return session.started_here() and memory_file.others_may_open()
 
     def hosted_by(self, actor: Actor) -> list[WorkerSlot]:
         """The workers of an actor, none if it is not this crew's any more."""
@@ -565,7 +518,7 @@ class Crew:
             for actor in list(self._channels):
                 self._hang_up(actor)
             self._answers.ring()
-            self._memory.close()
+            self.ways.close()
             self._pool.end(lease, busy=busy, reuse=reuse)
 
     def settle_output(self) -> None:

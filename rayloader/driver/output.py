@@ -17,7 +17,8 @@ import time
 import traceback
 
 from rayloader.bell import Bell
-from rayloader.transport.line import NO_ROOM, Line, LineError, Message, turn_away, unpacked
+from rayloader.transport.line import Line, LineError, Message, unpacked
+from rayloader.transport.listening import NO_ROOM, turn_away
 from rayloader.transport.local_line import (
     STANDARD_STREAMS,
     LineAddress,

@@ -63,7 +63,7 @@ class Preparer:
     def start(self) -> None:
         """Starts the thread, if there is something to prepare; callable more than once."""
         tables = self._tables
-        if self._thread is None and (self._pin is not None or tables.crew.copies):
+        if self._thread is None and (self._pin is not None or tables.crew.ways.copies):
             with tables.lock:
                 if not tables.schedule.closed:
                     self._thread = AheadThread(self._work, self._device_index)
@@ -134,7 +134,7 @@ class Preparer:
         for place, (task, result) in enumerate(self._tables.deliverable):
             nbytes += result.nbytes
             if place == most or (place and nbytes > COPIED_AHEAD_BYTES and self._pin is None):
-                return None, self._pin is not None or self._tables.crew.uses_store
+                return None, self._pin is not None or self._tables.crew.ways.uses_store
             if not self._is_prepared(task, result):
                 return (task, result), False
         return None, False

@@ -143,7 +143,7 @@ class Receiver:
             if pace.saw(answer.seconds, result.nbytes):
                 self.tables.handle(Paced(slot.worker_id, pace.places, pace.ahead))
             if slot.allowance is not None:
-                slot.allowance.ahead = min(pace.ahead, CALLS_AHEAD) if self.tables.crew.copies else math.inf
+                slot.allowance.ahead = min(pace.ahead, CALLS_AHEAD) if self.tables.crew.ways.copies else math.inf
         self.tables.feed(slot)
 
     def _record(self, slot: WorkerSlot, call: Call, task_id: int, answer: Answer) -> None:

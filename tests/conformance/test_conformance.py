@@ -15,9 +15,10 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
-from rayloader.driver import crew
-from rayloader.driver.channel import LineCalls, RayCalls, TcpCalls
+from rayloader.driver import ways
+from rayloader.driver.line_calls import LineCalls, TcpCalls
 from rayloader.driver.pace import Pace
+from rayloader.driver.ray_calls import RayCalls
 from rayloader.driver.schedule import Schedule
 from rayloader.transport import lanes
 
@@ -62,7 +63,7 @@ def lane(request, monkeypatch):
     """The way that the batches take in this test."""
     monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
     monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
-    monkeypatch.setattr(crew, "LOCAL_LINES", request.param != "tcp")
+    monkeypatch.setattr(ways, "LOCAL_LINES", request.param != "tcp")
     return request.param
 
 

@@ -238,7 +238,7 @@ def test_whatever_the_sizes_and_the_order_of_events_every_batch_comes_in_its_tur
 
 def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False):
     slots = [SimpleNamespace(allowance=None, calls=[]) for _ in range(2)]
-    tables = SimpleNamespace(crew=SimpleNamespace(slots=slots, copies=copies), untaken=[])
+    tables = SimpleNamespace(crew=SimpleNamespace(slots=slots, ways=SimpleNamespace(copies=copies)), untaken=[])
     budget = Budget(tables, nbytes, PREFETCH_FACTOR, [SimpleNamespace(nbytes=n) for n in pace_bytes], held)
     return budget, [slot.allowance for slot in slots], tables
 

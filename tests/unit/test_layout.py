@@ -46,7 +46,8 @@ MAY_IMPORT_RAY = {
     "rayloader/worker/worker.py",
 }
 MAY_IMPORT_RAY |= {
-    f"rayloader/driver/{name}.py" for name in ("actor", "channel", "crew", "lifetimes", "placement", "pool")
+    f"rayloader/driver/{name}.py"
+    for name in ("actor", "channel", "crew", "lifetimes", "line_calls", "placement", "pool", "ray_calls")
 }
 
 

@@ -68,7 +68,7 @@ class Epoch:
             lock=threading.RLock(),
             deliverable=deque(),
             schedule=SimpleNamespace(closed=False),
-            crew=SimpleNamespace(copies=copies, uses_store=copies),
+            crew=SimpleNamespace(ways=SimpleNamespace(copies=copies, uses_store=copies)),
             failure=None,
             is_under_way=True,
             on_change=lambda: None,
@@ -187,7 +187,7 @@ def test_where_nothing_is_to_be_done_there_is_no_thread(epoch):
     assert not running.preparer.receives
     running.deliver(result(2))
     assert running.take().eq(2).all()
-    running.tables.crew.copies = True  # a worker has no local line any more
+    running.tables.crew.ways.copies = True  # a worker has no local line any more
     running.preparer.start()
     assert running.preparer.receives
 
