@@ -135,36 +135,38 @@ def test_a_node_that_is_killed_while_large_results_are_on_their_way(doomed, tmp_
     assert [batch.unique().tolist() for batch in kept] == [[index] for index in range(60)]
 
 
-def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it_over(nodes):
+@pytest.mark.full
+def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it_over(nodes, tmp_path):
     """There is no room for one at first."""
-    one, other = (nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}) for _ in range(2))
-    added = [one, other]
+    origins, noted = Origins(tmp_path / "origins"), set()
+
+    def sample(index):
+        if origin() not in noted:  # the first of each worker in each process
+            noted.add(origin())
+            origins.note(index)
+        return index
+
+    one, other = added = [nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}) for _ in range(2)]
     try:
-        loader = DataLoader(
-            Calls(lambda index: (index, origin()[0]), 100_000),
-            None,
-            num_workers=2,
-            collate_fn=as_is,
-            ray_remote_args={"num_cpus": 0, "resources": {"pair": 1}},
-        )
+        options = {"collate_fn": as_is, "ray_remote_args": {"num_cpus": 0, "resources": {"pair": 1}}}
+        loader = DataLoader(Calls(sample, 200_000), None, num_workers=2, **options)
         iterator = iter(loader)
-        begun = [next(iterator) for _ in range(20)]
-        assert {node_id for _, node_id in begun} == {one.node_id, other.node_id}
-        (lost,) = [node for node in added if node.node_id == begun[0][1]]
+        assert [next(iterator) for _ in range(20)] == list(range(20))
+        (_, first, _), (_, second, pid) = sorted(origins.read())
+        assert {first, second} == {one.node_id, other.node_id}
+        (lost,) = [node for node in added if node.node_id == first]
         nodes.cluster.remove_node(lost, allow_graceful=False)
         added.remove(lost)
-        following = [next(iterator) for _ in range(3000)]
-        assert [index for index, _ in following] == list(range(20, 3020))
-        assert {node_id for _, node_id in following[-10:]} == {added[0].node_id}
+        assert [next(iterator) for _ in range(3000)] == list(range(20, 3020))  # more than can have been under way
+        assert [place for _, *place in origins.read()[2:]] == [[second, pid]]
         assert loader.stats().epoch.restarts == 1
         added.append(nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}))
-        number = 3020
-        for index, node_id in iterator:
+        for number, index in enumerate(iterator, 3020):
             assert index == number
-            number += 1
-            if node_id == added[1].node_id:
+            if index % 100 == 0 and len(origins.read()) > 3:
                 break
-        assert number < 100_000, "the new process has taken over nothing"
+        _, node_id, _ = origins.read()[-1]
+        assert node_id == added[-1].node_id
         del iterator, loader
     finally:
         for node in added:
