@@ -36,6 +36,8 @@ from rayloader.transport.lanes import Lent
 
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
+# How many processes that are to take over from those that help out may fail to start, before that is left as it is.
+MOST_FAILED_STARTS = 3
 
 logger = logging.getLogger("rayloader")
 
@@ -69,7 +71,8 @@ class Crew:
         self._image: Image | None = None  # kept for workers that have yet to open it
         self._carried: list[Any] = []
         self._dead: list[Actor] = []
-        self._coming: dict[Actor, list[WorkerSlot]] = {}  # in place of lost ones whose workers others host meanwhile
+        # In place of lost ones whose workers others host meanwhile: these workers, and how many have failed to start.
+        self._coming: dict[Actor, tuple[list[WorkerSlot], int]] = {}
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []
 
@@ -370,7 +373,7 @@ class Crew:
         (new,) = self.lend(1, fresh=True)  # idle ones may be as dead
         hosts = self._survivors_of(old) if old.vanished else []
         if hosts:
-            self._coming[new] = self.hosted_by(old)
+            self._coming[new] = self.hosted_by(old), 0
         self._move([old], hosts or [new])
         return True
 
@@ -390,15 +393,16 @@ class Crew:
             The workers that move; they are away now.
         """
         moved = []
-        for new, slots in list(self._coming.items()):
+        for new, (slots, failed) in list(self._coming.items()):
             try:
                 if not new.has_started():
                     continue
             except RayError:  # it was given room on a node that is gone
                 self._pool.kill(new)
-                (another,) = self.lend(1, fresh=True)
-                self.actors.remove(another)
-                self._coming[another] = slots
+                if failed < MOST_FAILED_STARTS:
+                    (another,) = self.lend(1, fresh=True)
+                    self.actors.remove(another)
+                    self._coming[another] = slots, failed + 1
             else:
                 for slot in slots:
                     if slot.host in self._channels and not slot.away:

@@ -37,8 +37,10 @@ _MOST_AWAITED = 1 << 30  # bytes; the system takes less where it has less room
 # Connections that have yet to prove themselves.
 MOST_STRANGERS = 8
 _BACKLOG = 64  # that the system keeps until the driver looks
-# How long a worker may take to get in, in seconds: then there is a firewall. Longer than a lost packet takes TCP.
+# How long a connection may take, in seconds: then there is a firewall. Longer than a few lost packets take TCP.
 CONNECT_S = 8.0
+# How long the driver may take to say something then, in seconds: the program may keep its threads from running.
+GREETING_S = 60.0
 _RETRY_S = 0.05
 
 NewBuffer = Callable[[int], memoryview]
@@ -209,13 +211,16 @@ class TcpLine(Line):
             sender.close()
 
 
-def connect(address: TcpAddress, new_buffer: NewBuffer, limit: float = CONNECT_S) -> TcpLine:
+def connect(
+    address: TcpAddress, new_buffer: NewBuffer, limit: float = CONNECT_S, patience: float = GREETING_S
+) -> TcpLine:
     """The worker's end.
 
     Args:
         address: of the driver's end.
         new_buffer: gives writable memory for what has to be copied before it is sent.
-        limit: seconds.
+        limit: seconds until there is a connection.
+        patience: seconds from then on until the driver has said all that it has to.
 
     Raises:
         LineError: the driver can't be reached there, has gone, or is not what answers there.
@@ -223,19 +228,19 @@ def connect(address: TcpAddress, new_buffer: NewBuffer, limit: float = CONNECT_S
     until = time.monotonic() + limit
     while True:
         try:
-            return TcpLine(_met(address, until), new_buffer)
+            return TcpLine(_met(address, until, patience), new_buffer)
         except OSError as error:
             if isinstance(error, ConnectionAbortedError) and time.monotonic() + _RETRY_S < until:
                 time.sleep(_RETRY_S)  # turned away for somebody who came later
                 continue
             raise LineError(
-                f"no connection to port {address.port} of {address.host} from {socket.gethostname()} within "
-                f"{limit:g} s: {error or type(error).__name__}. Let the workers' machines open TCP connections to that "
-                "address, on the ports of /proc/sys/net/ipv4/ip_local_port_range"
+                f"no connection from {socket.gethostname()} to port {address.port} of {address.host}: "
+                f"{error or type(error).__name__}. Let the workers' machines open TCP connections to that address, on "
+                "the ports of /proc/sys/net/ipv4/ip_local_port_range"
             ) from error
 
 
-def _met(address: TcpAddress, until: float) -> TcpSocket:
+def _met(address: TcpAddress, until: float, patience: float) -> TcpSocket:
     """A connection to the driver, which both ends have proven to be that."""
     family, *_, name = socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
@@ -245,6 +250,7 @@ def _met(address: TcpAddress, until: float) -> TcpSocket:
         connection.settimeout(max(0.01, until - time.monotonic()))
         connection.connect(name)
         connection.watch()
+        until = time.monotonic() + patience
         greeting = _exactly(connection, len(MAGIC) + _NONCE, until)
         if not greeting.startswith(MAGIC):
             raise ConnectionError("what answers there is no rayloader")

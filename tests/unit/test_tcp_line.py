@@ -476,7 +476,7 @@ def test_a_secret_that_is_wrong_is_refused_in_time(driver):
 
     def try_to():
         try:
-            connect(TcpAddress(HERE, driver.address.port, bytes(32)), new_buffer, 0.2)
+            connect(TcpAddress(HERE, driver.address.port, bytes(32)), new_buffer, 0.2, 0.2)
         except LineError as error:
             failed.append(error)
 
@@ -502,7 +502,7 @@ def test_whoever_answers_in_the_drivers_place_is_not_believed(says):
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(LineError):
-            connect(TcpAddress(HERE, listener.getsockname()[1], bytes(32)), new_buffer, 0.2)
+            connect(TcpAddress(HERE, listener.getsockname()[1], bytes(32)), new_buffer, 0.2, 0.2)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(LIMIT_S)
 
@@ -511,12 +511,12 @@ def test_nobody_listens_any_more_once_the_worker_is_in_or_the_line_is_closed(dri
     address = driver.address
     worker = met(driver)
     with pytest.raises(LineError, match="refused"):
-        connect(address, new_buffer, 0.2)
+        connect(address, new_buffer, 0.2, 0.2)
     worker.close()
     other = TcpDriverLine(HERE, new_buffer)
     other.close()
     with pytest.raises(LineError, match="refused"):
-        connect(other.address, new_buffer, 0.2)
+        connect(other.address, new_buffer, 0.2, 0.2)
 
 
 def test_the_secret_is_not_shown(driver):
