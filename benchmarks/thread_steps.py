@@ -7,13 +7,14 @@ thread's own clock, and its calls are counted.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rayloader.driver import epoch as epoch_module
+from rayloader.driver import preparing
 from rayloader.driver.crew import Crew
 from rayloader.driver.epoch import Epoch
 from rayloader.driver.schedule import Schedule
@@ -24,7 +25,7 @@ STEPS = {
     "send": [(Crew, "run"), (Crew, "flush")],
     "wait": [(Crew, "wait")],
     "receive": [(Crew, "receive")],
-    "open": [(epoch_module, "opened")],
+    "open": [(preparing, "opened")],
 }
 
 
@@ -54,6 +55,8 @@ def stepwise() -> Iterator[dict[str, Spent]]:
 
 def _timed(function: Callable[..., Any], step: str, spent: dict[str, Spent]) -> Callable[..., Any]:
     def timed(*args: Any, **named: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args, **named)
         wall_began, began = time.perf_counter(), time.thread_time()
         try:
             return function(*args, **named)
