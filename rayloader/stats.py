@@ -194,7 +194,7 @@ class LoaderStats:
         bytes_under_way: bytes of batches that the workers have sent and the trainer has not taken. How large those are
             that are still being built is not known.
         bytes_held: bytes of the memory for batches that the trainer was given and still refers to: shared memory of the
-            workers, and where these are reached by Ray calls memory that is used again. Tensors of 64 KiB and less, and
+            workers, and for what comes over the network memory that is used again. Tensors of 64 KiB and less, and
             pinned ones, have memory of their own and do not count. Both are 0 without a live iterator that has workers.
         cpus: that this process may use.
         cpu_use: the share of them, from 0 to 1, that was in use by anybody since the first batch of the epoch; None
