@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from rayloader import session
 from rayloader.driver.actor import Actor, Lease, Ref
-from rayloader.driver.answers import Answers
+from rayloader.driver.answers import NONE_YET, Answers
 from rayloader.driver.channel import ActorLost, Channel, Message
 from rayloader.driver.placement import Verdict
 from rayloader.driver.pool import Pool
@@ -387,16 +387,19 @@ class Crew:
         return sorted(there, key=lambda actor: len(self.hosted_by(actor)))
 
     def spread(self) -> list[WorkerSlot]:
-        """Has processes that have come in place of lost ones take over their workers from those that had to help out.
+        """Has processes that have come late take over their workers from those that had to help out.
 
         Returns:
             The workers that move; they are away now.
         """
         moved = []
         for new, (slots, failed) in list(self._coming.items()):
+            self._answers.watch(new.hello)  # to ask Ray each time would take long
+            if self._answers[new.hello] is NONE_YET:
+                continue
+            self._answers.forget(new.hello)
             try:
-                if not new.has_started():
-                    continue
+                new.has_started()
             except RayError:  # it was given room on a node that is gone
                 self._pool.kill(new)
                 if failed < MOST_FAILED_STARTS:
@@ -485,12 +488,16 @@ class Crew:
             self._tell_at = math.inf
             self._pool.tell(pending, len(self.actors))
         hosts = [actor for actor in self.actors if actor not in pending and actor not in self._dead]
-        match self._pool.verdict(pending, self._remote_args):
+        match self._pool.verdict(pending, self._remote_args, others=bool(hosts)):
             case Verdict.SHARE_CPUS:
                 pending = [actor for actor in pending if not actor.has_place()]
                 hosts = self.lend(len(pending), fresh=True)
             case Verdict.GIVE_UP if hosts:
                 self._pool.gave_up(pending, len(self.actors))
+                for actor in pending:  # they come when there is room: another node, or what others have let go of
+                    self._hang_up(actor)
+                    self._coming[actor] = self.hosted_by(actor), 0
+                return self._move(pending, hosts)
             case Verdict.GIVE_UP:
                 raise self._pool.start_error(pending, len(self.actors))
             case _:

@@ -28,6 +28,8 @@ START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
 ROOM_PATIENCE_S = 5.0
 # How long they may wait for CPUs that other work holds before they ask for none: long enough for short tasks to end.
 CPU_PATIENCE_S = 10.0
+# How long they may wait before those of the same loader that run do their work meanwhile.
+OTHERS_PATIENCE_S = 15.0
 # What actors ask for that wait for nothing but their processes.
 NO_RESOURCES = "no resources"
 
@@ -100,6 +102,7 @@ class Placement:
         *,
         homeless: bool,
         had_room: bool,
+        others: bool,
     ) -> Verdict:
         """What to do about actors that have not started for `waited` seconds.
 
@@ -113,6 +116,7 @@ class Placement:
                 take to start.
             had_room: whether as many CPUs were free when they were made: then these actors may hold them already, for
                 Ray gives them out before it starts the processes.
+            others: whether some actors of that crew run, which can do the work until these have found a place.
         """
         limit = self.limit
         if not homeless:  # they need time, and nothing else
@@ -129,6 +133,8 @@ class Placement:
                     waited,
                 )
                 return Verdict.SHARE_CPUS
+        if others:
+            limit = self.limit_with_others
         if waited >= (min(ROOM_PATIENCE_S, limit) if key in self._without_place else limit):
             return Verdict.GIVE_UP
         return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
@@ -148,11 +154,11 @@ class Placement:
         """Notes that some actors were given up: the next ones with the same options need not wait as long."""
         self._without_place.add(key)
         logger.warning(
-            "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; their work is done by "
-            "the other %d",
+            "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; until there is room "
+            "for them, their work is done by the other %d",
             number,
             of,
-            self.limit,
+            self.limit_with_others,
             hosts,
         )
 
@@ -196,6 +202,11 @@ class Placement:
                 f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}; leave it out for the default"
             )
         return limit
+
+    @property
+    def limit_with_others(self) -> float:
+        """How long others that run wait before they do its work meanwhile, in seconds."""
+        return min(self.limit, OTHERS_PATIENCE_S)
 
     @property
     def limit_with_place(self) -> float:

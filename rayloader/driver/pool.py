@@ -153,8 +153,8 @@ class Pool:
         """Waits until all that was to be done soon is done. Not for finalizers, nor under a lock."""
         self._janitor.wait()
 
-    def verdict(self, pending: list[Actor], remote_args: dict[str, Any]) -> Verdict:
-        """What is to become of actors that have not started."""
+    def verdict(self, pending: list[Actor], remote_args: dict[str, Any], *, others: bool) -> Verdict:
+        """What is to become of actors that have not started; `others`: some of the crew have."""
         for actor in self.actors:  # others' too: where many start at once each has to wait for its turn
             with contextlib.suppress(RayError):
                 actor.has_started()
@@ -169,6 +169,7 @@ class Pool:
             pending[0].options,
             homeless=bool(without_place),
             had_room=all(actor.had_room for actor in without_place),
+            others=others,
         )
         if verdict is Verdict.MAKE_ROOM:
             self.later(self._lifetimes.kill_spare)

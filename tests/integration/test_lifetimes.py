@@ -289,9 +289,11 @@ def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
         for actor in pool.actors:
             if actor is not pending:
                 actor.started_at = actor.placed_at = pending.created_at
-        assert pool.verdict([pending], nowhere) is Verdict.GIVE_UP
+        assert pool.verdict([pending], nowhere, others=False) is Verdict.GIVE_UP
         setattr(running, news, time.monotonic())
-        assert pool.verdict([pending], nowhere) is Verdict.WAIT, "an actor has got a place or started just now"
+        assert pool.verdict([pending], nowhere, others=False) is Verdict.WAIT, (
+            "an actor has got a place or started just now"
+        )
     pool.kill(pending)
     pool.wait()
 

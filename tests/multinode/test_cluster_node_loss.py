@@ -169,13 +169,50 @@ def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it
         assert node_id == added[-1].node_id
         del iterator, loader
     finally:
-        for node in added:
-            nodes.cluster.remove_node(node, allow_graceful=True)
-        gone = {one.node_id, other.node_id, *(node.node_id for node in added)}
-        wait_until(
-            lambda: not any(known["Alive"] and known["NodeID"] in gone for known in ray.nodes()),
-            "Ray knows that the nodes are gone",
-        )
+        remove(nodes, added, one, other)
+
+
+def remove(nodes, added, *lost):
+    """Takes nodes out of the cluster, and waits until Ray knows; `lost` are some that it may not know of yet."""
+    for node in added:
+        nodes.cluster.remove_node(node, allow_graceful=True)
+    gone = {node.node_id for node in (*added, *lost)}
+    wait_until(
+        lambda: not any(known["Alive"] and known["NodeID"] in gone for known in ray.nodes()),
+        "Ray knows that the nodes are gone",
+    )
+
+
+@pytest.mark.full
+def test_a_node_that_joins_takes_its_share(nodes, tmp_path, monkeypatch):
+    """Before there is room for the second worker the process of the first does its work."""
+    origins, noted = Origins(tmp_path / "origins"), set()
+
+    def sample(index):
+        if origin() not in noted:  # the first of each worker in each process
+            noted.add(origin())
+            origins.note(index)
+        return index
+
+    added = [nodes.cluster.add_node(num_cpus=1, resources={"pair": 1})]
+    try:
+        options = {"collate_fn": as_is, "ray_remote_args": {"num_cpus": 0, "resources": {"pair": 1}}}
+        first = DataLoader(range(1), num_workers=1, **options)
+        assert list(first) == [[0]]  # its process is warm: the limit is for the other one
+        monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
+        iterator = iter(DataLoader(Calls(sample, 200_000), None, num_workers=2, **options))
+        assert [next(iterator) for _ in range(20)] == list(range(20))
+        assert [node_id for _, node_id, _ in origins.read()] == [added[0].node_id] * 2
+        assert len({pid for *_, pid in origins.read()}) == 1
+        added.append(nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}))
+        for number, index in enumerate(iterator, 20):
+            assert index == number
+            if index % 100 == 0 and len(origins.read()) > 2:
+                break
+        assert [node_id for _, node_id, _ in origins.read()[2:]] == [added[1].node_id]
+        del iterator
+    finally:
+        remove(nodes, added)
 
 
 @pytest.mark.full

@@ -243,7 +243,7 @@ def test_cpus_that_slow_workers_of_our_own_hold_are_not_others(monkeypatch):
     lease = Lease(print)
     actors = pool.lend(lease, {}, CPUS, fresh=True)
     wait_until(lambda: all(actor.has_place() for actor in actors) and free() == 0, "all have a place")
-    assert pool.verdict(actors, {}) is Verdict.WAIT
+    assert pool.verdict(actors, {}, others=False) is Verdict.WAIT
     pool.end(lease, busy=False, reuse=False)
     wait_for_free(CPUS)
 
@@ -258,7 +258,10 @@ def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
         batches = list(loader)
         assert [index for index, *_ in batches] == list(range(8))
         assert len({pid for *_, pid in batches}) == 1
-    text = "1 of 2 worker processes found no place in the Ray cluster within 1 s; their work is done by the other 1"
+    text = (
+        "1 of 2 worker processes found no place in the Ray cluster within 1 s; until there is room for them, their "
+        "work is done by the other 1"
+    )
     assert [text in record.getMessage() for record in caplog.records] == [True, True]
 
 

@@ -8,10 +8,11 @@ from rayloader.driver import placement
 from rayloader.driver.placement import Placement, Verdict
 
 LACKS, SLOW, UNKNOWN = (
-    {"homeless": True, "had_room": False},
-    {"homeless": False, "had_room": True},
-    {"homeless": True, "had_room": True},
+    {"homeless": True, "had_room": False, "others": False},
+    {"homeless": False, "had_room": True, "others": False},
+    {"homeless": True, "had_room": True, "others": False},
 )
+HELPED = {**LACKS, "others": True}
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ LACKS, SLOW, UNKNOWN = (
         (0, 11, LACKS, Verdict.SHARE_CPUS),
         (1, 11, LACKS, Verdict.MAKE_ROOM),
         (1, 61, LACKS, Verdict.GIVE_UP),
+        (1, 14, HELPED, Verdict.MAKE_ROOM),
+        (1, 15, HELPED, Verdict.GIVE_UP),
         (0, 11, UNKNOWN, Verdict.MAKE_ROOM),
         (0, 61, UNKNOWN, Verdict.SHARE_CPUS),
         (0, 61, SLOW, Verdict.WAIT),
