@@ -302,7 +302,8 @@ def note_modules() -> None:
 def alive() -> list[Any]:
     """The generators that live in this process, made since it has started."""
     kinds = {kind for base in KINDS for kind in _with_subclasses(base)}
-    objects = gc.get_objects()
+    objects = gc.get_objects()  # not in a new list, which would hold itself
+    objects += _late_holders()
     found = [obj for obj in objects if type(obj) in kinds]
     torch_kinds = _with_subclasses(torch.Generator)  # the collector tracks neither them nor a dict of nothing else
     for begin in range(0, len(objects), _CHUNK):
@@ -319,6 +320,15 @@ def alive() -> list[Any]:
                 found += [obj for obj in list(names.values()) if type(obj) in kinds]
     del objects
     return distinct(found)
+
+
+def _late_holders() -> Iterator[Any]:
+    """What modules hold that were not there when the process started, and their classes: it may have been frozen."""
+    for name, module in list(sys.modules.items()):
+        if name not in _MODULES_AT_START and isinstance(module, types.ModuleType):
+            held = list(vars(module).values())
+            yield held
+            yield from (list(vars(value).values()) for value in held if _is(value, type))
 
 
 def _with_subclasses(kind: type) -> set[type]:

@@ -137,7 +137,9 @@ def _category(name: str) -> type[Warning]:
 
 
 def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """What a class is called in every process: one that travels by value loses where it stood."""
+    by_value = kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
+    return f"{kind.__module__}.{kind.__name__ if by_value else kind.__qualname__}"
 
 
 _UNTOUCHED = LoggerState(logging.NOTSET, True, False, False, None)

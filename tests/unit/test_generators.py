@@ -20,9 +20,9 @@ from rayloader.transport import codec
 
 @pytest.fixture(autouse=True)
 def modules_noted(monkeypatch):
-    monkeypatch.setattr(generators, "_MODULES_AT_START", {})
+    monkeypatch.setattr(generators, "_MODULES_AT_START", set())
     generators.note_modules()
-    monkeypatch.delitem(generators._MODULES_AT_START, __name__)
+    generators._MODULES_AT_START.remove(__name__)
     gc.freeze()  # as a worker's process does when it has started
     yield
     gc.unfreeze()
@@ -352,3 +352,20 @@ def test_containers_of_the_users_are_looked_into_without_their_code():
         found = [value for _, value in generators._children(container, {}) if value is held]
         assert found == [held], base
     assert list(generators._children(lazy(set)([1]), {}))[-1:] != [held]
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_generators_in_modules_that_an_earlier_epoch_has_imported_are_found(monkeypatch, of_class):
+    """The collector tells of no generator of torch's, and of nothing that was frozen."""
+    module = types.ModuleType("late")
+    module.Dataset = type("Dataset", (), {"__module__": "late"})
+    monkeypatch.setitem(sys.modules, "late", module)
+    gc.freeze()
+    followed = Generators({}, [], generators.alive())
+    made = torch.Generator().manual_seed(1)
+    (module.Dataset if of_class else module).generator = made
+    (later,) = followed.look()
+    state = made.get_state()
+    made.manual_seed(2)
+    followed.put_back((later,))
+    assert made.get_state().equal(state)

@@ -53,3 +53,13 @@ def test_categories_that_are_filtered_together():
         for name in ("One", "Two"):
             with pytest.raises(UserWarning, match="filtered"):
                 warnings.warn("filtered", a_category(name), stacklevel=1)
+
+
+def test_a_category_of_the_main_module_is_known_where_it_has_come_by_value():
+    there = type("Bad", (UserWarning,), {"__module__": "__main__", "__qualname__": "Errors.Bad"})
+    local = type("Local", (UserWarning,), {"__module__": "a_module", "__qualname__": "make.<locals>.Local"})
+    with warnings.catch_warnings():
+        adopted(there, local)
+        for module, name in (("__main__", "Bad"), ("a_module", "Local")):
+            with pytest.raises(UserWarning, match="came"):
+                warnings.warn("came", type(name, (UserWarning,), {"__module__": module}), stacklevel=1)
