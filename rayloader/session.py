@@ -273,7 +273,8 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
         named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
         raise RaySessionError(
             f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it to "
-            f"have one started on this machine. Ray said: {error}"
+            "have one started on this machine. A running Ray takes no options for its start, and may ask for a token "
+            f"(RAY_AUTH_MODE=token). Ray said: {error}"
             if joins
             else "Ray could not be started on this machine: call iter() again, or run `ray start --head` before the "
             f"program and set RAY_ADDRESS=auto. Ray said: {error}"

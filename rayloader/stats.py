@@ -195,7 +195,8 @@ class LoaderStats:
             that are still being built is not known.
         bytes_held: bytes of the memory for batches that the trainer was given and still refers to: shared memory of the
             workers, and for what comes over the network memory that is used again. Tensors of 64 KiB and less, and
-            pinned ones, have memory of their own and do not count. Both are 0 without a live iterator that has workers.
+            pinned ones, have memory of their own and do not count. Both are 0 when an epoch has ended, unless workers
+            are persistent.
         cpus: that this process may use.
         cpu_use: the share of them, from 0 to 1, that was in use by anybody since the first batch of the epoch; None
             where the system does not tell.
@@ -235,7 +236,8 @@ class LoaderStats:
             lines.append(("", f"and {len(epoch.workers) - SHOWN_WORKERS} more; all together busy {epoch.busy:.0%}"))
         if self.num_workers:
             waiting = f"{nbytes(self.bytes_under_way)} of batches wait for the trainer"
-            lines.append(("memory", f"{waiting}; it still holds {nbytes(self.bytes_held)} of those it was given"))
+            held = f"; it still holds {nbytes(self.bytes_held)} of those it was given" if self.bytes_held else ""
+            lines.append(("memory", waiting + held))
         if self.cpu_use is not None:
             lines.append(("CPUs", f"{self.cpu_use:.0%} of {self.cpus:g} in use"))
         if self.total.restarts or self.total.skipped:

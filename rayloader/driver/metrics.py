@@ -58,7 +58,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Period], float]]] = {
 GAUGES = {
     "rayloader_workers": "Processes that work for the loader.",
     "rayloader_bytes_under_way": "Bytes of batches that the workers have sent and the trainer has not taken.",
-    "rayloader_bytes_held": "Bytes of memory for batches that the trainer was given and still refers to.",
+    "rayloader_bytes_held": "Bytes of memory for batches that the trainer was given and still refers to in an epoch.",
 }
 
 

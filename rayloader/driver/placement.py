@@ -184,7 +184,9 @@ class Placement:
         names = [
             n for n in sorted(total) if not n.startswith(("node:", "object_store", "bundle_")) and "_group_" not in n
         ]
-        free_now = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in names)
+        free_now = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in names) or (
+            "nothing: Ray has no node that lives, and its log says why"
+        )
         return f"Each asks for {_in_words(options)}; free now: {free_now}"
 
     @property

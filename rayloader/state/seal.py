@@ -18,7 +18,7 @@ from rayloader.errors import StateError
 
 # Their values say all of them. Of an object of another type, the user's own, only its place counts.
 _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
-_LISTS = {list, tuple}  # which are one another where a state has gone through JSON
+_LISTS = list, tuple  # which are one another where a state has gone through JSON
 
 
 def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def _checksum(part: Any, before: int) -> int:
         for key in sorted(part, key=repr):
             before = _checksum(part[key], _checksum(key, before))
         return before
-    if isinstance(part, (list, tuple)):
+    if isinstance(part, _LISTS):
         if part and _is_plain(part):
-            return zlib.crc32(repr([*map(list, part)] if type(part[0]) in _LISTS else [*part]).encode(), before)
+            return zlib.crc32(repr([*map(list, part)] if isinstance(part[0], _LISTS) else [*part]).encode(), before)
         before = zlib.crc32(b"list %d" % len(part), before)
         for item in part:
             before = _checksum(item, before)
@@ -76,4 +76,6 @@ def _checksum(part: Any, before: int) -> int:
 def _is_plain(part: Sequence[Any]) -> bool:
     """Whether it holds nothing but plain values, or lists of nothing else."""
     kinds = set(map(type, part))
-    return kinds <= _PLAIN or (kinds <= _LISTS and set(map(type, chain.from_iterable(part))) <= _PLAIN)
+    return kinds <= _PLAIN or (
+        all(issubclass(kind, _LISTS) for kind in kinds) and set(map(type, chain.from_iterable(part))) <= _PLAIN
+    )

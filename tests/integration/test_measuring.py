@@ -148,7 +148,7 @@ def test_memory_of_batches_under_way_and_of_those_that_the_trainer_holds_is_told
     del first
     found = loader.stats()
     assert (found.bytes_under_way, found.bytes_held) == (2 * NBYTES, 0)
-    assert f"{2 * NBYTES / 1e6:.3g} MB of batches wait for the trainer; it still holds 0 B" in str(found)
+    assert f"{2 * NBYTES / 1e6:.3g} MB of batches wait for the trainer\n" in str(found)
 
 
 def test_any_thread_may_ask_at_any_time():
