@@ -370,12 +370,21 @@ class Crew:
         old = slot.host
         if old not in self._dead:
             return False
-        (new,) = self.lend(1, fresh=True)  # idle ones may be as dead
         hosts = self._survivors_of(old) if old.vanished else []
-        if hosts:
-            self._coming[new] = self.hosted_by(old), 0
-        self._move([old], hosts or [new])
+        own = self._own_of(old)
+        if own or not hosts:
+            (new,) = self.lend(1, fresh=True)  # idle ones may be as dead
+            if hosts:
+                self._coming[new] = own, 0
+            else:
+                hosts = [new]
+        self._move([old], hosts)
         return True
+
+    def _own_of(self, actor: Actor) -> list[WorkerSlot]:
+        """The workers of an actor but for those that it hosts until their own comes."""
+        others = [slot for slots, _ in self._coming.values() for slot in slots]
+        return [slot for slot in self.hosted_by(actor) if slot not in others]
 
     def _survivors_of(self, vanished: Actor) -> list[Actor]:
         """Who can do the work of one whose node may be gone, those first who have the least.
@@ -496,7 +505,10 @@ class Crew:
                 self._pool.gave_up(pending, len(self.actors))
                 for actor in pending:  # they come when there is room: another node, or what others have let go of
                     self._hang_up(actor)
-                    self._coming[actor] = self.hosted_by(actor), 0
+                    if own := self._own_of(actor):
+                        self._coming[actor] = own, 0
+                    else:
+                        self._pool.kill(actor)
                 return self._move(pending, hosts)
             case Verdict.GIVE_UP:
                 raise self._pool.start_error(pending, len(self.actors))

@@ -172,6 +172,45 @@ def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it
         remove(nodes, added, one, other)
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_after_the_loss_of_a_node_that_helped_out_each_worker_has_a_process_of_its_own_again(nodes, tmp_path):
+    origins, noted = Origins(tmp_path / "origins"), set()
+
+    def sample(index):
+        if origin() not in noted:  # the first of each worker in each process
+            noted.add(origin())
+            origins.note(index)
+        return index
+
+    added, lost = [nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}) for _ in range(3)], []
+    try:
+        options = {"collate_fn": as_is, "ray_remote_args": {"num_cpus": 0, "resources": {"pair": 1}}}
+        iterator = enumerate(DataLoader(Calls(sample, 400_000), None, num_workers=3, **options))
+
+        def take(batches, until):
+            for number, index in batches:
+                assert index == number
+                if number % 100 == 0 and until(origins.read()):
+                    return
+            pytest.fail(f"it did not come to that: {origins.read()}")
+
+        take(iterator, lambda found: len(found) == 3)
+        for count in (4, 6):  # the first loss moves one worker, the second two
+            node_id = origins.read()[-1][1]
+            (gone,) = [node for node in added if node.node_id == node_id]
+            nodes.cluster.remove_node(gone, allow_graceful=False)
+            added.remove(gone)
+            lost.append(gone)
+            take(iterator, lambda found, count=count: len(found) >= count)
+        added += [nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}) for _ in range(2)]
+        # Sample i is of worker i mod 3.
+        take(iterator, lambda found: len(set({index % 3: pid for index, _, pid in found}.values())) == 3)
+        del iterator
+    finally:
+        remove(nodes, added, *lost)
+
+
 def remove(nodes, added, *lost):
     """Takes nodes out of the cluster, and waits until Ray knows; `lost` are some that it may not know of yet."""
     for node in added:
