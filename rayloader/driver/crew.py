@@ -71,7 +71,7 @@ class Crew:
         self._image: Image | None = None  # kept for workers that have yet to open it
         self._carried: list[Any] = []
         self._dead: list[Actor] = []
-        # In place of lost ones whose workers others host meanwhile: these workers, and how many have failed to start.
+        # Asked for, while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Actor, tuple[list[WorkerSlot], int]] = {}
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []

@@ -298,8 +298,10 @@ class Epoch:
         tasks are held back. Whoever waits for a batch sends them first.
         """
         unsent = self.tables.unsent
-        if not self._paces or not unsent or min(unsent) < self._schedule.torch_draws:
-            return not unsent
+        if not unsent:
+            return True
+        if not self._paces or min(unsent) < self._schedule.torch_draws:
+            return False
         return HELD_BACK * len(unsent) <= len(self.tables.deliverable)
 
     def _reach(self, ahead: DrawAhead | None) -> None:

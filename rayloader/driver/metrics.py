@@ -165,7 +165,7 @@ class Metrics:
 
 @dataclass(eq=False, slots=True)
 class _Watched:
-    """A loader, and what was told of it. Its recorder outlives it, so that the last batches are told too."""
+    """A loader, and what Ray knows of it. Its recorder outlives it, so that the last batches are told too."""
 
     label: str
     recorder: Recorder

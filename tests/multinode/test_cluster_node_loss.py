@@ -63,6 +63,27 @@ class Origins:
         return [(int(index), node_id, int(pid)) for index, node_id, pid in lines]
 
 
+def noting_where(origins):
+    """Notes the first sample of each worker in each process."""
+    noted = set()
+
+    def sample(index):
+        if origin() not in noted:
+            noted.add(origin())
+            origins.note(index)
+        return index
+
+    return sample
+
+
+# One worker on each of the nodes that a test adds.
+ONE_A_NODE = {"collate_fn": as_is, "ray_remote_args": {"num_cpus": 0, "resources": {"pair": 1}}}
+
+
+def one_more(nodes):
+    return nodes.cluster.add_node(num_cpus=1, resources={"pair": 1})
+
+
 def blocking_there(node_id, origins):
     """Sample 0 comes at once; on that node there will be no other."""
 
@@ -138,18 +159,10 @@ def test_a_node_that_is_killed_while_large_results_are_on_their_way(doomed, tmp_
 @pytest.mark.full
 def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it_over(nodes, tmp_path):
     """There is no room for one at first."""
-    origins, noted = Origins(tmp_path / "origins"), set()
-
-    def sample(index):
-        if origin() not in noted:  # the first of each worker in each process
-            noted.add(origin())
-            origins.note(index)
-        return index
-
-    one, other = added = [nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}) for _ in range(2)]
+    origins = Origins(tmp_path / "origins")
+    one, other = added = [one_more(nodes) for _ in range(2)]
     try:
-        options = {"collate_fn": as_is, "ray_remote_args": {"num_cpus": 0, "resources": {"pair": 1}}}
-        loader = DataLoader(Calls(sample, 200_000), None, num_workers=2, **options)
+        loader = DataLoader(Calls(noting_where(origins), 200_000), None, num_workers=2, **ONE_A_NODE)
         iterator = iter(loader)
         assert [next(iterator) for _ in range(20)] == list(range(20))
         (_, first, _), (_, second, pid) = sorted(origins.read())
@@ -160,7 +173,7 @@ def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it
         assert [next(iterator) for _ in range(3000)] == list(range(20, 3020))  # more than can have been under way
         assert [place for _, *place in origins.read()[2:]] == [[second, pid]]
         assert loader.stats().epoch.restarts == 1
-        added.append(nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}))
+        added.append(one_more(nodes))
         for number, index in enumerate(iterator, 3020):
             assert index == number
             if index % 100 == 0 and len(origins.read()) > 3:
@@ -175,18 +188,10 @@ def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_after_the_loss_of_a_node_that_helped_out_each_worker_has_a_process_of_its_own_again(nodes, tmp_path):
-    origins, noted = Origins(tmp_path / "origins"), set()
-
-    def sample(index):
-        if origin() not in noted:  # the first of each worker in each process
-            noted.add(origin())
-            origins.note(index)
-        return index
-
-    added, lost = [nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}) for _ in range(3)], []
+    origins = Origins(tmp_path / "origins")
+    added, lost = [one_more(nodes) for _ in range(3)], []
     try:
-        options = {"collate_fn": as_is, "ray_remote_args": {"num_cpus": 0, "resources": {"pair": 1}}}
-        iterator = enumerate(DataLoader(Calls(sample, 400_000), None, num_workers=3, **options))
+        iterator = enumerate(DataLoader(Calls(noting_where(origins), 400_000), None, num_workers=3, **ONE_A_NODE))
 
         def take(batches, until):
             for number, index in batches:
@@ -203,7 +208,7 @@ def test_after_the_loss_of_a_node_that_helped_out_each_worker_has_a_process_of_i
             added.remove(gone)
             lost.append(gone)
             take(iterator, lambda found, count=count: len(found) >= count)
-        added += [nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}) for _ in range(2)]
+        added += [one_more(nodes) for _ in range(2)]
         # Sample i is of worker i mod 3.
         take(iterator, lambda found: len(set({index % 3: pid for index, _, pid in found}.values())) == 3)
         del iterator
@@ -225,25 +230,17 @@ def remove(nodes, added, *lost):
 @pytest.mark.full
 def test_a_node_that_joins_takes_its_share(nodes, tmp_path, monkeypatch):
     """Before there is room for the second worker the process of the first does its work."""
-    origins, noted = Origins(tmp_path / "origins"), set()
-
-    def sample(index):
-        if origin() not in noted:  # the first of each worker in each process
-            noted.add(origin())
-            origins.note(index)
-        return index
-
-    added = [nodes.cluster.add_node(num_cpus=1, resources={"pair": 1})]
+    origins = Origins(tmp_path / "origins")
+    added = [one_more(nodes)]
     try:
-        options = {"collate_fn": as_is, "ray_remote_args": {"num_cpus": 0, "resources": {"pair": 1}}}
-        first = DataLoader(range(1), num_workers=1, **options)
+        first = DataLoader(range(1), num_workers=1, **ONE_A_NODE)
         assert list(first) == [[0]]  # its process is warm: the limit is for the other one
         monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
-        iterator = iter(DataLoader(Calls(sample, 200_000), None, num_workers=2, **options))
+        iterator = iter(DataLoader(Calls(noting_where(origins), 200_000), None, num_workers=2, **ONE_A_NODE))
         assert [next(iterator) for _ in range(20)] == list(range(20))
         assert [node_id for _, node_id, _ in origins.read()] == [added[0].node_id] * 2
         assert len({pid for *_, pid in origins.read()}) == 1
-        added.append(nodes.cluster.add_node(num_cpus=1, resources={"pair": 1}))
+        added.append(one_more(nodes))
         for number, index in enumerate(iterator, 20):
             assert index == number
             if index % 100 == 0 and len(origins.read()) > 2:

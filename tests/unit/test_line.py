@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, Line, LineError
+from lines import check_finished, exchange, messages
+from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, LineError
 from rayloader.transport.local_line import DriverLine, connect
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
@@ -34,25 +35,6 @@ def ends():
     yield driver, worker
     driver.close()
     worker.close()
-
-
-def messages(line: Line, count: int) -> list[bytes]:
-    """So many messages, or fewer if the line ends."""
-    found: list[bytes] = []
-    while len(found) < count and not line.ended:
-        line.wait()
-        found += line.receive()
-    return found
-
-
-def exchange(sender: Line, receiver: Line, sent: list[bytes]) -> list[bytes]:
-    for message in sent:
-        sender.send(message)
-    found: list[bytes] = []
-    while len(found) < len(sent):
-        sender.flush()
-        found += receiver.receive()
-    return found
 
 
 SIZES = st.one_of(
@@ -84,14 +66,7 @@ def test_what_is_sent_before_the_worker_has_connected_is_kept():
     assert messages(driver, 1) == [b"hello"]
     assert messages(worker, 1) == [b"first"]
     assert messages(worker, 1) == []
-    assert worker.ended
-    assert not worker.hung_up
-    worker.send(b"still heard")
-    assert messages(driver, 1) == [b"still heard"]
-    worker.close()
-    assert messages(driver, 1) == []
-    assert driver.ended
-    driver.close()
+    check_finished(driver, worker)
 
 
 def test_nobody_blocks_on_a_full_socket(ends):

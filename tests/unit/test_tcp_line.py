@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lines import check_finished, exchange, messages, wait_for
 from rayloader.transport import tcp_line, tcp_socket
 from rayloader.transport.line import JOINED_BYTES, Line, LineError, Parcel, packed, unpacked
 from rayloader.transport.recycled import Recycled
@@ -51,13 +51,6 @@ def serve(driver: TcpDriverLine, until) -> None:
         driver.read()
 
 
-def wait_for(line: Line, milliseconds: int | None = None) -> None:
-    poll = select.poll()
-    for descriptor, events in line.descriptors:
-        poll.register(descriptor, events)
-    poll.poll(milliseconds)
-
-
 @pytest.fixture
 def ends():
     driver = TcpDriverLine(HERE, new_buffer)
@@ -65,26 +58,6 @@ def ends():
     yield driver, worker
     driver.close()
     worker.close()
-
-
-def messages(line: Line, count: int) -> list:
-    """So many messages, or fewer if the line ends."""
-    found: list = line.arrived()
-    while len(found) < count and not line.ended:
-        wait_for(line)
-        line.flush()
-        found += line.receive()
-    return found
-
-
-def exchange(sender: Line, receiver: Line, sent: list) -> list:
-    for message in sent:
-        sender.send(message)
-    found: list = []
-    while len(found) < len(sent):
-        sender.flush()
-        found += receiver.receive()
-    return found
 
 
 def plain(message):
@@ -235,14 +208,7 @@ def test_finishing_is_heard_and_the_rest_is_still_answered():
     driver.finish()
     worker = met(driver)
     assert messages(worker, 2) == [b"first"]
-    assert worker.ended
-    assert not worker.hung_up
-    worker.send(b"still heard")
-    assert messages(driver, 1) == [b"still heard"]
-    worker.close()
-    assert messages(driver, 1) == []
-    assert driver.ended
-    driver.close()
+    check_finished(driver, worker)
 
 
 def test_closing_is_hanging_up(ends):
