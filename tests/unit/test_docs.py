@@ -13,6 +13,7 @@ Other words in back-ticks (arguments, torch's and Ray's names) are free.
 """
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -259,6 +260,21 @@ def test_the_library_and_the_code_in_the_documents_pass_mypy(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-m", "mypy", *sources], cwd=ROOT, capture_output=True, text=True)
     assert (done.stderr, done.returncode) == ("", 0), done.stdout
     assert len(sources) > 6
+
+
+@pytest.mark.full
+def test_the_readmes_code_passes_pyright(tmp_path: Path) -> None:
+    """In the form that comes as a wheel; and the calls above, where a `type: ignore` must hide an error."""
+    (tmp_path / "typed.py").write_text(TYPED)
+    for block in BLOCKS:
+        if block.document == "README.md":
+            (tmp_path / f"readme_{block.line}.py").write_text(block.code)
+    rules = {"typeCheckingMode": "standard", "reportUnnecessaryTypeIgnoreComment": "error", "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(rules))
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "0 errors, 0 warnings, 0 notes"), done.stdout
+    assert len(list(tmp_path.iterdir())) > 4
 
 
 @pytest.mark.parametrize(
