@@ -73,6 +73,7 @@ def test_each_worker_asks_for_a_cpu_where_there_are_enough(nodes, reference):
     wait_for_free(CPUS)
 
 
+@pytest.mark.full
 def test_more_workers_than_cpus_share_them_with_a_warning():
     training = load(2, length=8)
     iterator = begin(training)
@@ -337,6 +338,7 @@ def test_bad_options_are_errors_at_the_latest_of_iter(remote_args, message):
         iter(load(1, ray_remote_args=remote_args))
 
 
+@pytest.mark.full
 def test_options_that_say_nothing():
     loader = load(1, ray_remote_args={"label_selector": None, "runtime_env": None, "num_gpus": 0})
     assert len(list(loader)) == 4

@@ -26,7 +26,9 @@ def values(function, length=1, num_workers=1, **options):
     return list(DataLoader(Calls(function, length), None, num_workers=num_workers, collate_fn=as_is, **options))
 
 
-@pytest.mark.parametrize("case", ["augmented", "big", "stream", "persistent"])
+@pytest.mark.parametrize(
+    "case", ["augmented", *(pytest.param(c, marks=pytest.mark.full) for c in ("big", "persistent")), "stream"]
+)
 def test_batches_from_another_node_are_those_of_torch(case, nodes, reference):
     recorded, origins = untraced(epochs(DataLoader(**traced(case), ray_remote_args=AWAY)))
     assert difference(recorded, reference[case]) is None
@@ -60,7 +62,9 @@ def test_workers_of_another_node_are_reached_by_tcp():
     assert {worker.lane for worker in loader.stats().epoch.workers} == {"TCP line"}
 
 
-@pytest.mark.parametrize("why", ["firewall", "TLS", "arenas=False"])
+@pytest.mark.parametrize(
+    "why", ["firewall", *(pytest.param(why, marks=pytest.mark.full) for why in ("TLS", "arenas=False"))]
+)
 def test_where_tcp_is_not_possible_or_not_wanted_batches_come_by_ray_calls(why, monkeypatch, caplog):
     """It is said once, though there are two workers and two loaders, where it is not what the user has asked for."""
 
@@ -103,6 +107,7 @@ def test_a_loader_with_workers_on_both_nodes(nodes, reference):
 # ---- what a worker takes over from a driver on another node
 
 
+@pytest.mark.full
 def test_driver_variables_fill_in_on_another_node(monkeypatch):
     monkeypatch.setenv("MACHINE", "driver's")
     monkeypatch.setenv("ONLY_THE_DRIVER_HAS", "this")
@@ -178,12 +183,13 @@ def test_a_dataset_with_an_actor_handle():
     assert values(lambda index: ray.get(memory.recall.remote(index)), 3) == [0, 10, 20]
 
 
-@pytest.mark.parametrize("size", [10, 1_000_000], ids=["small", "big"])
+@pytest.mark.parametrize("size", [pytest.param(10, marks=pytest.mark.full), 1_000_000], ids=["small", "big"])
 def test_a_dataset_with_an_object_reference(size):
     numbers = ray.put(torch.arange(size).numpy())
     assert values(lambda index: int(ray.get(numbers)[index]), 3) == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_a_batch_with_an_object_reference():
     numbers = ray.put(torch.arange(3).numpy())
     assert [ray.get(reference, timeout=ANSWER_LIMIT)[2] for reference in values(lambda index: numbers, 2)] == [2, 2]
@@ -198,6 +204,7 @@ def test_samples_that_a_worker_computes_with_ray_tasks():
     assert values(lambda index: ray.get(double.remote(index)), 3) == [0, 2, 4]
 
 
+@pytest.mark.full
 def test_a_worker_of_another_node_has_torch_settings_of_the_driver():
     torch.set_default_dtype(torch.float64)
     try:

@@ -65,6 +65,7 @@ def tuple_of(seen):
     return total, where, frozenset(names)
 
 
+@pytest.mark.full
 def test_workers_of_both_nodes():
     loader = holding(torch.arange(300_000), look, ray_remote_args=ON_EACH)
     seen = list(loader)
@@ -73,6 +74,7 @@ def test_workers_of_both_nodes():
     assert len({frozenset(names) for *_, names in seen}) == 2
 
 
+@pytest.mark.full
 def test_a_write_stays_in_the_worker():
     def write(data):
         data += 1
@@ -83,6 +85,7 @@ def test_a_write_stays_in_the_worker():
     assert not data.any()
 
 
+@pytest.mark.full
 def test_a_host_that_has_died_is_replaced(nodes):
     loader = holding(np.arange(300_000), look)
     list(loader)
@@ -100,6 +103,7 @@ def test_a_file_of_the_same_path_is_mapped(tmp_path):
     assert (first, second) == (TOTAL, TOTAL)
 
 
+@pytest.mark.full
 def test_a_file_that_is_missing_there_is_named(tmp_path):
     np.arange(1000).tofile(tmp_path / "data")
     data = np.memmap(tmp_path / "data", np.int64, mode="r")
