@@ -1,88 +1,40 @@
 """torchdata's StatefulDataLoader: where its import is changed to rayloader's DataLoader, the program stays as it is."""
 
-import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rayloader
 from framework_data import Numbers
+from torchdata_cases import DATASETS, NUM_WORKERS, Squares, run, turns
 
 pytestmark = [
     pytest.mark.usefixtures("ray_session"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # which its constructor calls
 ]
 
-BOTH = (StatefulDataLoader, rayloader.DataLoader)
+HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the process and raises
 
 
-class Squares(Dataset):
-    """One sample raises."""
-
-    def __init__(self, bad=None):
-        self.bad = bad
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        if index == self.bad:
-            raise ZeroDivisionError
-        return torch.tensor(index**2)
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """What torchdata's loader gives for each case, made in a process without Ray: its workers are forks."""
+    out = tmp_path_factory.mktemp("torchdata") / "cases.json"
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("torchdata_cases.py"), out], check=True, timeout=HANG_LIMIT
+    )
+    return json.loads(out.read_text())
 
 
-class Counting(IterableDataset):
-    """Tells its state."""
-
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        while self.position < 10:
-            self.position += 1
-            yield self.position
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-DATASETS = {
-    "map": lambda: {"dataset": Squares(), "sampler": SequentialSampler(range(20))},
-    "stream": lambda: {"dataset": Numbers(20)},
-    "stream with a state": lambda: {"dataset": Counting()},
-}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
 @pytest.mark.parametrize("case", DATASETS)
-def test_states_lead_to_the_same_batches(case, num_workers):
-    def run(loader_class, steps):
-        def make():
-            return loader_class(**DATASETS[case](), batch_size=3, num_workers=num_workers, snapshot_every_n_steps=steps)
-
-        loader = make()
-        states, found = [loader.state_dict()], []
-        for batch in loader:
-            found.append(batch.tolist())
-            states.append(loader.state_dict())
-        states.append(loader.state_dict())  # between two epochs
-        for state in states:
-            loader = make()
-            loader.load_state_dict(state)
-            found.append([batch.tolist() for batch in loader])
-        loader = make()
-        loader.load_state_dict({})
-        found.append([batch.tolist() for batch in loader])
-        return found
-
-    theirs, ours = (run(loader_class, 1) for loader_class in BOTH)
-    assert ours == theirs
-    assert run(rayloader.DataLoader, 4) == ours
+def test_states_lead_to_the_same_batches(case, num_workers, theirs):
+    assert run(rayloader.DataLoader, case, num_workers, 1) == theirs["states"][f"{case}-{num_workers}"]
+    assert run(rayloader.DataLoader, case, num_workers, 4) == theirs["states"][f"{case}-{num_workers}"]
 
 
 WRONG = {
@@ -103,23 +55,16 @@ WRONG = {
 def test_wrong_arguments_are_the_same_errors(case):
     arguments, dataset_class = WRONG[case]
     types = []
-    for loader_class in BOTH:
+    for loader_class in (StatefulDataLoader, rayloader.DataLoader):
         with pytest.raises(Exception) as caught:  # noqa: PT011
             loader_class(dataset_class(), **arguments)
         types.append(caught.type)
     assert types[0] is types[1]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_a_sample_raises_arrives_in_its_batchs_turn(num_workers):
-    def turns(loader_class):
-        iterator = iter(loader_class(Squares(bad=7), 3, num_workers=num_workers, snapshot_every_n_steps=2))
-        with contextlib.suppress(ZeroDivisionError):
-            while True:
-                yield next(iterator).tolist()
-
-    theirs, ours = (list(turns(loader_class)) for loader_class in BOTH)
-    assert ours == theirs == [[0, 1, 4], [9, 16, 25]]
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_what_a_sample_raises_arrives_in_its_batchs_turn(num_workers, theirs):
+    assert turns(rayloader.DataLoader, num_workers) == theirs["turns"][str(num_workers)] == [[0, 1, 4], [9, 16, 25]]
 
 
 @pytest.mark.parametrize("steps", [0, 1.5, True])
