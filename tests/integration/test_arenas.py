@@ -107,7 +107,7 @@ def warnings_logged(caplog):
 # ---- in the arena, and the user's own
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.full), True])
 def test_batches_are_torchs_and_not_copied_epoch_after_epoch(persistent):
     loader = batches_of(12, persistent_workers=persistent)
     for _ in range(3):
@@ -584,7 +584,7 @@ def test_where_no_arena_is_possible_batches_come_all_the_same(obstacle, monkeypa
 # ---- epochs that end early, late and unevenly
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.full), True])
 def test_breaking_off_again_and_again_takes_no_more_memory(persistent):
     loader, kept = batches_of(40, persistent_workers=persistent), []
     before = arena_rss()
@@ -709,6 +709,7 @@ def test_loaders_at_the_same_time():
                 batch.fill_(-1)
 
 
+@pytest.mark.full
 def test_many_short_epochs_leave_nothing_behind():
     loader, process = batches_of(6), psutil.Process()
     counts = []

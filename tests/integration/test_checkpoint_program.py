@@ -373,7 +373,7 @@ def test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks():
         loader.state_dict()
 
 
-@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("batched", [pytest.param(True, marks=pytest.mark.full), False])
 def test_samplers_of_torchdata(batched):
     """At an epoch's end theirs say that all was given; the next epoch is a whole one."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader.sampler")

@@ -56,6 +56,7 @@ def test_doctor_says_what_to_do(run, monkeypatch):
     assert "ok Ray calls" in text
 
 
+@pytest.mark.full
 def test_bench_measures_both_loaders_and_recommends(run, tmp_path):
     plot = tmp_path / "plot.png"
     options = "--batch-size", "4", "--max-workers", "1", "--seconds", "0.2", "--collate-fn", "cli_data:collate"
@@ -106,7 +107,7 @@ def test_the_readmes_commands_run_as_they_stand(run, line, tmp_path, monkeypatch
         FULL("nowhere:dataset", "nowhere:dataset cannot be found: No module named 'nowhere'"),
         FULL("cli_data:nothing", "cli_data:nothing cannot be found"),
         FULL("cli_data:empty", "the dataset gives no batch"),
-        ("cli_data:raises", "ValueError: no such file"),
+        FULL("cli_data:raises", "ValueError: no such file"),
     ],
 )
 def test_what_cannot_be_measured_is_named(run, name, message):

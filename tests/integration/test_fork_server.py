@@ -6,6 +6,8 @@ import pytest
 
 from test_scripts import finish, start
 
+pytestmark = pytest.mark.full
+
 # What two processes may differ in, whoever starts them.
 OWN = {"pid", "parent", "draw", "listens"}
 

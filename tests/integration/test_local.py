@@ -83,7 +83,7 @@ def test_from_every_point_the_batches_are_those_of_the_undisturbed_run(case, see
         check(epochs, point, elsewhere(LOCAL[case], seeding=seeding))
 
 
-@some(2, 4)
+@some(2, 8)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_go_on(name, which):
     def arguments(seed):
@@ -221,7 +221,7 @@ def test_between_load_and_iter_a_loader_has_the_loaded_state_and_the_programs_ge
 
 
 @oversubscribed
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_with_a_seed_for_each_batch_workers_make_no_difference(ray_session, num_workers):
     def loader(count, seed=1):
         return make(lambda: {"dataset": data.Noise(), "shuffle": True}, count, seed=seed, seeding="batch")

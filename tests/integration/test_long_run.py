@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import long_run
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.full), True])
 def test_descriptors_threads_and_memory_do_not_grow(ray_session, persistent):
     samples = list(long_run.watch(3000, 6, num_workers=2, persistent_workers=persistent))
     assert [sample.batches for sample in samples] == list(range(150, 3001, 150))

@@ -164,6 +164,7 @@ def test_a_ray_of_the_users_is_left_running():
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
 def test_accelerate_saves_and_resumes_a_loader_without_workers():
     output, errors = finish(script := start("script_accelerate.py"))
     assert (script.returncode, output) == (0, ["the end"]), errors
@@ -174,6 +175,7 @@ def test_without_workers_ray_is_never_imported_and_a_context_is_warned_about_onc
     assert (script.returncode, output, errors) == (0, ["the end"], "")
 
 
+@pytest.mark.full
 def test_ray_and_workers_are_started_ahead():
     output, errors = finish(script := start("script_init.py"))
     assert script.returncode == 0, errors

@@ -28,7 +28,7 @@ def batches(num_workers, epochs=2, seed=7, **options):
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
-@pytest.mark.parametrize("prefetch_factor", [None, 1, 4])
+@pytest.mark.parametrize("prefetch_factor", [None, pytest.param(1, marks=pytest.mark.full), 4])
 def test_batches_depend_on_the_seed_alone(scheduling, persistent, prefetch_factor):
     options = {"scheduling": scheduling, "persistent_workers": persistent, "prefetch_factor": prefetch_factor}
     expected = batches(1, persistent_workers=persistent)

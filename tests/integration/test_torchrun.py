@@ -98,6 +98,7 @@ def torchs(tmp_path_factory):
     launcher.communicate(timeout=HANG_LIMIT)
 
 
+@pytest.mark.full
 def test_two_ranks_train_as_with_torchs_loader_and_share_one_ray(torchs, mark, tmp_path):
     found = results(launch(mark, "rayloader", tmp_path), tmp_path, "rayloader-0")
     check_trained_alike(found, torchs())

@@ -83,6 +83,7 @@ def test_ray_client_is_refused(monkeypatch):
         iter(DataLoader(range(2), num_workers=1))
 
 
+@pytest.mark.full
 def test_a_client_address_is_refused(run_script):
     """By Ray itself where its client is not installed."""
     result = run_script("is_a_client", RAY_ADDRESS="ray://127.0.0.1:10001")

@@ -66,7 +66,8 @@ def test_a_loader_as_argument_of_a_task(reference):
     wait_for_all_cpus()
 
 
-@pytest.mark.parametrize("case", [pytest.param("augmented", marks=pytest.mark.full), "persistent"])
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["augmented", "persistent"])
 def test_in_an_actor(case, reference):
     trainer = Trainer.remote(case)
     recorded, origins = get(trainer.train.remote())

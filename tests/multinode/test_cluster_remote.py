@@ -87,6 +87,7 @@ def test_where_tcp_is_not_possible_or_not_wanted_batches_come_by_ray_calls(why, 
     assert not told or " to port 9 of " in told[0]
 
 
+@pytest.mark.full
 def test_batches_from_another_node_are_writable(reference):
     (batches, _), _ = untraced(epochs(DataLoader(**traced("big"), ray_remote_args=AWAY)))
     for epoch, expected in zip(batches, reference["big"][0], strict=True):
@@ -139,6 +140,7 @@ def test_working_directory_where_the_other_node_has_it(monkeypatch, tmp_path):
     assert values(lambda _: os.getcwd()) == [str(tmp_path)]
 
 
+@pytest.mark.full
 def test_working_directory_that_is_gone(monkeypatch, tmp_path):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -157,6 +159,7 @@ def test_modules_of_the_driver_path_are_found_on_another_node(monkeypatch, tmp_p
         del sys.modules["module_of_a_project"]
 
 
+@pytest.mark.full
 def test_the_note_of_an_exception_names_the_node(nodes):
     def fail(index):
         raise LookupError(f"no sample {index}")
@@ -178,6 +181,7 @@ class Memory:
         return index * 10
 
 
+@pytest.mark.full
 def test_a_dataset_with_an_actor_handle():
     memory = Memory.remote()
     assert values(lambda index: ray.get(memory.recall.remote(index)), 3) == [0, 10, 20]
@@ -214,6 +218,7 @@ def test_a_worker_of_another_node_has_torch_settings_of_the_driver():
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.full
 def test_an_abandoned_epoch_leaves_the_actors_of_another_node_warm(nodes):
     loader = DataLoader(Calls(lambda _: origin(), 8), None, num_workers=2, collate_fn=as_is, ray_remote_args=AWAY)
     whole = list(loader)
