@@ -20,6 +20,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import operator
 import random
 import sys
 import types
@@ -305,6 +306,10 @@ def alive() -> list[Any]:
     objects = gc.get_objects()  # not in a new list, which would hold itself
     objects += _late_holders()
     found = _of(kinds, objects)
+    # No path leads through a tensor, and there may be a great many.
+    objects = list(
+        itertools.compress(objects, map(operator.is_not, map(type, objects), itertools.repeat(torch.Tensor)))
+    )
     torch_kinds = _with_subclasses(torch.Generator)  # the collector tracks neither them nor a dict of nothing else
     for begin in range(0, len(objects), _CHUNK):
         holders = objects[begin : begin + _CHUNK]
