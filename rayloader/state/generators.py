@@ -20,6 +20,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import operator
 import random
 import sys
 import types
@@ -304,15 +305,18 @@ def alive() -> list[Any]:
     kinds = {kind for base in KINDS for kind in _with_subclasses(base)}
     objects = gc.get_objects()  # not in a new list, which would hold itself
     objects += _late_holders()
-    found = [obj for obj in objects if type(obj) in kinds]
+    found = _of(kinds, objects)
+    # No path leads through a tensor, and there may be a great many.
+    objects = list(
+        itertools.compress(objects, map(operator.is_not, map(type, objects), itertools.repeat(torch.Tensor)))
+    )
     torch_kinds = _with_subclasses(torch.Generator)  # the collector tracks neither them nor a dict of nothing else
     for begin in range(0, len(objects), _CHUNK):
         holders = objects[begin : begin + _CHUNK]
         while holders:
             referents = gc.get_referents(*holders)
-            if not torch_kinds.isdisjoint(map(type, referents)):
-                found += [obj for obj in referents if type(obj) in torch_kinds]
-            holders = [obj for obj in referents if type(obj) in (dict, tuple) and not gc.is_tracked(obj)]
+            found += _of(torch_kinds, referents)
+            holders = list(itertools.filterfalse(gc.is_tracked, _of({dict, tuple}, referents)))
     sizes = list(map(len, _GLOBALS_AT_START))
     if sizes != _SIZES_AT_START:
         for names, size, before in zip(_GLOBALS_AT_START, sizes, _SIZES_AT_START, strict=True):
@@ -320,6 +324,11 @@ def alive() -> list[Any]:
                 found += [obj for obj in list(names.values()) if type(obj) in kinds]
     del objects
     return distinct(found)
+
+
+def _of(kinds: set[type], objects: list[Any]) -> list[Any]:
+    """Those of the objects whose type is one of these; all in C, for there may be millions."""
+    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
 
 
 def _late_holders() -> Iterator[Any]:

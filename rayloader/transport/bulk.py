@@ -16,6 +16,7 @@ No state beside that of one pickle. Ray is unknown here.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from rayloader.transport.raw import gather
 
 if TYPE_CHECKING:
     from rayloader.transport.mapped import Mappings
@@ -60,16 +63,16 @@ class ViewsHeader:
 class Gathered:
     """A buffer that is put together from members of a group when it is read."""
 
-    def __init__(self, group: Group, members: Sequence[Any]) -> None:
-        self._group, self._members = group, members
-        self.nbytes: int = len(members) * group.nbytes
+    def __init__(self, group: Group, first: int, count: int) -> None:
+        self._group, self._part = group, slice(first, first + count)
+        self.nbytes: int = count * group.nbytes
 
     def content(self) -> memoryview:
         """The bytes as they are now."""
-        if not self._group.of_tensors:
-            return memoryview(b"".join(self._members))
-        whole: Any = torch.cat(self._members) if self._group.shape else torch.stack(self._members)  # type: ignore[arg-type]
-        return memoryview(whole.numpy()).cast("B")
+        group = self._group
+        if not group.of_tensors:
+            return memoryview(b"".join(group.members[self._part]))
+        return gather(group.addresses[self._part], group.nbytes).data
 
 
 class Group:
@@ -85,10 +88,15 @@ class Group:
         # The same for every member: the pickle holds its arguments once. An iterator takes the place of the token.
         self.reduction = next, (self.token,)
 
+    @functools.cached_property
+    def addresses(self) -> np.ndarray[Any, Any]:
+        """Where the bytes of each tensor are, once all are members."""
+        return np.fromiter(map(Tensor.data_ptr, self.members), np.int64, len(self.members))
+
     def gather(self) -> list[Gathered]:
         """The buffers of all members."""
-        each = max(1, _BUFFER // self.nbytes)
-        return [Gathered(self, self.members[first : first + each]) for first in range(0, len(self.members), each)]
+        each, count = max(1, _BUFFER // self.nbytes), len(self.members)
+        return [Gathered(self, first, min(each, count - first)) for first in range(0, count, each)]
 
 
 class Views:
@@ -142,7 +150,7 @@ class Groups:
                 return self._view(tensor, storage, (storage._cdata, dtype, shape, stride))
             if stride != group.strides:
                 return None
-            if tensor.requires_grad or tensor.storage_offset() or not tensor.is_cpu:
+            if tensor.requires_grad or tensor.storage_offset() or not tensor.is_cpu or tensor.is_neg():
                 return None
         except (RuntimeError, NotImplementedError):  # nested or sparse: without a shape, or without a storage
             return None
@@ -211,11 +219,11 @@ def not_alone(groups: Sequence[Group], mappings: Mappings, storages: Iterable[in
     if not of_tensors:
         return
     counts = [len(groups[number].members) for number in of_tensors]
-    members = (member for number in of_tensors for member in groups[number].members)
-    addresses = np.fromiter(map(Tensor.data_ptr, members), np.int64, sum(counts))
+    addresses = np.concatenate([groups[number].addresses for number in of_tensors])
     sizes = np.repeat([groups[number].nbytes for number in of_tensors], counts)
-    _, place, times = np.unique(addresses, return_inverse=True, return_counts=True)
-    found = (times[place] > 1) | np.isin(addresses, list(storages)) | (mappings.find(addresses, sizes) >= 0)
+    ascending = np.sort(addresses)
+    shared = np.concatenate([ascending[1:][np.diff(ascending) == 0], np.fromiter(storages, np.int64)])
+    found = np.isin(addresses, shared) | (mappings.find(addresses, sizes) >= 0)
     ends = np.cumsum(counts)
     for index in np.flatnonzero(found).tolist():
         which = int(np.searchsorted(ends, index, "right"))

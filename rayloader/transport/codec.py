@@ -270,12 +270,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind in self.ordinary:
-            return NotImplemented
         if kind is Tensor:
             if self.groups is not None and not obj.__dict__ and (reduction := self.groups.tensor(obj)) is not None:
                 return reduction
             return self._tensor(obj)
+        if kind in self.ordinary:
+            return NotImplemented
         if kind is np.ndarray:
             if self.groups is not None and (reduction := self.groups.array(obj)) is not None:
                 return reduction

@@ -29,14 +29,26 @@ class _Memory:
 
     __slots__ = ("__array_interface__", "owner")
 
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+    def __init__(self, address: int, count: int, owner: object, kind: str = "|u1", step: int = 1) -> None:
         self.owner = owner
-        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+        memory = {"data": (address, False), "shape": (count,), "typestr": kind, "strides": (step,)}
+        self.__array_interface__ = {"version": 3, **memory}
 
 
 def memory(address: int, nbytes: int, owner: object) -> Any:
     """An array of these bytes, writable, which keeps `owner` alive."""
     return np.asarray(_Memory(address, nbytes, owner))
+
+
+def gather(addresses: np.ndarray[Any, Any], nbytes: int) -> np.ndarray[Any, Any]:
+    """A copy of so many bytes from each address, one behind the other."""
+    offsets = addresses - addresses.min()
+    # They are items of one array, which begins at the lowest and whose items overlap; only these are read. The larger
+    # its step, the sooner NumPy can count the bytes of so many items.
+    whole = int(np.bitwise_or.reduce(offsets))
+    step = whole & -whole or 1
+    items = _Memory(int(addresses.min()), int(offsets.max()) // step + 1, None, f"|V{nbytes}", step)
+    return np.asarray(items)[offsets // step].view(np.uint8)  # type: ignore[no-any-return]
 
 
 def storage_over(view: memoryview) -> torch.UntypedStorage:

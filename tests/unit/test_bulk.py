@@ -1,5 +1,6 @@
 """Many small tensors and arrays of one kind: what goes in bulk, and that nobody can tell."""
 
+import mmap
 import pickle
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from rayloader.replica.image import Image
 from rayloader.replica.opening import open_image
-from rayloader.transport import bulk, codec
+from rayloader.transport import bulk, codec, raw
 from rayloader.transport.mapped import Mappings
 
 MANY = 150
@@ -271,6 +272,79 @@ def test_others_take_their_own_way():
             assert (one.dtype, one.shape, one.dtype.metadata) == (other.dtype, other.shape, other.dtype.metadata)
             assert one.tolist() == other.tolist()
             assert one.strides == other.strides or not other.size
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_bytes_are_gathered_from_wherever_they_are(shift):
+    """In any order, at odd addresses, and from both ends of the memory that a process has."""
+    heap, mapped = torch.arange(100, dtype=torch.uint8), np.frombuffer(mmap.mmap(-1, 1 << 18), np.uint8)
+    mapped[:] = np.arange(len(mapped)) % 251
+    storages = [heap.numpy(), mapped]
+    places = [(0, 40), (1, 1 << 17), (0, 3 + shift), (1, 0), (1, 7 * shift), (0, 3 + shift)]
+    addresses = np.array([storages[which].ctypes.data + offset for which, offset in places])
+    expected = [storages[which][offset : offset + 5].tobytes() for which, offset in places]
+    assert raw.gather(addresses, 5).tobytes() == b"".join(expected)
+    assert raw.gather(addresses[:1], 5).tobytes() == expected[0]
+    low, count = mapped.ctypes.data, 1 << 16
+    large = raw.gather(np.array([low, low + count + shift]), count)
+    assert large.tobytes() == mapped[:count].tobytes() + mapped[count + shift : 2 * count + shift].tobytes()
+
+
+def test_changes_between_epochs_are_seen():
+    """One change of each kind to one of many tensors, none of which moves the others."""
+    tensors = [torch.full((4,), float(number)) for number in range(MANY)]
+    parameter, negative = torch.nn.Parameter(torch.ones(4)), torch.ones(2, dtype=torch.complex64).conj().imag
+    negative = negative.as_strided((4,), (1,), 0)  # all of its storage, with the sign in the tensor
+    image = write(tensors)
+
+    def written():
+        tensors[20][1] = -1
+
+    def replaced():
+        tensors[30] = torch.full((4,), -2.0)
+
+    def other_memory():
+        tensors[40].data = torch.full((4,), -3.0)
+
+    def other_shape():
+        tensors[50].data = tensors[50].data.view(2, 2)
+
+    def gradient():
+        tensors[60].requires_grad_()
+
+    def attribute():
+        tensors[70].note = "n"
+
+    def shares():
+        tensors[80] = tensors[81].detach()
+
+    def moved():
+        tensors[90].share_memory_()
+
+    def kinds():
+        tensors[100], tensors[101], tensors[102] = parameter, negative, torch.ones(4).to_sparse()
+
+    def grown():
+        tensors[110].untyped_storage().resize_(64)
+
+    changes = (written, replaced, other_memory, other_shape, gradient, attribute, shares, moved, kinds, grown)
+    for change in changes:
+        change()
+        changed = image.updated(*take(tensors))
+        assert changed is not image
+        image = changed
+        assert image.updated(*take(tensors)) is image
+        for one, other in zip(read(image), tensors, strict=True):
+            assert (type(one), one.requires_grad, one.__dict__) == (type(other), other.requires_grad, other.__dict__)
+            assert one.is_neg() == other.is_neg()
+            assert one.layout == other.layout
+            assert torch.equal(one.to_dense(), other.to_dense())
+    found = read(image)
+    found[81][2] = 9
+    assert found[80][2] == 9
+    found[90][2] = 8
+    assert tensors[90][2] == 8
+    assert found[110].untyped_storage().nbytes() >= 16
 
 
 def test_a_storage_that_was_shrunk_is_not_read_past_its_end():
