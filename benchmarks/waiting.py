@@ -20,6 +20,7 @@ from typing import Any
 import harness
 from harness import Figure, Options
 from rayloader.driver.answers import NONE_YET, Answers
+from rayloader.driver.channels import Channels
 from rayloader.driver.crew import Crew
 from rayloader.driver.line_calls import LineCalls
 from rayloader.driver.ray_calls import RayCalls
@@ -72,10 +73,11 @@ def wakes(way: str, workers: int) -> Iterator[float]:
     """Seconds of CPU time of one wake-up after the other."""
     crew: Any = Crew.__new__(Crew)
     crew.check_session = lambda: None
-    crew._answers, crew.slots, crew._impatient = Answers(), [], set()
+    crew._answers, crew.moving = Answers(), SimpleNamespace(awaited=[])
     silent = [WAYS[way](crew._answers) for _ in range(workers)]
-    crew._channels = {number: one.channel for number, one in enumerate(silent)}
-    crew._unflushed = {one.channel for one in silent}
+    crew._channels = Channels(None, crew._answers)  # type: ignore[arg-type]  # all are open already
+    crew._channels._channels = {number: one.channel for number, one in enumerate(silent)}
+    crew._channels._unflushed = {one.channel for one in silent}
     crew.flush()  # from here on it is known what to wait for
     while True:
         silent[0].speak()

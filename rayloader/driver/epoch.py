@@ -109,7 +109,7 @@ class Epoch:
         self._position.sampler_begins(self._sampler_iter)
         for slot in self._crew.slots:
             if slot.away:
-                self._crew.replace(slot)
+                self._crew.moving.replace(slot)
             elif fresh and (slot.journal.entries or slot.journal.state is not None):
                 self._recovery.tell_again(slot)
         self.tables.handle(Opened())
@@ -243,7 +243,7 @@ class Epoch:
     @changes
     def _move_workers(self, count: int) -> None:
         self._receiver.take()
-        self._recovery.have_moved(self._crew.resize(count))
+        self._recovery.have_moved(self._crew.moving.resize(count))
 
     def close(self, *, resuming: bool = False, wait: bool = True) -> None:
         """Drops what is under way; callable more than once. `wait`: until `rayloader-ahead` has ended.
@@ -364,7 +364,7 @@ class Epoch:
             lost = self._receiver.lost[0]
             self._lose(lost.actor, lost.cause, lost.suspect)
             self._receiver.lost.popleft()
-        if self._crew.awaited:
+        if self._crew.moving.awaited:
             self._recovery.revive()
         self._preparer.start()
         if not came and self._recovery.move_homeless():
@@ -436,7 +436,7 @@ class Epoch:
             head = self._schedule.head
             if head is None or head.is_anybodys:
                 return
-            hosted = self._crew.hosted_by(self._crew.slots[head.worker_id].host)
+            hosted = self._crew.moving.hosted_by(self._crew.slots[head.worker_id].host)
             waiting = [slot.worker_id for slot in hosted if slot.calls]
         if len(waiting) > 1:
             self._warned = True

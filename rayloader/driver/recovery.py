@@ -32,15 +32,15 @@ class Recovery:
     @changes
     def give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
         """Goes on without an actor; all that it has sent was taken in. `suspect`: the task that it said ended it."""
-        if self._crew.is_dead(actor):
+        if self._crew.moving.is_dead(actor):
             return
-        slots = self._crew.hosted_by(actor)
+        slots = self._crew.moving.hosted_by(actor)
         # It makes one call after the other.
         at_work = min((slot for slot in slots if slot.calls), key=_oldest_call, default=None)
         admitted = suspect is not None
         if suspect is None and at_work is not None and self._crew.has_begun(at_work):
             suspect = at_work.calls[0].task_id
-        self._crew.lose(actor)
+        self._crew.moving.lose(actor)
         for slot in slots:
             slot.drop_calls()
             blameless = at_work not in (None, slot)
@@ -59,7 +59,7 @@ class Recovery:
     @changes
     def revive(self) -> None:
         """Sends lost tasks again where there is a process for them."""
-        self.have_moved(self._crew.spread())
+        self.have_moved(self._crew.moving.spread())
         while self.tables.failure is None:
             try:
                 ready = self._crew.revive()
@@ -107,7 +107,7 @@ class Recovery:
     def move_homeless(self) -> bool:
         """Has workers whose actor found no place go on in the others."""
         try:
-            moved = self._crew.check_started()
+            moved = self._crew.moving.check_started()
         except ActorLost as lost:
             self.give_up(lost.actor, str(lost))
             return True

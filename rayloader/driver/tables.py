@@ -122,7 +122,7 @@ class Tables:
     @property
     def is_under_way(self) -> bool:
         """Whether something is to come from the workers."""
-        return bool([slot for slot in self.crew.slots if slot.calls] or self.crew.awaited)
+        return bool([slot for slot in self.crew.slots if slot.calls] or self.crew.moving.awaited)
 
     @property
     def untaken(self) -> list[Result]:
@@ -150,7 +150,7 @@ class Tables:
                     self.crew.drop(slot, first_task_id)
                     slot.dropped = first_task_id
                 case ReplaceWorker(worker_id, cause):
-                    if self.crew.replace(self.crew.slots[worker_id]):
+                    if self.crew.moving.replace(self.crew.slots[worker_id]):
                         self.tally.restarts += 1
                         text = _briefly(cause)
                         logger.warning("rayloader: worker %d is lost and gets another process: %s", worker_id, text)

@@ -19,6 +19,8 @@ import rayloader.driver.actor
 import rayloader.driver.crew
 import rayloader.driver.iterator
 import rayloader.driver.lifetimes
+import rayloader.driver.loan
+import rayloader.driver.moving
 import rayloader.driver.pool
 from probes import load
 from rayloader import DataLoader
@@ -103,6 +105,8 @@ class Interrupt:
             rayloader.driver.pool,
             rayloader.driver.lifetimes,
             rayloader.driver.crew,
+            rayloader.driver.loan,
+            rayloader.driver.moving,
             rayloader.driver.iterator,
         )
     )

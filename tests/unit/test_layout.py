@@ -47,7 +47,18 @@ MAY_IMPORT_RAY = {
 }
 MAY_IMPORT_RAY |= {
     f"rayloader/driver/{name}.py"
-    for name in ("actor", "channel", "crew", "lifetimes", "line_calls", "placement", "pool", "ray_calls")
+    for name in [
+        "actor",
+        "channel",
+        "crew",
+        "lifetimes",
+        "line_calls",
+        "loan",
+        "moving",
+        "placement",
+        "pool",
+        "ray_calls",
+    ]
 }
 
 

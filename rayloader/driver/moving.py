@@ -1,0 +1,222 @@
+"""Which process hosts each worker of a crew, and the workers' moves from one process to another.
+
+Promise: a worker that moves is away until its crew has started it anew, as its journal says. Whoever hosts others'
+workers until these have processes of their own gives them up when those come.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from ray.exceptions import RayError
+
+from rayloader import session
+from rayloader.driver.actor import Actor, Ref
+from rayloader.driver.answers import NONE_YET, Answers
+from rayloader.driver.channel import ActorLost
+from rayloader.driver.channels import Channels
+from rayloader.driver.loan import Loan
+from rayloader.driver.placement import Verdict
+from rayloader.driver.worker_slot import WorkerSlot
+
+# How many processes that are to take over from those that help out may fail to start, before that is left as it is.
+MOST_FAILED_STARTS = 3
+
+
+class Moving:
+    """Of one crew.
+
+    Args:
+        loan: of its actors.
+        channels: to them.
+        answers: to Ray's calls.
+
+    Attributes:
+        actors: in the order in which they host.
+        slots: of the workers.
+    """
+
+    def __init__(self, loan: Loan, channels: Channels, answers: Answers) -> None:
+        self._loan = loan
+        self._channels = channels
+        self._answers = answers
+        self._tell_at = time.monotonic() + session.NOTICE_S  # what is waited for
+        self._dead: list[Actor] = []
+        # Asked for, while others host their workers: these workers, and how many processes have failed to start.
+        self._coming: dict[Actor, tuple[list[WorkerSlot], int]] = {}
+        self.actors: list[Actor] = []
+        self.slots: list[WorkerSlot] = []
+
+    def lend(self, count: int) -> None:
+        """Adds so many actors; does not wait until new ones run."""
+        self.actors = self.actors + self._loan.lend(count)
+
+    def hosted_by(self, actor: Actor) -> list[WorkerSlot]:
+        """The workers of an actor, none if it is not this crew's any more."""
+        return [slot for slot in self.slots if slot.host is actor] if actor in self.actors else []
+
+    @property
+    def awaited(self) -> list[Ref]:
+        """What is answered when workers that are away may be started, or may move."""
+        hosts = {id(slot.host): slot.host for slot in self.slots if slot.away and slot.host not in self._dead}
+        return [host.hello for host in (*hosts.values(), *self._coming)]
+
+    def is_dead(self, actor: Actor) -> bool:
+        """Whether the actor was lost."""
+        return actor in self._dead
+
+    def lose(self, actor: Actor) -> None:
+        """The actor is dead, or must not be trusted any more: it is killed, and what it shares with us is given up."""
+        if actor not in self._dead:
+            self._dead.append(actor)
+            for slot in self.hosted_by(actor):
+                slot.away = True
+            self._channels.hang_up(actor)
+            self._loan.pool.kill(actor)
+
+    def replace(self, slot: WorkerSlot) -> bool:
+        """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
+        old = slot.host
+        if old not in self._dead:
+            return False
+        hosts = self._survivors_of(old) if old.vanished else []
+        own = self._own_of(old)
+        if own or not hosts:
+            (new,) = self._loan.lend(1, fresh=True)  # idle ones may be as dead
+            if hosts:
+                self._coming[new] = own, 0
+            else:
+                hosts = [new]
+        self._move([old], hosts)
+        return True
+
+    def _own_of(self, actor: Actor) -> list[WorkerSlot]:
+        """The workers of an actor but for those that it hosts until their own comes."""
+        others = [slot for slots, _ in self._coming.values() for slot in slots]
+        return [slot for slot in self.hosted_by(actor) if slot not in others]
+
+    def _survivors_of(self, vanished: Actor) -> list[Actor]:
+        """Who can do the work of one whose node may be gone, those first who have the least.
+
+        Ray takes a node that has lost power for alive for up to half a minute, and may give its room to a new actor.
+        """
+        gone = None if vanished.address is None else vanished.address.node_id
+        there = [a for a in self.actors if a.address is not None and a not in self._dead and a.address.node_id != gone]
+        return sorted(there, key=lambda actor: len(self.hosted_by(actor)))
+
+    def spread(self) -> list[WorkerSlot]:
+        """Has processes that have come late take over their workers from those that had to help out.
+
+        Returns:
+            The workers that move; they are away now.
+        """
+        moved = []
+        for new, (slots, failed) in list(self._coming.items()):
+            self._answers.watch(new.hello)  # to ask Ray each time would take long
+            if self._answers[new.hello] is NONE_YET:
+                continue
+            self._answers.forget(new.hello)
+            try:
+                new.has_started()
+            except RayError:  # it was given room on a node that is gone
+                self._loan.pool.kill(new)
+                if failed < MOST_FAILED_STARTS:
+                    (another,) = self._loan.lend(1, fresh=True)
+                    self._coming[another] = slots, failed + 1
+            else:
+                for slot in slots:
+                    if slot.host in self._channels and not slot.away:
+                        self._channels.leave(slot)
+                    slot.host, slot.away = new, True
+                    moved.append(slot)
+                self.actors = list(dict.fromkeys(slot.host for slot in self.slots))
+            del self._coming[new]
+        return moved
+
+    def resize(self, count: int) -> list[WorkerSlot]:
+        """Another number of actors for the same workers.
+
+        Returns:
+            The workers that move; they are away now.
+        """
+        self._loan.check_session()
+        while self._coming:
+            self._loan.pool.give_back(self._coming.popitem()[0])
+        self.lend(max(0, count - len(self.actors)))
+        kept, spare = self.actors[:count], self.actors[count:]
+        self.actors = kept
+        moved = []
+        for slot in self.slots:
+            host = kept[slot.worker_id % len(kept)]
+            if host is slot.host:
+                continue
+            if slot.host in kept:
+                self._channels.leave(slot)
+            slot.host, slot.away = host, True
+            moved.append(slot)
+        for actor in spare:
+            self._channels.hang_up(actor)
+            self._loan.pool.give_back(actor)
+        return moved
+
+    def _move(self, old: list[Actor], new: list[Actor]) -> list[WorkerSlot]:
+        """Deals out the workers of some actors, which leave the crew, to others.
+
+        Returns:
+            The workers that move; they are away now.
+        """
+        moved = [slot for slot in self.slots if slot.host in old]
+        for number, slot in enumerate(moved):
+            slot.host, slot.away = new[number % len(new)], True
+        self.actors = list(dict.fromkeys(slot.host for slot in self.slots))
+        return moved
+
+    def check_started(self) -> list[WorkerSlot]:
+        """Notes which actors run by now, and sees to it that no worker waits for a process for too long.
+
+        Returns:
+            Workers that move to another actor, since theirs found no place; they are away now.
+
+        Raises:
+            WorkerStartError: none has found a place.
+            ActorLost: one could not be started.
+        """
+        self._loan.check_session()
+        pending = []
+        for actor in self.actors:
+            if actor in self._dead:
+                continue
+            try:
+                if not actor.has_started():
+                    pending.append(actor)
+            except RayError as error:
+                self._loan.check_session()
+                raise ActorLost(actor, error) from error
+        if not pending:
+            return []
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = math.inf
+            self._loan.pool.tell(pending, len(self.actors))
+        hosts = [actor for actor in self.actors if actor not in pending and actor not in self._dead]
+        match self._loan.pool.verdict(pending, self._loan.remote_args, others=bool(hosts)):
+            case Verdict.SHARE_CPUS:
+                pending = [actor for actor in pending if not actor.has_place()]
+                hosts = self._loan.lend(len(pending), fresh=True)
+            case Verdict.GIVE_UP if hosts:
+                self._loan.pool.gave_up(pending, len(self.actors))
+                for actor in pending:  # they come when there is room: another node, or what others have let go of
+                    self._channels.hang_up(actor)
+                    if own := self._own_of(actor):
+                        self._coming[actor] = own, 0
+                    else:
+                        self._loan.pool.kill(actor)
+                return self._move(pending, hosts)
+            case Verdict.GIVE_UP:
+                raise self._loan.pool.start_error(pending, len(self.actors))
+            case _:
+                return []
+        for actor in pending:
+            self._channels.hang_up(actor)
+            self._loan.pool.kill(actor)
+        return self._move(pending, hosts)
