@@ -46,6 +46,12 @@ def may_autoscale(ray: ModuleType) -> bool:
     return ray._private.state.state.get_max_resources_from_cluster_config() is not None
 
 
+def draining_nodes(ray: ModuleType) -> dict[str, int]:
+    """The nodes that are to go, with the time of each, in milliseconds since 1970; 0 where that is open."""
+    nodes: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return nodes
+
+
 def give_own_random(ray: ModuleType) -> None:
     """Has Ray's processes and connections draw from a generator of their own, not from the program's `random`."""
     for name, module in list(sys.modules.items()):

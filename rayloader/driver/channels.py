@@ -95,6 +95,7 @@ class Channels:
         """Ends the one to that actor, if there is one."""
         channel = self._channels.pop(actor, None)
         if channel is not None:
+            self._unflushed.discard(channel)
             channel.close()
             self._watch(channel)
 

@@ -143,6 +143,8 @@ class Epoch:
         self._check_open()
         began = 0.0 if self.tables.deliverable else time.monotonic()
         while self._out is not None or not self.finished:
+            if self._crew.moving.due:
+                self._recovery.revive()
             if self._out is None:
                 self._out = self._preparer.first()
             if self._out is None:

@@ -45,6 +45,7 @@ class Moving:
         self._dead: list[Actor] = []
         # Asked for, while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Actor, tuple[list[WorkerSlot], int]] = {}
+        self._replaced: list[Actor] = []  # others were asked for, since their nodes are to go
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []
 
@@ -80,8 +81,8 @@ class Moving:
         old = slot.host
         if old not in self._dead:
             return False
-        hosts = self._survivors_of(old) if old.vanished else []
         own = self._own_of(old)
+        hosts = self._survivors_of(old) if old.vanished or not own else []
         if own or not hosts:
             (new,) = self._loan.lend(1, fresh=True)  # idle ones may be as dead
             if hosts:
@@ -103,14 +104,53 @@ class Moving:
         """
         gone = None if vanished.address is None else vanished.address.node_id
         there = [a for a in self.actors if a.address is not None and a not in self._dead and a.address.node_id != gone]
-        return sorted(there, key=lambda actor: len(self.hosted_by(actor)))
+        stay = [actor for actor in there if not self._loan.pool.is_draining(actor)]
+        return sorted(stay, key=lambda actor: len(self.hosted_by(actor)))
+
+    @property
+    def due(self) -> bool:
+        """Whether there may be something to do for `spread`; to ask costs next to nothing."""
+        return bool(self._coming or self._loan.pool.draining)
 
     def spread(self) -> list[WorkerSlot]:
-        """Has processes that have come late take over their workers from those that had to help out.
+        """Has workers move to processes of their own that have come, and away from nodes that are to go.
+
+        A process on such a node works on until another one has come, or until it is late: then others host its workers.
 
         Returns:
             The workers that move; they are away now.
         """
+        before = self.actors
+        draining = [actor for actor in before if actor not in self._dead and self._loan.pool.is_draining(actor)]
+        for actor in draining:
+            if actor not in self._replaced and (own := self._own_of(actor)):
+                (new,) = self._loan.lend(1, fresh=True)
+                self._coming[new] = own, 0
+                self._replaced.append(actor)
+        moved = self._take_over()
+        for actor in draining:
+            if self._is_late(actor) and (hosts := self._survivors_of(actor)):
+                for slot in self.hosted_by(actor):
+                    self._leave(slot)
+                moved += self._move([actor], hosts)
+        for actor in before:
+            if actor not in self.actors and actor not in self._dead:
+                self._channels.hang_up(actor)
+                self._loan.pool.kill(actor)
+        return moved
+
+    def _is_late(self, actor: Actor) -> bool:
+        """Whether its workers are to leave it at once: its node goes, or they have waited for room for long."""
+        assert actor.address is not None
+        node_id, draining = actor.address.node_id, self._loan.pool.draining
+        if not draining.is_late(node_id, at_last=False):
+            return False
+        coming = [new for new, (slots, _) in self._coming.items() if actor in [slot.host for slot in slots]]
+        has_room = bool(coming) and all(new.has_place() for new in coming)  # Ray is asked no more when they have
+        return not has_room or draining.is_late(node_id, at_last=True)
+
+    def _take_over(self) -> list[WorkerSlot]:
+        """Has processes that have come late take over their workers from those that had to help out."""
         moved = []
         for new, (slots, failed) in list(self._coming.items()):
             self._answers.watch(new.hello)  # to ask Ray each time would take long
@@ -126,13 +166,17 @@ class Moving:
                     self._coming[another] = slots, failed + 1
             else:
                 for slot in slots:
-                    if slot.host in self._channels and not slot.away:
-                        self._channels.leave(slot)
+                    self._leave(slot)
                     slot.host, slot.away = new, True
                     moved.append(slot)
                 self.actors = list(dict.fromkeys(slot.host for slot in self.slots))
             del self._coming[new]
         return moved
+
+    def _leave(self, slot: WorkerSlot) -> None:
+        """The worker's host is told that it is this worker no longer, if it was ever told that it is."""
+        if slot.host in self._channels and not slot.away:
+            self._channels.leave(slot)
 
     def resize(self, count: int) -> list[WorkerSlot]:
         """Another number of actors for the same workers.
@@ -143,6 +187,7 @@ class Moving:
         self._loan.check_session()
         while self._coming:
             self._loan.pool.give_back(self._coming.popitem()[0])
+        self._replaced.clear()
         self.lend(max(0, count - len(self.actors)))
         kept, spare = self.actors[:count], self.actors[count:]
         self.actors = kept

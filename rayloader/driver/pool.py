@@ -12,6 +12,7 @@ jobs for the janitor.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import functools
 import itertools
@@ -32,7 +33,9 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader import session
+from rayloader._compat_ray import draining_nodes
 from rayloader.driver.actor import Actor, ActorState, Lease
+from rayloader.driver.draining import Draining
 from rayloader.driver.janitor import Janitor
 from rayloader.driver.lifetimes import Lifetimes
 from rayloader.driver.metrics import Metrics
@@ -78,6 +81,7 @@ class Pool:
         self.output = Output()
         self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
         self.without_lines: set[tuple[str, str]] = set()  # places from which no worker can connect to this process
+        self.draining = Draining(functools.partial(draining_nodes, ray))
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
             self._probe = MemoryFile("probe", 1)
@@ -144,6 +148,10 @@ class Pool:
     def kill(self, actor: Actor) -> None:
         """Ends one soon."""
         self.later(functools.partial(self._lifetimes.kill, actor))
+
+    def is_draining(self, actor: Actor) -> bool:
+        """Whether Ray drains the node that an actor is on, which is not the driver's."""
+        return actor.address is not None and actor.address.node_id in self.draining
 
     def later(self, job: Callable[[], object]) -> None:
         """Has the janitor do something; for finalizers too."""
@@ -227,7 +235,8 @@ class Pool:
             usable = {entry.key for entry in self._loaders}
         left = self._lifetimes.tidy(usable, GRACE_S if session.started_here() else JOINED_GRACE_S)
         metrics = self._metrics.tell() if self.session_alive() else None
-        return min((seconds for seconds in (left, metrics) if seconds is not None), default=None)
+        drains = self._look_for_drains() if self.session_alive() else None
+        return min((seconds for seconds in (left, metrics, drains) if seconds is not None), default=None)
 
     def shutdown(self) -> None:
         """Kills every actor; callable more than once."""
@@ -266,6 +275,19 @@ class Pool:
         if self.session_alive():
             self._metrics.tell(at_once=True)
 
+    def _look_for_drains(self) -> float | None:
+        """As `Draining.look`; actors that nobody has end with their nodes."""
+        if session.started_here():
+            return None
+        here = session.node_id()
+        nodes = [actor.address.node_id for actor in self.actors if actor.address is not None]
+        elsewhere = collections.Counter(node_id for node_id in nodes if node_id != here)
+        seconds = self.draining.look(elsewhere, self._placement.limit_with_others)
+        for actor in self.actors:
+            if self.is_draining(actor):
+                self._lifetimes.kill(actor, if_spare=True)
+        return seconds
+
     def _tidy_later(self, _: object) -> None:
         self.later(self.tidy)
 
@@ -280,7 +302,8 @@ class Pool:
         had_room = not self._placement.lacks_cpus(remote_args, count)
         if not had_room:  # idle actors that these loaders can't use may have them
             self.later(functools.partial(self._lifetimes.kill_spare, but=key))
-        living = sum(actor.state is ActorState.LENT or actor.key == key for actor in self.actors)
+        staying = [actor for actor in self.actors if not self.is_draining(actor)]
+        living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
         options = self._placement.options(remote_args, count, count + living)
         probe = self._probe.address if self._probe is not None else None
         actors = []

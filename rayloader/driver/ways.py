@@ -50,6 +50,8 @@ class Ways:
         line = self._line_to(actor)
         self.uses_store |= line is None
         self.copies |= line is None or isinstance(line, TcpCalls)
+        if not is_near(actor):
+            self._pool.later(self._pool.tidy)  # which asks from now on whether its node is drained
         return line or RayCalls(actor, self._answers)
 
     def _line_to(self, actor: Actor) -> LineCalls | None:

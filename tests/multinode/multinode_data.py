@@ -70,6 +70,7 @@ CASES = {
     },
     "rank 0": lambda: rank(0),
     "rank 1": lambda: rank(1),
+    "long": lambda: {"dataset": Augmented(80), "batch_size": 4, "shuffle": True, "num_workers": 2},
     "three workers": lambda: {"dataset": Augmented(), "batch_size": 4, "shuffle": True, "num_workers": 3},
 }
 
