@@ -1,11 +1,12 @@
 """How far one trainer's process reaches: the simulation with the costs that `scale.py` has measured.
 
 Motive: which number of workers, and how many bytes a second, can one process take, and what would move that?
-Method: the costs of the user's thread come from benchmarks/results/scale.json, by step; what a wake-up costs for each
-worker that is looked at, from `waiting.py` in the same run. First the simulation is held against the rates that were
+Method: the costs of the user's thread come from benchmarks/results/scale.json, by step; those of the thread that reads
+remote batches are the rest of the process's, with the most workers; what a wake-up costs for each worker that is looked
+at, from `waiting.py` in the same run. First the simulation is held against the rates that were
 measured. Then it goes to 4,096 workers of 40 ms a batch, on a network of 25 Gbit/s
 with 0.5 ms each way, for a consumer that takes all it gets; then each cost is left out in turn; then one node of eight
-is lost. The time that the real schedule takes is measured on the way.
+is lost, for as long as `scale.py` has measured. The time that the real schedule takes is measured on the way.
 Command: python benchmarks/scaling.py [--quick]
 Results: benchmarks/results/scaling.json and scaling.png.
 """
@@ -44,7 +45,7 @@ def wakes_per_worker(options: harness.Options) -> dict[str, float]:
     for way in waiting.WAYS:
         points = {f["workers"]: 1e-6 * f["median"] for f in figures if f["case"] == way}
         slopes[way] = statistics.linear_regression(list(points), list(points.values())).slope
-    return {"local": slopes["lines"], "calls": slopes["Ray calls"], "remote": slopes["Ray calls"]}
+    return {"local": slopes["lines"], "calls": slopes["Ray calls"], "remote": slopes["lines"]}
 
 
 def costs_of(figures: list[Figure], way: str, case: str, wake_per_worker: float) -> Costs:
@@ -52,13 +53,28 @@ def costs_of(figures: list[Figure], way: str, case: str, wake_per_worker: float)
     step = {name: _by_workers(figures, way, case, f"step {name}") for name in ("draw", "schedule", "send", "open")}
     looked = _sum(_by_workers(figures, way, case, f"step {name}") for name in ("wait", "receive"))
     waits = _by_workers(figures, way, case, "waits a batch")
-    wake = statistics.median(seconds / waits[n] - n * wake_per_worker for n, seconds in looked.items())
+    wakes = [seconds / waits[n] - n * wake_per_worker for n, seconds in looked.items()]
+    wake = statistics.median(wakes or [0.0])  # remote batches are waited for by the other thread
     known = _sum([*step.values(), looked])
     rest = {n: seconds - known[n] for n, seconds in _by_workers(figures, way, case, "steps in all").items()}
     typical = {name: statistics.median(values.values()) for name, values in step.items()}
-    fetch = statistics.median(_by_workers(figures, way, case, "open, blocked").values()) if way == "remote" else 0.0
-    wake_costs = {"fetch": fetch, "wake": max(0.0, wake), "wake_per_worker": wake_per_worker}
-    return Costs(**typical, **wake_costs, receive=statistics.median(rest.values()))
+    typical |= {"wake": max(0.0, wake), "wake_per_worker": wake_per_worker}
+    if way == "remote":
+        smallest = min(scale.NBYTES, key=scale.NBYTES.__getitem__)
+        typical["ahead"] = _beside(figures, way, smallest)
+        if case != smallest:
+            more = scale.NBYTES[case] - scale.NBYTES[smallest]
+            typical["read_per_byte"] = max(0.0, _beside(figures, way, case) - typical["ahead"]) / more
+    return Costs(**typical, receive=statistics.median(rest.values()))
+
+
+def _beside(figures: list[Figure], way: str, case: str) -> float:
+    """Seconds of CPU time a batch that the process takes beside the user's thread.
+
+    With the most workers: the more there are, the more batches the thread that reads finds when it is woken.
+    """
+    process, thread = (_by_workers(figures, way, case, metric) for metric in (scale.PROCESS, scale.THREAD))
+    return process[max(process)] - thread[max(process)]
 
 
 def _by_workers(figures: list[Figure], way: str, case: str, metric: str) -> dict[int, float]:
@@ -107,9 +123,14 @@ def extrapolate(costs: dict[tuple[str, str], Costs], counts: tuple[int, ...]) ->
     return found
 
 
-def lose_a_node(costs: Costs) -> dict[str, list[float]]:
-    """When each batch came to the user: 64 workers on 8 nodes, of which one is lost after 2 s for 1 + 4 s."""
-    lost = [NodeLoss(2.0, range(8), notice=1.0, restart=4.0)]
+def lose_a_node(costs: Costs, away: float) -> dict[str, list[float]]:
+    """When each batch came to the user: 64 workers on 8 nodes, of which one is lost after 2 s.
+
+    Args:
+        costs: of remote tiny batches.
+        away: seconds until processes on other nodes are its workers.
+    """
+    lost = [NodeLoss(2.0, range(8), notice=away, restart=0.0)]
     more: dict[str, Any] = {"losses": lost, "batches": 20_000}
     return {name: simulate(plan("remote", "tiny", 64, costs, **more, **kind)).delivered for name, kind in KINDS.items()}
 
@@ -153,7 +174,7 @@ def draw(figures: list[Figure], deliveries: dict[str, list[float]], path: Path) 
     for name, delivered in deliveries.items():
         bins = [sum(second <= when < second + 0.25 for when in delivered) * 4 for second in _quarters(12)]
         loss.plot(_quarters(12), bins, label=name)
-    loss.set_title("64 workers on 8 nodes, one lost at 2 s and replaced at 7 s: batches a second")
+    loss.set_title("64 workers on 8 nodes, one lost at 2 s: batches a second")
     loss.set_xlabel("seconds")
     of_schedule = [f for f in figures if f["metric"] == "schedule a batch"]
     for name in dict.fromkeys(f["case"] for f in of_schedule):
@@ -185,7 +206,8 @@ def main() -> None:
     figures = check(measured, costs) + extrapolate(costs, counts) + time_schedule(counts)
     rows = [[f["implementation"], f["case"], f["metric"], str(f["workers"]), harness.show(f)] for f in figures]
     harness.print_table("Simulated", ["way", "case", "metric", "workers", "value"], rows)
-    deliveries = lose_a_node(costs["remote", "tiny"])
+    (away,) = _by_workers(measured, "remote", "tiny", scale.GAP).values()
+    deliveries = lose_a_node(costs["remote", "tiny"], away)
     document = {
         "costs": [{"way": way, "case": case, **dataclasses.asdict(known)} for (way, case), known in costs.items()],
         "network": NETWORK,

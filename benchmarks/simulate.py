@@ -3,9 +3,11 @@
 Motive: this machine cannot show where the trainer's process becomes the limit, or what the loss of a node costs then.
 Method: the schedule and the paces are the library's own code; what happens around them takes simulated time. The user's
 thread is one server: each of its steps takes the time that was measured, and so does the training step. A worker builds
-its tasks one after the other. Batches come to the trainer's machine through one network link. A node's workers die at a
-given time; the driver learns of it, and gets other processes for them, after given times, and they are told again what
-they owe. Only the workers' times are random, and seeded: the same plan gives the same outcome. Used by `scaling.py`.
+its tasks one after the other. Batches reach the trainer's machine through one network link, where another thread reads
+them. Both threads run Python, so the user's thread stands still while the other does; no training step hides that here.
+A node's workers die at a given time; the driver learns of it, and gets other processes for them, after given times, and
+they are told again what they owe. Only the workers' times are random, and seeded: the same plan gives the same outcome.
+Used by `scaling.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rayloader.prefetch import PREFETCH_BYTES
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the user's thread.
+    """Seconds of the user's thread, and of the one beside it that reads what comes over the network.
 
     Attributes:
         draw: to draw a batch's indices.
@@ -38,8 +40,8 @@ class Costs:
         wake_per_worker: the same, for each worker that is looked at.
         receive: to take in a result.
         open: to make a batch of a result.
-        copy_per_byte: likewise, for each byte of it.
-        fetch: in which it waits for the bytes meanwhile.
+        ahead: of the other thread, for a batch, in Python: the user's thread stands still meanwhile.
+        read_per_byte: of the other thread in the kernel, for each byte, while the user's goes on.
     """
 
     draw: float = 0.0
@@ -49,8 +51,8 @@ class Costs:
     wake_per_worker: float = 0.0
     receive: float = 0.0
     open: float = 0.0
-    copy_per_byte: float = 0.0
-    fetch: float = 0.0
+    ahead: float = 0.0
+    read_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class _Simulation:
         self._paces = [Pace(PREFETCH_BYTES / plan.workers, dynamic=plan.dynamic) for _ in range(plan.workers)]
         self._workers = [_Worker() for _ in range(plan.workers)]
         self._now = self._busy = self._handled = 0.0
-        self._link_free_at = 0.0
+        self._link_free_at = self._read_by = 0.0
         self._drawn = 0
         self._deliverable: deque[rules.Task] = deque()
         # Time, a number that keeps the order of what happens at one time, what happens, and to whom.
@@ -183,8 +185,7 @@ class _Simulation:
             while not self._deliverable:
                 self._receive()
             task = self._deliverable.popleft()
-            self._spend(costs.open + costs.copy_per_byte * plan.nbytes)
-            self._now += costs.fetch
+            self._spend(costs.open + costs.ahead)
             self._handle(rules.BatchTaken(task.task_id))
             self._draw_owed()
             delivered.append(self._now)
@@ -283,8 +284,11 @@ class _Simulation:
             if what == "built":
                 task, incarnation, _ = whom
                 if incarnation == self._workers[task.worker_id].incarnation:
-                    self._link_free_at = max(self._link_free_at, when) + self._plan.nbytes / self._plan.bandwidth
-                    self._will(self._link_free_at + self._plan.latency, "result", whom)
+                    plan, costs = self._plan, self._plan.costs
+                    self._link_free_at = max(self._link_free_at, when) + plan.nbytes / plan.bandwidth
+                    self._read_by = max(self._read_by, self._link_free_at + plan.latency)
+                    self._read_by += costs.ahead + costs.read_per_byte * plan.nbytes
+                    self._will(self._read_by, "result", whom)
             elif what == "dies":
                 for worker_id in whom.workers:
                     self._workers[worker_id].incarnation += 1

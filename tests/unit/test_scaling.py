@@ -19,8 +19,8 @@ def measured(workers: int, *, wake: float, wake_per_worker: float, rest: float) 
     woken = 0.5 * (wake + wake_per_worker * workers)
     seconds |= {"wait": woken / 4, "receive": 3 * woken / 4}
     metrics = {f"step {step}": value for step, value in seconds.items()}
-    metrics |= {"steps in all": sum(seconds.values()) + rest, "waits a batch": 0.5, "open, blocked": 9e-5}
-    names = {"implementation": "remote", "case": "tiny", "workers": workers}
+    metrics |= {"steps in all": sum(seconds.values()) + rest, "waits a batch": 0.5}
+    names = {"implementation": "local", "case": "tiny", "workers": workers}
     return [{**names, "metric": metric, "median": value} for metric, value in metrics.items()]
 
 
@@ -28,10 +28,33 @@ def test_costs_are_what_made_the_figures(scaling: Any) -> None:
     figures = [
         figure for workers in (1, 4, 16) for figure in measured(workers, wake=6e-5, wake_per_worker=7e-6, rest=8e-5)
     ]
-    costs = scaling.costs_of(figures, "remote", "tiny", 7e-6)
-    made = {"draw": 1e-5, "schedule": 2e-5, "send": 3e-5, "open": 4e-5, "wake": 6e-5, "receive": 8e-5, "fetch": 9e-5}
+    costs = scaling.costs_of(figures, "local", "tiny", 7e-6)
+    made = {"draw": 1e-5, "schedule": 2e-5, "send": 3e-5, "open": 4e-5, "wake": 6e-5, "receive": 8e-5}
     assert {name: getattr(costs, name) for name in made} == pytest.approx(made)
-    assert costs.wake_per_worker == 7e-6
+    assert costs == scaling.Costs(**{name: getattr(costs, name) for name in made}, wake_per_worker=7e-6)
+
+
+def test_what_the_process_takes_beside_the_users_thread_is_what_reading_costs(scaling: Any) -> None:
+    """With the most workers; the same for each batch, and the rest for its bytes."""
+
+    def figures_of(case: str, beside: dict[int, float]) -> list[dict[str, Any]]:
+        metrics = {f"step {step}": dict.fromkeys(beside, 1e-5) for step in ("draw", "schedule", "send", "open")}
+        metrics |= {"waits a batch": dict.fromkeys(beside, 0.0), "steps in all": dict.fromkeys(beside, 9e-5)}
+        metrics["CPU of the user's thread"] = dict.fromkeys(beside, 1e-3)
+        metrics["CPU of the process"] = {workers: 1e-3 + seconds for workers, seconds in beside.items()}
+        names = {"implementation": "remote", "case": case}
+        return [
+            {**names, "metric": metric, "workers": workers, "median": seconds}
+            for metric, values in metrics.items()
+            for workers, seconds in values.items()
+        ]
+
+    extra = scaling.scale.NBYTES["large"] - scaling.scale.NBYTES["tiny"]
+    figures = figures_of("tiny", {1: 9e-4, 16: 5e-4}) + figures_of("large", {1: 1e-2, 16: 5e-4 + extra * 3e-10})
+    tiny, large = (scaling.costs_of(figures, "remote", case, 7e-6) for case in ("tiny", "large"))
+    assert (tiny.ahead, tiny.read_per_byte) == (pytest.approx(5e-4), 0.0)
+    assert (large.ahead, large.read_per_byte) == (pytest.approx(5e-4), pytest.approx(3e-10))
+    assert (tiny.wake, tiny.receive) == (0.0, pytest.approx(5e-5))
 
 
 def test_without_a_cost_the_limit_is_where_the_others_put_it(scaling: Any) -> None:

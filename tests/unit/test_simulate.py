@@ -21,8 +21,8 @@ def test_where_nothing_costs_anything_the_workers_are_the_limit(workers: int, ki
 
 
 def test_every_cost_of_the_users_thread_counts() -> None:
-    costs = Costs(draw=1e-4, schedule=2e-4, send=3e-4, receive=4e-4, open=5e-4, copy_per_byte=1e-9)
-    outcome = simulate(Plan(100, 5000, work=0.01, costs=costs, nbytes=500_000))
+    costs = Costs(draw=1e-4, schedule=2e-4, send=3e-4, receive=4e-4, open=5e-4, ahead=5e-4)
+    outcome = simulate(Plan(100, 5000, work=0.01, costs=costs))
     assert outcome.rate == pytest.approx(1 / 2e-3, rel=0.01)
     assert outcome.busy == pytest.approx(5000 * 2e-3)
 
@@ -31,6 +31,13 @@ def test_a_wake_up_costs_by_the_worker() -> None:
     """A lone worker's results come one by one: each is waited for."""
     plan = Plan(1, 100, work=0.01, costs=Costs(wake=1e-4, wake_per_worker=2e-4))
     assert simulate(plan).busy == pytest.approx(100 * 3e-4)
+
+
+def test_who_reads_from_the_network_is_a_limit_that_costs_the_users_thread_nothing() -> None:
+    costs = Costs(receive=1e-4, read_per_byte=2e-9)
+    outcome = simulate(Plan(64, 2000, work=0.01, costs=costs, nbytes=1_000_000))
+    assert outcome.rate == pytest.approx(500, rel=0.01)
+    assert outcome.busy == pytest.approx(2000 * 1e-4)
 
 
 def test_the_network_link_is_a_limit() -> None:
