@@ -113,6 +113,10 @@ class Actor:
                 return ray.get(self.hosted[1], timeout=0) is not None
         return False
 
+    def hurry(self, worker_id: int) -> None:
+        """`WorkerProcess.hurry`."""
+        self.handle.hurry.remote(worker_id)
+
     def leave(self, worker_id: int) -> None:
         """`WorkerProcess.leave`."""
         self.handle.leave.remote(worker_id)

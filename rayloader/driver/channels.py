@@ -84,6 +84,11 @@ class Channels:
             self._answers.ring_others()
         return arrived
 
+    def hurry(self, slot: WorkerSlot) -> None:
+        """The worker's host is told that another process will be this worker soon."""
+        self.to(slot).pause()
+        slot.host.hurry(slot.worker_id)
+
     def leave(self, slot: WorkerSlot) -> None:
         """The worker's host is told that it is this worker no longer."""
         if slot.host in self._channels:

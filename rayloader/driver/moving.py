@@ -127,6 +127,9 @@ class Moving:
                 (new,) = self._loan.lend(1, fresh=True)
                 self._coming[new] = own, 0
                 self._replaced.append(actor)
+                for slot in own:
+                    if slot.host in self._channels and not slot.away:
+                        self._channels.hurry(slot)
         moved = self._take_over()
         for actor in draining:
             if self._is_late(actor) and (hosts := self._survivors_of(actor)):

@@ -6,7 +6,8 @@ for iterable datasets on how far they were read. What cannot be restored is an e
 
 NOTE [One percent]. A snapshot costs what the user's `state_dict` costs, and a look at all objects for new generators.
 So the next one is taken only when the worker has worked a hundred times as long as the last one took. What it builds
-in between is built again where another process goes on. Nobody who never saves a state pays for one.
+in between is built again where another process goes on. Nobody who never saves a state pays for one. A worker that is
+told to hurry, since it is to move soon, takes one after each time that it has worked twice as long.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from rayloader.state.random_state import RandomState
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
 SHARE = 0.01
+# The same of one that is soon to move: what comes after its last snapshot is built again while everybody waits.
+HURRIED_SHARE = 0.5
 
 
 class WorkerState(NamedTuple):
@@ -94,6 +97,7 @@ class Recorder:
         self._seeded = self._random = seeded._replace(later=())  # as last told
         self._begin: RandomState | None = None  # not told yet
         self._states: dict[str, bytes] = {}  # as last told
+        self._share = SHARE
         self._cost = 0.0  # seconds that the last snapshot took
         self._worked = 0.0  # seconds since then
         self._waited = False  # for the next call, to see which new generators last
@@ -105,7 +109,11 @@ class Recorder:
     @property
     def is_due(self) -> bool:
         """Whether it is time for a snapshot, see NOTE [One percent]."""
-        return self._worked * SHARE >= self._cost
+        return self._worked * self._share >= self._cost
+
+    def hurry(self) -> None:
+        """The worker is to go on in another process soon."""
+        self._share = HURRIED_SHARE
 
     def capture(self, *, look: bool = True, new_last: bool = True) -> RandomState:
         """The generators as they are, of the later ones only with a `look` for them."""

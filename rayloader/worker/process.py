@@ -305,6 +305,11 @@ class WorkerProcess:
         sys.breakpointhook = hook  # this is said once
         return hook(*args, **kwargs)
 
+    def hurry(self, worker_id: int) -> None:
+        """Another process will be that worker soon."""
+        if (hosted := self._hosted.get(worker_id)) is not None:
+            hosted.hurry()
+
     def leave(self, worker_id: int) -> None:
         """This process is that worker no longer; another one is."""
         if self._at_work is self._hosted.pop(worker_id, None):

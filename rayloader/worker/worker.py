@@ -229,6 +229,10 @@ class Worker:
         state = self._recorder.snapshot_if_settled(self._iterator, **self._place()) if due else None
         return None if state is None else tuple(state)
 
+    def hurry(self) -> None:
+        """It is to go on in another process soon."""
+        self._recorder.hurry()
+
     def snapshot(self) -> WorkerState:
         """The worker as it is now, where it has changed since the last snapshot."""
         return self._recorder.snapshot(self._iterator, **self._place())

@@ -43,6 +43,7 @@ class World:
         drained: nodes, with how late their workers are: 0 not at all, 1 unless room is found elsewhere, 2 in any case.
         new: the processes that were asked for.
         killed: processes that were ended.
+        hurried: workers, where their process was told that another one will be these soon.
         left: workers, where their process was told that it is these no longer.
     """
 
@@ -50,6 +51,7 @@ class World:
         self.drained: dict[str, int] = {}
         self.new: list[Process] = []
         self.killed: list[Process] = []
+        self.hurried: list[int] = []
         self.left: list[int] = []
         self.pool = self.draining = self
         everything: Any = self
@@ -108,6 +110,9 @@ class World:
     def leave(self, slot: WorkerSlot) -> None:
         self.left.append(slot.worker_id)
 
+    def hurry(self, slot: WorkerSlot) -> None:
+        self.hurried.append(slot.worker_id)
+
     def hang_up(self, process: Process) -> None:
         self.open.discard(process)
 
@@ -138,6 +143,7 @@ def test_a_process_on_a_drained_node_works_on_until_another_has_come() -> None:
     for _ in range(3):
         assert world.spread() == []
     (new,) = world.new
+    assert world.hurried == [1]
     assert world.hosts() == before
     assert not world.killed
     new.comes("b")

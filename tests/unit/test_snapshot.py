@@ -10,7 +10,7 @@ import pytest
 from rayloader import ReplayError
 from rayloader.state.generators import Generators, alive
 from rayloader.state.random_state import RandomState
-from rayloader.state.snapshot import SHARE, Recorder, WorkerState
+from rayloader.state.snapshot import HURRIED_SHARE, SHARE, Recorder, WorkerState
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,6 +83,16 @@ def test_the_next_one_is_due_when_it_costs_its_share_of_the_work():
     told.worked(0.9 * cost / SHARE)
     assert not told.is_due
     told.worked(0.2 * cost / SHARE)
+    assert told.is_due
+
+
+def test_who_is_to_move_soon_takes_them_more_often():
+    told = recorder(Counts())
+    told.snapshot(None)
+    told.hurry()
+    told.worked(0.9 * told._cost / HURRIED_SHARE)
+    assert not told.is_due
+    told.worked(0.2 * told._cost / HURRIED_SHARE)
     assert told.is_due
 
 
