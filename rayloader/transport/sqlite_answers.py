@@ -14,13 +14,14 @@ another one is opened here, in the way in which the workers will open theirs, an
 - Converters are looked up in a dictionary. A key of ours, which equals none, sees by which of a query's names:
   declared types, names of columns or neither. That is `detect_types`.
 
-Callbacks (authorizer, trace, progress) are the only objects of the program's that a connection holds besides its two
-factories, and Python's collector names those that it holds. All the rest is a setting that can be read and set.
+- Callbacks (authorizer, trace, progress) are the only objects of the program's that a connection holds besides its two
+  factories, and Python's collector tells what it holds.
+
+All the rest is a setting that can be read and set.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 from collections import Counter
@@ -69,17 +70,11 @@ def quoted(name: str) -> str:
 # ---- how it was opened
 
 
-def has_callbacks(connection: Connection) -> bool:
-    """Whether it holds more than every connection does."""
-    own = type(connection), connection.row_factory, connection.text_factory, connection.isolation_level
-    parts = functools._lru_cache_wrapper, list, list  # the cache of statements; cursors and blobs
-    known: Counter[object] = Counter([*map(id, own), *parts])
-    for obj in gc.get_referents(connection):
-        key = id(obj) if id(obj) in known else type(obj)
-        known[key] -= 1
-        if known[key] < 0:
-            return True
-    return False
+def has_callbacks(connection: Connection, sqlite3: ModuleType) -> bool:
+    """Whether it holds other objects than a new one."""
+    with closing(sqlite3.connect(":memory:", isolation_level=connection.isolation_level)) as new:
+        new.row_factory, new.text_factory = connection.row_factory, connection.text_factory
+        return Counter(map(type, gc.get_referents(connection))) != Counter(map(type, gc.get_referents(new)))
 
 
 def databases(connection: Connection) -> list[tuple[bytes, bytes]]:

@@ -55,7 +55,7 @@ def reduce(obj: Any, sqlite3: ModuleType) -> Reduction | None:
         return _closed, ()
     if in_transaction:
         raise refusal(obj, "within a transaction")
-    if answers.has_callbacks(obj):
+    if answers.has_callbacks(obj, sqlite3):
         raise refusal(obj, "it has an authorizer, a trace callback or a progress handler")
     try:
         opening = _opening(obj, sqlite3)
