@@ -182,8 +182,8 @@ def _calls(new: Connection) -> Iterator[str]:
     for (name,) in asked(new, _COLLATIONS):
         yield f"{_NO_UTF8} = {_OTHER_NO_UTF8} COLLATE {quoted(name.decode())}"
     for name, _, count, _ in asked(new, _FUNCTIONS):
-        if count:  # -1 stands for any number
-            yield f"{quoted(name.decode())}({', '.join([_NO_UTF8] * abs(count))})"
+        if count:  # -1 stands for any number; the value itself may be random, as that of `fts5_locale` is
+            yield f"typeof({quoted(name.decode())}({', '.join([_NO_UTF8] * abs(count))}))"
 
 
 def _outcome(connection: Connection, call: str) -> object:
