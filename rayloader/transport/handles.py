@@ -8,7 +8,7 @@ program has not imported; any thread may call.
 
 from __future__ import annotations
 
-import errno
+import copyreg
 import gzip
 import io
 import os
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from rayloader._compat import newline_of
-
-Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
+from rayloader.transport import sqlite_handle
+from rayloader.transport.reopening import Reduction, refusal, there
 
 
 def reduce(obj: Any, kind: type) -> Reduction | None:
@@ -33,23 +33,23 @@ def reduce(obj: Any, kind: type) -> Reduction | None:
     Raises:
         TypeError: it cannot be had in another process.
     """
+    if kind in copyreg.dispatch_table:
+        return None  # the program's own way
     if (reducer := _REDUCERS.get(kind)) is not None:
         return reducer(obj)
+    if kind.__module__ == "sqlite3":
+        return sqlite_handle.reduce(obj, sys.modules["sqlite3"])
     if kind.__module__.startswith("h5py."):
         return _h5py(obj, sys.modules["h5py"])
     if kind is getattr(sys.modules.get("lmdb"), "Environment", None):
         return _lmdb(obj)
     if issubclass(kind, threading.Thread):
-        raise _refusal(obj, "a thread of this process")
+        raise refusal(obj, "a thread of this process")
     if kind.__module__ == "tarfile" and kind.__name__ == "_LowLevelFile":  # of `tarfile.open(path, "r|")`
-        raise _refusal(obj, "a descriptor of this process")
+        raise refusal(obj, "a descriptor of this process")
     if kind.__module__ == tempfile.__name__ and hasattr(obj, "delete"):
-        raise _refusal(obj, "a file that is deleted with this object")
+        raise refusal(obj, "a file that is deleted with this object")
     return None
-
-
-def _refusal(obj: Any, why: str) -> TypeError:
-    return TypeError(f"cannot pickle {type(obj).__name__!r} object: {why}")
 
 
 # ---- locks
@@ -81,22 +81,14 @@ def _path(file: Any) -> str:
     descriptor = file.fileno()
     here = os.fstat(descriptor)
     if not stat.S_ISREG(here.st_mode):
-        raise _refusal(file, "not a regular file")
+        raise refusal(file, "not a regular file")
     names = [os.path.abspath(os.fsdecode(file.name))] if isinstance(file.name, (str, bytes)) else []
     with_links = f"/proc/self/fd/{descriptor}"
     names += [os.readlink(with_links)] if os.path.islink(with_links) else []
     for name in names:
         if os.path.exists(name) and os.path.samestat(os.stat(name), here):
             return name
-    raise _refusal(file, f"{file.name!r} was removed, or is another file by now")
-
-
-def _there(path: str) -> str:
-    """The path, if this machine has it."""
-    if not os.path.exists(path):
-        reason = "a file that the dataset has open in the trainer must be on the node of each worker, at the same path"
-        raise FileNotFoundError(errno.ENOENT, reason, path)
-    return path
+    raise refusal(file, f"{file.name!r} was removed, or is another file by now")
 
 
 def _raw(file: io.FileIO) -> Reduction:
@@ -107,7 +99,7 @@ def _raw(file: io.FileIO) -> Reduction:
 
 def _buffered(file: io.BufferedReader) -> Reduction:
     if type(file.raw) is not io.FileIO:
-        raise _refusal(file, f"it reads from a {type(file.raw).__name__}")
+        raise refusal(file, f"it reads from a {type(file.raw).__name__}")
     if file.closed:
         return _closed, (io.BufferedReader, file.raw.name, file.raw.mode)
     return _open_binary, (_readable(file.raw), file.tell(), -1)
@@ -115,19 +107,19 @@ def _buffered(file: io.BufferedReader) -> Reduction:
 
 def _readable(file: io.FileIO) -> str:
     if file.mode != "rb":
-        raise _refusal(file, f"open for writing (mode {file.mode!r})")
+        raise refusal(file, f"open for writing (mode {file.mode!r})")
     return _path(file)
 
 
 def _open_binary(path: str, position: int, buffering: int) -> Any:
-    file = open(_there(path), "rb", buffering)  # noqa: SIM115 (the dataset closes it)
+    file = open(there(path), "rb", buffering)  # noqa: SIM115 (the dataset closes it)
     file.seek(position)
     return file
 
 
 def _written(file: Any) -> Reduction:
     if not file.closed:
-        raise _refusal(file, "open for writing")
+        raise refusal(file, "open for writing")
     return _closed, (type(file), file.raw.name, file.raw.mode)
 
 
@@ -137,16 +129,16 @@ def _text(file: io.TextIOWrapper) -> Reduction | None:
     if file.closed:
         raw = getattr(file.buffer, "raw", None)
         if type(raw) is not io.FileIO:
-            raise _refusal(file, "a closed file without a descriptor")
+            raise refusal(file, "a closed file without a descriptor")
         return _closed, (io.TextIOWrapper, raw.name, raw.mode)
     if type(file.buffer) in (io.BufferedWriter, io.BufferedRandom):
-        raise _refusal(file, "open for writing")
+        raise refusal(file, "open for writing")
     if type(file.buffer) not in (io.BufferedReader, gzip.GzipFile):
-        raise _refusal(file, f"it reads from a {type(file.buffer).__name__}")
+        raise refusal(file, f"it reads from a {type(file.buffer).__name__}")
     try:
         position = file.tell()
     except OSError as error:
-        raise _refusal(file, f"its place is not known within `for line in file` ({error}); use readline()") from error
+        raise refusal(file, f"its place is not known within `for line in file` ({error}); use readline()") from error
     file.seek(position)  # it reads ahead anew
     return _open_text, (file.buffer, file.encoding, file.errors, newline_of(file), vars(file), position)
 
@@ -176,27 +168,27 @@ def _closed(kind: type, name: Any, mode: str) -> Any:
 
 def _gzip(file: gzip.GzipFile) -> Reduction:
     if file.closed or not file.readable():
-        raise _refusal(file, "closed" if file.closed else "open for writing")
+        raise refusal(file, "closed" if file.closed else "open for writing")
     if file.myfileobj is None:
-        raise _refusal(file, "it reads from a file of the program's, whose begin is not known")
+        raise refusal(file, "it reads from a file of the program's, whose begin is not known")
     return _open_gzip, (_path(file.myfileobj), file.tell())
 
 
 def _open_gzip(path: str, position: int) -> gzip.GzipFile:
-    file = gzip.GzipFile(_there(path), "rb")
+    file = gzip.GzipFile(there(path), "rb")
     file.seek(position)
     return file
 
 
 def _npz(archive: Any) -> Reduction:
     if archive.zip is None or archive.zip.fp is None:
-        raise _refusal(archive, "closed")
+        raise refusal(archive, "closed")
     options = {"allow_pickle": archive.allow_pickle, "max_header_size": archive.max_header_size}
     return _open_npz, (_readable(archive.zip.fp.raw), {**options, **archive.pickle_kwargs})
 
 
 def _open_npz(path: str, options: dict[str, Any]) -> Any:
-    return np.load(_there(path), **options)
+    return np.load(there(path), **options)
 
 
 # ---- packages that the program may have imported
@@ -205,13 +197,13 @@ def _open_npz(path: str, options: dict[str, Any]) -> Any:
 def _h5py(obj: Any, h5py: Any) -> Reduction | None:
     if isinstance(obj, h5py.File):
         if not obj or obj.mode != "r" or obj.driver not in ("sec2", "stdio"):
-            raise _refusal(obj, f"open with mode {obj.mode!r} and driver {obj.driver!r}" if obj else "closed")
+            raise refusal(obj, f"open with mode {obj.mode!r} and driver {obj.driver!r}" if obj else "closed")
         _, slots, nbytes, w0 = obj.id.get_access_plist().get_cache()
         cache = {"rdcc_nslots": slots, "rdcc_nbytes": nbytes, "rdcc_w0": w0}
         return _open_h5py, (os.path.abspath(obj.filename), obj.driver, bool(obj.swmr_mode), cache)
     if isinstance(obj, (h5py.Group, h5py.Dataset)):
         if not obj or obj.name is None:
-            raise _refusal(obj, "closed, or without a name in its file")
+            raise refusal(obj, "closed, or without a name in its file")
         return _h5py_item, (obj.file, obj.name)
     return None
 
@@ -219,7 +211,7 @@ def _h5py(obj: Any, h5py: Any) -> Reduction | None:
 def _open_h5py(path: str, driver: str, swmr: bool, cache: dict[str, Any]) -> Any:
     import h5py
 
-    return h5py.File(_there(path), "r", driver=driver, swmr=swmr, **cache)
+    return h5py.File(there(path), "r", driver=driver, swmr=swmr, **cache)
 
 
 def _h5py_item(file: Any, name: str) -> Any:
@@ -229,7 +221,7 @@ def _h5py_item(file: Any, name: str) -> Any:
 def _lmdb(obj: Any) -> Reduction:
     flags = obj.flags()
     if not flags["readonly"]:
-        raise _refusal(obj, "open for writing; open it with readonly=True")
+        raise refusal(obj, "open for writing; open it with readonly=True")
     options = {name: flags[name] for name in ("subdir", "readonly", "readahead", "lock")}
     options["map_size"] = obj.info()["map_size"]
     return _open_lmdb, (os.path.abspath(os.fsdecode(obj.path())), options)
@@ -243,7 +235,7 @@ def _open_lmdb(path: str, options: dict[str, Any]) -> Any:
     environment = _environments.get(key)
     if environment is None or not _is_open(environment):
         # How many databases were to be opened is not to be had. So many cost nothing.
-        environment = _environments[key] = lmdb.open(_there(path), create=False, max_dbs=64, **options)
+        environment = _environments[key] = lmdb.open(there(path), create=False, max_dbs=64, **options)
     return environment
 
 

@@ -3,9 +3,12 @@
 import gc
 import os
 import re
+import sqlite3
 import tarfile
 import threading
+from contextlib import closing
 from dataclasses import replace
+from datetime import date
 from multiprocessing import Pipe
 from pathlib import Path
 from zipfile import ZipFile
@@ -341,6 +344,7 @@ def looked_up(data):
             data["tar"].extractfile("b").read(),
             int(data["h5"]["x"][3]),
             data["cut"].read(2),
+            data["sql"].execute("SELECT day FROM days").fetchone()["day"],
         )
 
 
@@ -352,7 +356,12 @@ def test_locks_and_open_files_are_each_workers_own(tmp_path):
         tar.add(tmp_path / "lines", "b")
     with h5py.File(tmp_path / "h5", "w") as file:
         file["x"] = np.arange(10)
+    with closing(sqlite3.connect(tmp_path / "db")) as writer, writer:
+        writer.execute("CREATE TABLE days (day DATE)")
+        writer.execute("INSERT INTO days VALUES ('2020-02-03')")
+    uri, types = f"file:{tmp_path}/db?mode=ro", sqlite3.PARSE_DECLTYPES
     with (
+        closing(sqlite3.connect(uri, uri=True, detect_types=types)) as sql,
         ZipFile(tmp_path / "zip") as archive,
         tarfile.open(tmp_path / "tar") as tar,
         h5py.File(tmp_path / "h5") as h5,
@@ -361,8 +370,9 @@ def test_locks_and_open_files_are_each_workers_own(tmp_path):
     ):
         assert text.readline() == "one\n"
         cut.seek(2)
-        data = {"lock": threading.Lock(), "zip": archive, "tar": tar, "h5": h5, "text": text, "cut": cut}
-        expected = ("two\n", b"zipped", b"one\ntwo\nthree\n", 3, b"e\n")
+        sql.row_factory = sqlite3.Row
+        data = {"lock": threading.Lock(), "zip": archive, "tar": tar, "h5": h5, "text": text, "cut": cut, "sql": sql}
+        expected = ("two\n", b"zipped", b"one\ntwo\nthree\n", 3, b"e\n", date(2020, 2, 3))
         assert list(holding(data, looked_up)) == [expected, expected]
         text.readline()
         assert [batch[0] for batch in holding(data, looked_up)] == ["three\n", "three\n"], "where it is by now"

@@ -1,0 +1,300 @@
+"""SQLite connections of a replica: those that only read are opened anew, with the same values; others are refused."""
+
+import copyreg
+import itertools
+import os
+import sqlite3
+import sys
+import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from unittest import mock
+
+import pytest
+
+from rayloader.transport.codec import decode, encode
+from rayloader.transport.mapped import Mappings
+
+QUERY = "SELECT number, name, day, day AS 'again [date]', upper(name) AS u FROM items WHERE name LIKE 'N%'"
+
+
+def copied(obj):
+    """As it arrives in a worker."""
+    encoded = encode(obj, mapped=Mappings())
+    return decode(encoded.skeleton, encoded.buffers, encoded.carried)
+
+
+def refused(obj, why):
+    with pytest.raises(TypeError, match=why):
+        encode(obj, mapped=Mappings())
+
+
+def opened(path, query="mode=ro", **options):
+    return closing(sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?{query}", uri=True, **options))
+
+
+def create(path, *statements):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in (*statements, "CREATE TABLE items (number INTEGER, name TEXT, day DATE)"):
+            connection.execute(statement)
+        rows = [(number, f"Nä{number}", f"2020-01-0{number + 1}") for number in range(5)]
+        connection.executemany("INSERT INTO items VALUES (?, ?, ?)", rows)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path):
+    return create(tmp_path / "items #1?%41.db")  # with the characters that mean something in a URI
+
+
+@pytest.fixture(autouse=True)
+def _process():
+    """What a test registers for the whole process goes again."""
+    with mock.patch.dict(sqlite3.adapters), mock.patch.dict(sqlite3.converters):
+        yield
+
+
+def same(connection, new, query=QUERY):
+    """What both give."""
+    rows, found = connection.execute(query).fetchall(), new.execute(query).fetchall()
+    assert [*found, *map(type, found)] == [*rows, *map(type, rows)]
+    return rows
+
+
+# ---- what is opened anew
+
+
+def as_dict(cursor, row):
+    return {column[0]: value for column, value in zip(cursor.description, row, strict=True)}
+
+
+def lossy(raw):
+    return raw.decode("ascii", "replace")
+
+
+@pytest.mark.filterwarnings("ignore:The default date converter is deprecated")  # from Python 3.12 on
+@pytest.mark.parametrize("detect_types", range(4))
+def test_it_gives_the_same_values(path, detect_types):
+    factories = itertools.product([None, sqlite3.Row, as_dict], [str, bytes, lossy])
+    for row_factory, text_factory in factories:
+        with opened(path, detect_types=detect_types, isolation_level=None) as connection:
+            connection.row_factory, connection.text_factory = row_factory, text_factory
+            with closing(copied(connection)) as new:
+                assert len(same(connection, new)) == 5
+                assert (new.row_factory, new.text_factory, new.isolation_level) == (row_factory, text_factory, None)
+
+
+@pytest.mark.parametrize("detect_types", [sqlite3.PARSE_DECLTYPES, sqlite3.PARSE_COLNAMES])
+def test_converters_and_adapters_of_the_program_come_along(path, detect_types):
+    sqlite3.register_converter("date", lambda raw: ("date", raw))
+    sqlite3.register_converter("integer", lambda raw: ("integer", raw))
+    sqlite3.register_converter("text", lambda raw: ("text", raw))  # a type of our question for `detect_types`
+    sqlite3.register_adapter(complex, lambda number: number.real)
+    with opened(path, detect_types=detect_types) as connection:
+        registered = dict(sqlite3.converters)
+        encoded = encode(connection, mapped=Mappings())
+        assert sqlite3.converters == registered
+        for one in (sqlite3.converters, sqlite3.adapters):  # as in a worker
+            one.clear()
+        with closing(decode(encoded.skeleton, encoded.buffers)) as new:
+            assert ("date", b"2020-01-01") in same(connection, new)[0]
+            assert new.execute("SELECT ?", (2 + 1j,)).fetchone() == (2.0,)
+
+
+def test_it_is_asked_without_calling_what_the_program_has_registered(path):
+    called = []
+
+    def refuse(*_):
+        called.append(1)
+
+    for name in ("date", "text", "integer"):
+        sqlite3.register_converter(name, refuse)
+    with opened(path, detect_types=3) as connection:
+        connection.row_factory = refuse
+        with closing(copied(connection)) as new:
+            assert new.row_factory.__name__ == "refuse"
+        connection.create_function("match", 2, refuse)
+        connection.create_collation("NOCASE", refuse)
+        refused(connection, "in place of SQLite's")
+    assert not called
+
+
+def test_attached_databases_settings_and_limits_are_the_same(path, tmp_path):
+    other = create(tmp_path / "other.db")
+    with opened(path, timeout=1.5) as connection:
+        connection.execute("ATTACH ? AS 'an \"other'", (f"file:{other}?mode=ro",))
+        for setting in ("reverse_unordered_selects=1", "full_column_names=1", "short_column_names=0", "cache_size=77"):
+            connection.execute(f"PRAGMA {setting}")
+        if sys.version_info >= (3, 11):
+            connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 10)
+        with closing(copied(connection)) as new:
+            rows = same(connection, new, 'SELECT number FROM "an ""other".items UNION ALL SELECT number FROM items')
+            assert rows[0] == (4,), "reversed"
+            assert same(connection, new, "PRAGMA busy_timeout") == [(1500,)]
+            assert same(connection, new, "PRAGMA main.cache_size") == [(77,)]
+            assert new.execute("SELECT number FROM items").description[0][0] == "items.number"
+            if sys.version_info >= (3, 11):
+                assert new.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER) == 10
+
+
+def test_what_has_been_asked_before_does_not_matter(path):
+    with opened(path) as connection:
+        for query in ("SELECT * FROM pragma_table_info('items')", "SELECT * FROM json_each('[1]')"):
+            connection.execute(query).fetchall()
+        connection.execute("CREATE TEMP TABLE mine (number)")
+        connection.execute("DROP TABLE mine")
+        cursor = connection.execute(QUERY)
+        cursor.fetchone()
+        for _ in range(2):
+            with closing(copied(connection)) as new:
+                same(connection, new)
+        assert len(cursor.fetchall()) == 4
+
+
+def test_a_connection_that_was_told_to_read_only(path):
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA query_only=1")
+        with closing(copied(connection)) as new:
+            same(connection, new)
+            with pytest.raises(sqlite3.OperationalError, match="readonly"):
+                new.execute("DELETE FROM items")
+
+
+def test_one_that_does_not_look_into_the_log_stays_so(tmp_path):
+    with closing(sqlite3.connect(tmp_path / "logged.db")) as writer:
+        writer.execute("PRAGMA journal_mode=wal")
+        writer.execute("CREATE TABLE items (number, name, day)")
+        writer.execute("PRAGMA wal_checkpoint")
+        writer.execute("INSERT INTO items VALUES (1, 'N', '2020-01-01')")
+        writer.commit()
+        for query, count in (("mode=ro", 1), ("immutable=1", 0)):
+            with opened(tmp_path / "logged.db", query) as connection, closing(copied(connection)) as new:
+                assert len(same(connection, new)) == count
+
+
+def test_a_row_factory_may_refer_to_its_connection(path):
+    class Rows:
+        def __init__(self, connection):
+            self.connection = connection
+
+        def __call__(self, cursor, row):
+            return [row[0], self.connection.isolation_level]
+
+    with opened(path) as connection:
+        connection.row_factory = Rows(connection)
+        with closing(copied(connection)) as new:
+            assert new.row_factory.connection is new
+            assert new.execute("SELECT number FROM items").fetchone() == [0, ""]
+
+
+def test_any_thread_of_a_worker_may_use_it(path):
+    with opened(path) as connection, closing(copied(connection)) as new, ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(lambda: new.execute(QUERY).fetchall()).result()) == 5
+        with pytest.raises(TypeError, match="SQLite says: SQLite objects created in a thread"):
+            pool.submit(encode, connection, mapped=Mappings()).result()
+
+
+def test_a_closed_one_arrives_closed(path):
+    with opened(path) as connection:
+        pass
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        copied(connection).execute("SELECT 1")
+
+
+def test_nothing_is_written_and_nobody_is_kept_waiting(path):
+    with closing(sqlite3.connect(path, timeout=0)) as writer, opened(path) as connection:
+        before = path.read_bytes()
+        writer.execute("BEGIN IMMEDIATE")  # the lock for writing
+        copied(connection).close()
+        with closing(sqlite3.connect(path)) as another:
+            refused(another, "open for writing")
+        assert path.read_bytes() == before
+        assert connection.execute("PRAGMA database_list").fetchall() == [(0, "main", str(path))]
+        assert not connection.in_transaction
+
+
+def test_a_way_of_the_programs_own_goes_first(path):
+    class Pickled(sqlite3.Connection):
+        def __reduce__(self):
+            return str, ("mine",)
+
+    with opened(path, factory=Pickled) as connection:
+        assert copied(connection) == "mine"
+    ways = {sqlite3.Connection: lambda connection: (str, ("mine",))}
+    with opened(path, "mode=rw") as connection, mock.patch.dict(copyreg.dispatch_table, ways):
+        assert copied(connection) == "mine"
+
+
+# ---- what is refused
+
+
+def compare(a, b):
+    return (a > b) - (a < b)
+
+
+def attach_another(connection):
+    (path,) = connection.execute("SELECT file FROM pragma_database_list").fetchone()
+    connection.execute("ATTACH ? AS other", (str(create(path + "2")),))
+
+
+REFUSED = {
+    "authorizer": lambda connection: connection.set_authorizer(lambda *_: sqlite3.SQLITE_OK),
+    "trace callback": lambda connection: connection.set_trace_callback(str),  # which its `text_factory` is, too
+    "progress handler": lambda connection: connection.set_progress_handler(lambda: 0, 10),
+    "functions of the program's, or": lambda connection: connection.create_function("twice", 1, lambda x: 2 * x),
+    "has functions of": lambda connection: connection.create_function("upper", 1, str.lower),
+    "functions of": lambda connection: connection.create_aggregate("total2", 1, list),
+    "`case_sensitive_like`": lambda connection: connection.execute("PRAGMA case_sensitive_like=1"),
+    "in place of SQLite's": lambda connection: connection.create_function("match", 2, str.__contains__),
+    "collations of": lambda connection: connection.create_collation("german", compare),
+    "or collations .* in place of SQLite's": lambda connection: connection.create_collation("NOCASE", compare),
+    "in place of": lambda connection: connection.create_collation("BINARY", lambda a, b: compare(b, a)),
+    "within a transaction": lambda connection: connection.execute("BEGIN"),
+    "temporary tables": lambda connection: connection.execute("CREATE TEMP TABLE mine (number)"),
+    "open for writing": attach_another,
+    "in memory": lambda connection: connection.execute("ATTACH ':memory:' AS other"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_might_give_other_values_is_refused(path, why):
+    with opened(path) as connection:
+        REFUSED[why](connection)
+        refused(connection, why)
+
+
+def test_databases_that_cannot_be_opened_again_are_refused(path, tmp_path):
+    with closing(sqlite3.connect(":memory:")) as in_memory, closing(sqlite3.connect(path)) as writable:
+        refused(in_memory, "in memory")
+        refused(writable, "mode=ro")
+    create(tmp_path / "utf16.db", "PRAGMA encoding='UTF-16'")
+    with opened(tmp_path / "utf16.db") as connection:
+        refused(connection, "UTF-16")
+    with opened(path) as connection:
+        os.rename(path, tmp_path / "elsewhere")
+        for make in (path.touch, path.unlink):
+            refused(connection, "was removed, or is another file")
+            make()
+
+
+def test_hidden_types_are_refused(path):
+    for name in ("text", "int"):
+        sqlite3.register_converter(name, bytes)
+    with opened(path) as connection:
+        refused(connection, "hide its `detect_types`")
+
+
+def test_classes_of_the_programs_own_and_what_belongs_to_a_connection_are_refused(path):
+    class Connection(sqlite3.Connection):
+        pass
+
+    with opened(path, factory=Connection) as connection:
+        refused(connection, "cannot pickle 'Connection")
+    with opened(path) as connection:
+        parts = [connection.cursor()]
+        if sys.version_info >= (3, 11):
+            create(path.parent / "blobs.db", "CREATE TABLE blobs (data BLOB)", "INSERT INTO blobs VALUES (x'00')")
+            connection.execute("ATTACH ? AS other", (str(path.parent / "blobs.db"),))
+            parts.append(connection.blobopen("blobs", "data", 1, readonly=True, name="other"))
+        for part in parts:
+            refused(part, "keep the connection")
