@@ -1,6 +1,6 @@
 """Where the user is in a loader's stream: `state_dict` and back.
 
-Promise: a state is made of plain types (but for what a dataset's or sampler's own `state_dict` gives), and
+Promise: a state is made of plain types and tensors (but for what a dataset's or sampler's own `state_dict` gives), and
 says all that it takes to go on with the same stream: the generators of this process from before the epoch, how much of
 it the user has taken, and a snapshot of each worker. What does not fit is refused.
 """

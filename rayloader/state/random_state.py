@@ -86,16 +86,20 @@ class RandomState(NamedTuple):
         """The inverse of `since`."""
         return RandomState._make(b if a is None else a for a, b in zip(self, before, strict=True))
 
-    def pack(self) -> tuple[Any, ...]:
-        """As plain types that can't be changed; 2.5 KB a generator that is not None."""
+    def pack(self, content: bytearray | None = None) -> tuple[Any, ...]:
+        """As plain types that can't be changed; 2.5 KB a generator that is not None.
+
+        Args:
+            content: where the bytes go, if that is given; what `pack` returns then says where they are.
+        """
         numpy = self.numpy[1] if self.numpy is not None else None
         later = None if self.later is None else tuple(map(tuple, self.later))
-        return tuple(map(_pack, (self.python, self.torch, numpy, self.others, later)))
+        return tuple(_pack(part, content) for part in (self.python, self.torch, numpy, self.others, later))
 
     @classmethod
-    def unpack(cls, packed: tuple[Any, ...]) -> RandomState:
+    def unpack(cls, packed: tuple[Any, ...], content: bytes = b"") -> RandomState:
         """The inverse of `pack`."""
-        python, torch_, numpy, others, later = map(_unpack, packed)
+        python, torch_, numpy, others, later = (_unpack(part, content) for part in packed)
         numpy = None if numpy is None else (b"", numpy)
         return cls(python, torch_, numpy, others, None if later is None else tuple(Later(*one) for one in later))
 
@@ -104,40 +108,54 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or pickle.dumps(a) == pickle.dumps(b)
 
 
-def _pack(state: Any) -> Any:
-    """A state as a generator tells it, as plain types; a tuple says first what it stands for.
-
-    Bytes are never empty, for `torch.load(weights_only=True)` refuses those: None stands for them.
-    """
+def _pack(state: Any, content: bytearray | None) -> Any:
+    """A state as a generator tells it, as plain types; a tuple says first what it stands for."""
     match state:
         case np.ndarray():
-            return "array", state.dtype.str, state.tobytes() or None
+            return "array", state.dtype.str, _put(state.tobytes(), content)
         case bytes():
-            return "bytes", *_halves(state)
+            return "bytes", *(_put(half, content) for half in _halves(state))
         case tuple() if len(state) > 100 and (words := _words(state)) is not None:
-            return "words", words
+            return "words", _put(words, content)
         case tuple():
-            return "tuple", *map(_pack, state)
+            return "tuple", *(_pack(part, content) for part in state)
         case dict():
-            return "dict", *((key, _pack(part)) for key, part in state.items())
+            return "dict", *((key, _pack(part, content)) for key, part in state.items())
         case np.generic():
             return state.item()
     return state
 
 
-def _unpack(packed: Any) -> Any:
+def _unpack(packed: Any, content: bytes) -> Any:
     match packed:
-        case ("array", dtype, content):
-            return np.frombuffer(content or b"", dtype)
+        case ("array", dtype, part):
+            return np.frombuffer(_got(part, content), dtype)
         case ("bytes", *halves):
-            return _joined(*halves)
-        case ("words", content):
-            return tuple(np.frombuffer(content, np.uint32).tolist())
+            return _joined(*(_got(half, content) for half in halves))
+        case ("words", part):
+            return tuple(np.frombuffer(_got(part, content), np.uint32).tolist())
         case ("tuple", *parts):
-            return tuple(map(_unpack, parts))
+            return tuple(_unpack(part, content) for part in parts)
         case ("dict", *items):
-            return {key: _unpack(part) for key, part in items}
+            return {key: _unpack(part, content) for key, part in items}
     return packed
+
+
+def _put(part: bytes, content: bytearray | None) -> Any:
+    """What says where these bytes are: they themselves, or their place in `content`.
+
+    They are never empty, for `torch.load(weights_only=True)` refuses such bytes: None stands for them.
+    """
+    if not part or content is None:
+        return part or None
+    content += part
+    return len(content) - len(part), len(content)
+
+
+def _got(place: Any, content: bytes) -> bytes:
+    if isinstance(place, tuple | list):
+        return content[place[0] : place[1]]
+    return place or b""
 
 
 def _words(state: tuple[Any, ...]) -> bytes | None:
@@ -148,17 +166,15 @@ def _words(state: tuple[Any, ...]) -> bytes | None:
         return None
 
 
-def _halves(state: bytes) -> tuple[bytes | None, ...]:
+def _halves(state: bytes) -> tuple[bytes, ...]:
     """Lower halves, places of upper ones that are not zero, these, and the rest: torch keeps 32 bits in 64."""
     count = len(state) // 8
     lower, upper = np.frombuffer(state, np.uint32, 2 * count).reshape(-1, 2).T
     where = np.flatnonzero(upper).astype(np.uint32)
-    halves = lower.tobytes(), where.tobytes(), upper[where].tobytes(), state[8 * count :]
-    return tuple(part or None for part in halves)
+    return lower.tobytes(), where.tobytes(), upper[where].tobytes(), state[8 * count :]
 
 
-def _joined(*halves: bytes | None) -> bytes:
-    lower, where, upper, rest = (part or b"" for part in halves)
+def _joined(lower: bytes, where: bytes, upper: bytes, rest: bytes) -> bytes:
     words = np.zeros((len(lower) // 4, 2), np.uint32)
     words[:, 0] = np.frombuffer(lower, np.uint32)
     words[np.frombuffer(where, np.uint32), 1] = np.frombuffer(upper, np.uint32)

@@ -49,6 +49,8 @@ class Part:
             self.own = owned(value).copy
         elif type(value) is dict and Part in map(type, value.values()):
             self.own = functools.partial(owned, value)
+        elif type(value) is torch.Tensor:
+            self.own = value.clone
         elif _is_constant(value):
             self.is_constant, self.own = True, functools.partial(_same, value)
         else:

@@ -11,6 +11,8 @@ import struct
 import zlib
 from typing import Any
 
+import torch
+
 from rayloader.errors import StateError
 from rayloader.state import plain_state
 from rayloader.state.draws import decoded
@@ -29,7 +31,7 @@ class WorkerParts:
 
     def __init__(self) -> None:
         self._made_of: tuple[Any, ...] = (self,) * 4
-        self._begin = Part(())
+        self._begin: dict[str, Any] = {}
         self._replay, self._checksum, self._count = b"", 0, 0  # packed tasks, and how many
         self._whole = Part(())
 
@@ -81,60 +83,63 @@ def begin(journal: Journal, worker: dict[str, Any], told: dict[int, codec.Encode
     # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
     replay = [Told(task_id, encoded, digest) for task_id, digest in replayed(worker) if (encoded := told[task_id])]
     state, before = worker["begin"]
-    base = _unpack_state(state)
+    content = b"" if worker["content"] is None else worker["content"].cpu().numpy().tobytes()
+    base = _unpack_state(state, content)
     if base is not None:  # what it is given from now on comes after what it has built, whatever its number
         base = base._replace(last_task=min(base.last_task, next_task - 1))
     journal.starts_at(base, replay)
     if before is not None:
-        journal.starts_before(_unpack_before(before))
+        journal.starts_before(_unpack_before(before, content))
 
 
-def _pack(begin: Part, replay: Part | None, *, remembers: bool) -> Part:
-    return Part({"begin": begin, "replay": replay, "remembers": remembers})
+def _pack(begin: dict[str, Any], replay: Part | None, *, remembers: bool) -> Part:
+    return Part({**begin, "replay": replay, "remembers": remembers})
 
 
-def _pack_begin(state: WorkerState | None, before: Before | None) -> Part:
-    """Where the worker starts."""
-    return Part((_pack_state(state), None if before is None else _pack_before(before)))
+def _pack_begin(state: WorkerState | None, before: Before | None) -> dict[str, Any]:
+    """Where the worker starts; its generators as one tensor, for torch saves bytes half as long again."""
+    content = bytearray()
+    begin = Part((_pack_state(state, content), None if before is None else _pack_before(before, content)))
+    return {"begin": begin, "content": Part(torch.frombuffer(content, dtype=torch.uint8)) if content else None}
 
 
-def _pack_state(state: WorkerState | None) -> tuple[Any, ...] | None:
+def _pack_state(state: WorkerState | None, content: bytearray) -> tuple[Any, ...] | None:
     if state is None:
         return None
     if state.error:
         raise StateError(f"a worker's dataset could not tell its state:\n{state.error}")
     packed: Any = state._replace(
-        random=state.random.pack(),  # type: ignore[arg-type]
-        begin=None if state.begin is None else state.begin.pack(),  # type: ignore[arg-type]
+        random=state.random.pack(content),  # type: ignore[arg-type]
+        begin=None if state.begin is None else state.begin.pack(content),  # type: ignore[arg-type]
         dataset=pack_object(state.dataset),  # type: ignore[arg-type]
         iterator=pack_object(state.iterator),  # type: ignore[arg-type]
     )
     return tuple(packed)
 
 
-def _unpack_state(packed: tuple[Any, ...] | None) -> WorkerState | None:
+def _unpack_state(packed: tuple[Any, ...] | None, content: bytes) -> WorkerState | None:
     if packed is None:
         return None
     state: Any = WorkerState(*packed)
     unpacked: WorkerState = state._replace(
-        random=RandomState.unpack(state.random),
-        begin=None if state.begin is None else RandomState.unpack(state.begin),
+        random=RandomState.unpack(state.random, content),
+        begin=None if state.begin is None else RandomState.unpack(state.begin, content),
         dataset=unpack_object(state.dataset),
         iterator=unpack_object(state.iterator),
     )
     return unpacked
 
 
-def _pack_before(before: Before) -> dict[str, Any]:
+def _pack_before(before: Before, content: bytearray) -> dict[str, Any]:
     entries: list[list[Any]] = [
         [entry.task_id, plain_state.pack(decoded(entry.indices)), entry.digest] if isinstance(entry, Told) else [*entry]
         for entry in before.entries
     ]
     kinds = [type(entry).__name__ for entry in before.entries]
-    return {"state": _pack_state(before.state), "kinds": kinds, "entries": entries}
+    return {"state": _pack_state(before.state, content), "kinds": kinds, "entries": entries}
 
 
-def _unpack_before(packed: dict[str, Any]) -> Before:
+def _unpack_before(packed: dict[str, Any], content: bytes) -> Before:
     entries: list[Told | Resumed] = []
     for kind, values in zip(packed["kinds"], packed["entries"], strict=True):
         if kind == Resumed.__name__:
@@ -142,4 +147,4 @@ def _unpack_before(packed: dict[str, Any]) -> Before:
         else:
             task_id, indices, digest = values
             entries.append(Told(task_id, codec.encode(plain_state.unpack(indices)), digest))
-    return Before(_unpack_state(packed["state"]), tuple(entries))
+    return Before(_unpack_state(packed["state"], content), tuple(entries))

@@ -35,8 +35,7 @@ def test_what_is_packed_bit_by_bit_is_what_is_packed_at_once():
         journal.taken(task_id)
         if task_id % 3:  # otherwise two come at once
             part = parts.of(journal, iterable=False)
-            assert owned(part) == at_once(journal)
-            assert part.checksum == checksum(owned(part))
+            assert part.checksum == checksum(owned(part)) == checksum(at_once(journal))
     assert replayed(owned(part)) == [(7, 107), (8, 108)]
 
 
@@ -61,7 +60,7 @@ def test_another_journal_begins_where_this_one_is(dataset):
     begin(other, at_once(journal), {1: codec.encode([1]), 2: codec.encode([2])}, next_task=3)
     assert [(told.task_id, told.digest) for told in other.replay.values()] == [(2, 102)]
     assert other.base.last_task == 1
-    assert at_once(other) == at_once(journal)
+    assert checksum(at_once(other)) == checksum(at_once(journal))
 
 
 def test_what_is_done_to_one_state_does_not_show_in_the_next():
@@ -72,4 +71,4 @@ def test_what_is_done_to_one_state_does_not_show_in_the_next():
     told = next(part for part in state if isinstance(part, dict))
     assert told == {"state": [7]}
     told["state"].clear()
-    assert owned(parts.of(journal, iterable=False)) == at_once(journal)
+    assert checksum(owned(parts.of(journal, iterable=False))) == checksum(at_once(journal))
