@@ -19,7 +19,7 @@ import pickle
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -30,8 +30,9 @@ from rayloader.errors import StateError
 from rayloader.prefetch import QUIET_SAMPLERS
 from rayloader.sharding import Shard, chain_of, order_of, part_of
 from rayloader.state import redeal
-from rayloader.state.generators import find_generators, suit
+from rayloader.state.generators import KINDS, find_generators, suit
 from rayloader.state.random_state import RandomState
+from rayloader.state.seal import are_same
 from rayloader.state.snapshot import has_state
 
 _SIMPLE = (int, float, str, bool, type(None))
@@ -56,20 +57,26 @@ class Moment(NamedTuple):
     random: RandomState
     attributes: list[dict[str, Any]]
 
-    def pack(self) -> dict[str, Any]:
-        """As plain types and a tensor."""
-        return {"random": self.random.pack(), "attributes": [dict(simple) for simple in self.attributes]}
+    def pack(self) -> tuple[Any, ...]:
+        """As plain types that can't be changed."""
+        return self.random.pack(), pack_attributes(self.attributes)
 
     @classmethod
-    def unpack(cls, packed: dict[str, Any]) -> Moment:
+    def unpack(cls, packed: tuple[Any, ...]) -> Moment:
         """The inverse of `pack`."""
-        return cls(RandomState.unpack(packed["random"]), [dict(simple) for simple in packed["attributes"]])
+        random, attributes = packed
+        return cls(RandomState.unpack(random), [dict(simple) for simple in attributes])
 
     @property
     def epoch(self) -> int | None:
         """The epoch of the outermost sampler that has one."""
         epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
         return epochs[0] if epochs else None
+
+
+def pack_attributes(attributes: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """Those of a `Moment`, as plain types that can't be changed."""
+    return tuple(tuple(simple.items()) for simple in attributes)
 
 
 class OwnState(NamedTuple):
@@ -84,6 +91,7 @@ class Samplers:
     """The sampler of a loader and those that it wraps."""
 
     def __init__(self, loader: Any) -> None:
+        self._seen = _contents(loader)
         self.index_sampler = loader._index_sampler
         self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self._chain = chain_of(self.index_sampler)
@@ -99,14 +107,19 @@ class Samplers:
         self._needs_global = not (self._only_torch and own)
         self._loaders_own = loader.generator
         self._makes_generator = [_makes_generator(sampler) for sampler in self._chain]
+        self._is_shallow = True  # no sampler holds objects that may hold generators
         self._generators = self._find_generators()
+        self.name = " of ".join(type(sampler).__name__ for sampler in self._chain)  # of the kinds of samplers
 
-    @property
-    def name(self) -> str:
-        """Of the kinds of samplers."""
-        return " of ".join(type(sampler).__name__ for sampler in self._chain)
+    def are_of(self, loader: Any) -> bool:
+        """Whether that loader's samplers are still these, and neither their attributes nor the loader's have changed.
 
-    def iterator(self, stages: list[redeal.Stage]) -> Any:
+        False too where that can't be known without a look at all that a sampler holds.
+        """
+        contents = _contents(loader)
+        return self._is_shallow and len(contents) == len(self._seen) and are_same(contents, self._seen)
+
+    def iterator(self, stages: Sequence[redeal.Stage]) -> Any:
         """The index sampler's; after stages, over what is left for this rank."""
         if not stages:
             return iter(self.index_sampler)
@@ -144,6 +157,7 @@ class Samplers:
             inner = {k: v for k, v in _vars(sampler).items() if type(v) not in _SIMPLE and not self._is_searched(k, v)}
             if inner:  # torch's own have none, and a state is made before every batch by some frameworks
                 found += [g for g in find_generators(inner) if all(g is not known for known in found)]
+                self._is_shallow &= all(isinstance(value, KINDS) for value in inner.values())
         return found
 
     def _is_searched(self, name: str, value: Any) -> bool:
@@ -161,12 +175,20 @@ class Samplers:
 
     def capture(self) -> Moment:
         """The generators that `iter()` and the samplers draw from, and the samplers' attributes."""
+        return Moment(self.random(), self.attributes())
+
+    def attributes(self) -> list[dict[str, Any]]:
+        """The simple ones of each sampler, as they are now."""
+        return [_simple(sampler) for sampler in self._chain]
+
+    def random(self) -> RandomState:
+        """The generators that `iter()` and the samplers draw from, as they are now."""
         if any(self._makes_generator):
             self._generators = self._find_generators()
         random = RandomState.capture(self._generators, only_torch=self._only_torch)
         if not self._needs_global:
             random = random._replace(torch=None)
-        return Moment(random, [_simple(sampler) for sampler in self._chain])
+        return random
 
     def restore(self, moment: Moment, progress: list[list[str]]) -> None:
         """Puts the generators back, and of the attributes those that `progress` names for each sampler."""
@@ -197,12 +219,14 @@ class Samplers:
         self._check_generators(moment)
         moment.random.restore(self._generators)
 
-    def progress(self) -> list[list[str]]:
+    def progress(self) -> tuple[tuple[str, ...], ...]:
         """Of each sampler the attributes that have changed since a loader first had it."""
-        return [
-            [name for name, value in _simple(sampler).items() if name not in first or not _same(value, first[name])]
+        return tuple(
+            tuple(
+                name for name, value in _simple(sampler).items() if name not in first or not _same(value, first[name])
+            )
             for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
-        ]
+        )
 
     def _check_generators(self, moment: Moment) -> None:
         others = moment.random.others
@@ -250,7 +274,7 @@ class Samplers:
 
     def own_state(self) -> OwnState:
         """What the sampler tells."""
-        return OwnState()._replace(**_told(self._stateful, "sampler"))
+        return OwnState(**_told(self._stateful, "sampler"))
 
     def with_iterator(self, own: OwnState, iterator: Any) -> OwnState:
         """The same, and what its iterator tells, if that is another object."""
@@ -297,6 +321,15 @@ def note_first_attributes(loader: Any) -> None:
     """Remembers what a loader's samplers are like when it is made."""
     for sampler in chain_of(loader._index_sampler):
         _first_attributes(sampler)
+
+
+def _contents(loader: Any) -> list[Any]:
+    """All that `Samplers` looks at, but for what is within a sampler's attributes."""
+    contents = [loader.generator, loader.batch_size, loader.drop_last]
+    for sampler in chain_of(loader._index_sampler):
+        attributes = _vars(sampler)
+        contents += (sampler, *attributes, *attributes.values())
+    return contents
 
 
 def _told(obj: Any, name: str) -> dict[str, Any]:

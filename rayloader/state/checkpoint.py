@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import reprlib
 from typing import Any
 
 from rayloader.errors import StateError
-from rayloader.samplers import RANK, Moment, Samplers
+from rayloader.samplers import RANK, Moment, Samplers, pack_attributes
 from rayloader.sharding import order_of
 from rayloader.state import local_state, redeal
 from rayloader.state.local_state import pack_object, unpack_object
-from rayloader.state.position import Checksums, Position, pack_worker
-from rayloader.state.seal import check_seal, sealed
+from rayloader.state.position import Checksums, Position, Start
+from rayloader.state.random_state import RandomState
+from rayloader.state.seal import Parts, check_seal, sealed
 from rayloader.state.snapshot import WorkerState
+from rayloader.state.worker_parts import new_worker
 
-FORMAT, VERSION = "rayloader", 6
+FORMAT, VERSION = "rayloader", 7
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
 # Batches taken of the epoch that is under way, by torchdata's name: Accelerate lowers it where it has fetched batches
 # that are not dispatched to other processes yet.
 TAKEN = "_num_yielded"
 # What a state and a loader must have in common: with another value of these, the stream is another one.
 _FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
+_FITTING = operator.attrgetter(*_FITS)
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -41,19 +45,22 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     Raises:
         StateError: the dataset or the sampler could not tell its state.
     """
-    samplers = Samplers(loader)
-    packed, stateful = None, False
-    if position is not None:
+    parts, packed, stateful = Parts(), None, False
+    if position is None:
+        samplers = Samplers(loader)
+    else:
+        parts, samplers = position.parts, position.samplers_of(loader)
         with position.lock:
             stateful = position.stateful
             if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
                 packed = position.pack()
+    fits = samplers, _length(loader), loader._dataset_kind, loader._ranks, *_FITTING(loader)
     state = {
         "format": FORMAT,
         "version": VERSION,
         "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
-        "fits": _fits(loader, samplers),
-        **_program(loader, samplers, stateful=stateful),
+        "fits": parts.part("fits", fits, lambda: _fits(loader, samplers), operator.eq),
+        **_program(loader, samplers, parts, stateful=stateful),
         "position": packed,
         "redeal": None,
     }
@@ -66,22 +73,35 @@ def _taken(position: dict[str, Any] | None) -> int:
 
 def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
-    samplers = Samplers(loader)
-    return sealed({**copy.deepcopy(state), **_program(loader, samplers, stateful=state["sampler"]["tells"])}, KEYS)
+    program = _program(loader, Samplers(loader), Parts(), stateful=state["sampler"]["tells"])
+    return sealed({**copy.deepcopy(state), **program}, KEYS)
 
 
-def _program(loader: Any, samplers: Samplers, *, stateful: bool) -> dict[str, Any]:
+def _program(loader: Any, samplers: Samplers, parts: Parts, *, stateful: bool) -> dict[str, Any]:
     """What is the program's own: the generators and samplers as they are now; without workers the dataset too."""
-    own = samplers.own_state()
+    own, now, tells = samplers.own_state(), samplers.random(), stateful or samplers.is_stateful(None)
     if own.error:
         raise StateError(f"the sampler could not tell its state:\n{own.error}")
-    sampler = {
-        "own": pack_object(own.sampler),
-        "progress": samplers.progress(),
-        "tells": stateful or samplers.is_stateful(None),
+    return {
+        "now": parts.part("now", now, now.pack, RandomState.equals),
+        "sampler": parts.part(
+            "sampler",
+            (own.sampler, samplers, tells),
+            lambda: {
+                "own": pack_object(own.sampler),
+                "attributes": pack_attributes(samplers.attributes()),
+                "progress": samplers.progress(),
+                "tells": tells,
+            },
+            operator.eq,
+        ),
+        "process": None if loader.num_workers else local_state.capture(loader, parts),
     }
-    process = None if loader.num_workers else local_state.capture(loader)
-    return {"now": samplers.capture().pack(), "sampler": sampler, "process": process}
+
+
+def _now(state: dict[str, Any]) -> Moment:
+    """What the samplers were when the state was saved."""
+    return Moment.unpack((state["now"], state["sampler"]["attributes"]))
 
 
 def load(loader: Any, state: Any) -> dict[str, Any]:
@@ -104,7 +124,7 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
         samplers.load_between_epochs(own)
     else:
         samplers.load(own)
-    samplers.restore(Moment.unpack(state["now"]), progress)
+    samplers.restore(_now(state), progress)
     accepted: dict[str, Any] = copy.deepcopy(state)
     return accepted
 
@@ -125,8 +145,9 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
         return position, num_workers
     is_map = state["fits"]["dataset_kind"] == "map"
     if loader.seeding == "batch" and is_map and not any(worker["remembers"] for worker in position["workers"]):
-        new = WorkerState(epoch=position["epoch"]) if position["epoch"] and not position["finished"] else None
-        workers: list[Any] = [pack_worker(new) for _ in range(num_workers)]
+        epoch = position["begin"]["epoch"]
+        new = WorkerState(epoch=epoch) if epoch and not position["finished"] else None
+        workers: list[Any] = [new_worker(new) for _ in range(num_workers)]
         return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
     return (None, num_workers) if position["finished"] else (position, state["num_workers"])
 
@@ -192,7 +213,7 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
     state = make_state(loader, None, states[0]["num_workers"])
     # One that has asked the sampler knows what that has drawn from its generators, which is the same in all ranks.
     lead = next((rank for rank, position in enumerate(positions) if position is not None and position["draws"]), 0)
-    state["now"] = samplers.of_this_rank(Moment.unpack(states[lead]["now"])).pack()
+    state["now"], state["sampler"]["attributes"] = samplers.of_this_rank(_now(states[lead])).pack()
     state["sampler"]["progress"] = states[lead]["sampler"]["progress"]
     if all(position is None or position["finished"] for position in positions):
         return sealed(state, KEYS)
@@ -202,15 +223,15 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
     _, stages = _epoch_of(positions[lead])
     if not stages and not any(position["draws"] for position in positions):
         return sealed(state, KEYS)  # the epoch begins when the sampler is asked
-    first = positions[lead]["starts"][0]
-    start = samplers.of_this_rank(Moment.unpack(first["drawing"] or first["moment"]))
+    first = Start.unpack(positions[lead]["begin"]["starts"][0])
+    start = samplers.of_this_rank(first.drawing or first.moment)
     with samplers.at(start):
         order = order_of(part)
     size = loader.batch_size
     for rank, position in enumerate(positions):
         expected = {
             position["next_task"]: position["checksum"],
-            position["drawn"]["tasks"]: position["drawn"]["checksum"],
+            position["drawn"]: position["drawn_checksum"],
         }
         checksums = Checksums(expected)
         before = [redeal.Stage(taken) for taken in stages]
@@ -231,7 +252,8 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
 
 
 def _epoch_of(position: dict[str, Any]) -> tuple[int | None, list[list[redeal.Ranges]]]:
-    return Moment.unpack(position["starts"][0]["moment"]).epoch, position["stages"]
+    begin = position["begin"]
+    return Start.unpack(begin["starts"][0]).moment.epoch, begin["stages"]
 
 
 def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list[str]]:
@@ -263,20 +285,28 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
                 "not be the rest of the same stream; make the loader as the one that was saved"
                 + (", or load the list of all ranks' states" if name in RANK else "")
             )
-    return samplers.check(
-        Moment.unpack(state["now"]), state["sampler"]["progress"], tells=state["sampler"]["tells"], any_rank=any_rank
-    )
+    sampler = state["sampler"]
+    return samplers.check(_now(state), sampler["progress"], tells=sampler["tells"], any_rank=any_rank)
 
 
 def _fits(loader: Any, samplers: Samplers) -> dict[str, Any]:
-    try:
-        length = len(loader.dataset) if not loader._dataset_kind else None
-    except TypeError:  # a map-style dataset need not have a length
-        length = None
     kind = "iterable" if loader._dataset_kind else "map"
     fits = {name: getattr(loader, name) for name in _FITS}
     ranks = _ranks(loader, samplers)
-    return {**fits, "dataset_kind": kind, "dataset_length": length, "sampler": samplers.name, **ranks}
+    return {
+        **fits,
+        "dataset_kind": kind,
+        "dataset_length": _length(loader),
+        "sampler": samplers.name,
+        **ranks,
+    }
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader.dataset) if not loader._dataset_kind else None
+    except TypeError:  # a map-style dataset need not have a length
+        return None
 
 
 def _ranks(loader: Any, samplers: Samplers) -> dict[str, int]:

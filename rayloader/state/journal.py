@@ -28,7 +28,6 @@ class Told:
     task_id: int
     indices: Encoded
     digest: int | None = None  # of what it answered; None: it has not
-    taken: bool = False  # by the user
 
 
 class Resumed(NamedTuple):
@@ -62,6 +61,8 @@ class Journal:
         self.base: WorkerState | None = None  # newest snapshot that the user has got past; None: as `start` makes it
         self._snapshots: deque[WorkerState] = deque()  # after `base`, oldest first
         self._told: dict[int, Told] = {}  # after `base`, by task, ascending
+        # Those of them that the user has taken. It is only added to: where some leave, it is another dict.
+        self.replay: dict[int, Told] = {}
         self._last_answered = -1
         self.last_taken = -1  # task
         self._before = Before()  # dropped once this epoch has something to prove
@@ -112,11 +113,6 @@ class Journal:
         return [told for told in self._told.values() if told.task_id > done]
 
     @property
-    def replay(self) -> list[Told]:
-        """The tasks after `base` that the user has taken."""
-        return [told for told in self._told.values() if told.taken]
-
-    @property
     def remembers(self) -> bool:
         """Whether what the worker builds depends on what it has built, though each batch is seeded anew."""
         state = self.newest
@@ -134,6 +130,7 @@ class Journal:
         if len(kept) == len(self._told):
             return False
         self._told = kept
+        self.replay = {task_id: told for task_id, told in self.replay.items() if task_id < from_task}
         self._snapshots = deque(state for state in self._snapshots if state.last_task < from_task)
         self._last_answered = min(self._last_answered, from_task - 1)
         return True
@@ -149,6 +146,7 @@ class Journal:
         self.begun = False
         self._snapshots.clear()
         self._told.clear()
+        self.replay = {}
         self._last_answered = self.last_taken = -1
 
     def reached_begin(self, state: WorkerState) -> None:
@@ -183,7 +181,7 @@ class Journal:
         Telling it twice does no harm, also after an interrupt in the midst of it, see `_advance`.
         """
         if (told := self._told.get(task_id)) is not None:
-            told.taken = True
+            self.replay[task_id] = told
         self.last_taken = task_id
         self._before = Before()
         self._advance()
@@ -196,8 +194,7 @@ class Journal:
         """The worker goes on from where another run's was, with what the user had taken since."""
         self.base = base
         for told in replay:
-            told.taken = True
-            self._told[told.task_id] = told
+            self._told[told.task_id] = self.replay[told.task_id] = told
             self._last_answered = self.last_taken = told.task_id
 
     def _advance(self) -> None:
@@ -208,6 +205,8 @@ class Journal:
         done = -1 if self.base is None else self.base.last_task
         if self._told and next(iter(self._told)) <= done:
             self._told = {task_id: told for task_id, told in self._told.items() if task_id > done}
+        if self.replay and next(iter(self.replay)) <= done:
+            self.replay = {task_id: told for task_id, told in self.replay.items() if task_id > done}
 
 
 def _is_before(state: WorkerState, task_id: int) -> bool:

@@ -17,6 +17,7 @@ from rayloader.errors import StateError
 from rayloader.state import plain_state
 from rayloader.state.generators import find_generators, suit
 from rayloader.state.random_state import RandomState
+from rayloader.state.seal import Parts
 from rayloader.state.snapshot import has_state, load_state
 
 
@@ -25,14 +26,19 @@ def generators_of(loader: Any) -> list[Any]:
     return find_generators((loader.dataset, loader.collate_fn))
 
 
-def capture(loader: Any) -> dict[str, Any]:
+def capture(loader: Any, parts: Parts) -> dict[str, Any]:
     """The generators, global ones and the dataset's, and what the dataset tells.
+
+    Args:
+        loader: whose dataset it is.
+        parts: of the states before this one.
 
     Raises:
         StateError: the dataset could not tell its state.
     """
     random = RandomState.capture(generators_of(loader))
-    return {"random": random.pack(), "dataset": pack_object(told_by(loader.dataset))}
+    packed = parts.part("process", random, random.pack, RandomState.equals)
+    return {"random": packed, "dataset": pack_object(told_by(loader.dataset))}
 
 
 def restore(loader: Any, packed: dict[str, Any]) -> None:
@@ -75,11 +81,11 @@ class Stream:
     digest: int = 0
     ended: bool = False
 
-    def pack(self) -> dict[str, Any]:
-        """As part of a state."""
+    def pack(self, parts: Parts) -> dict[str, Any]:
+        """As part of a state; `parts`: of the states of the same position."""
         told = self.told if self.iterator is None else told_by(self.iterator)
         return {
-            "begin": None if self.begin is None else self.begin.pack(),
+            "begin": None if self.begin is None else parts.part("begin", self.begin, self.begin.pack),
             "told": pack_object(told),
             "digest": self.digest,
             "ended": self.ended,

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 from rayloader import skipping
 from rayloader.errors import StateError
 from rayloader.samplers import Moment, OwnState, Samplers
-from rayloader.state import plain_state, redeal
-from rayloader.state.draws import decoded, drawn
-from rayloader.state.journal import Before, Journal, Resumed, Told
+from rayloader.state import plain_state, redeal, worker_parts
+from rayloader.state.draws import drawn
+from rayloader.state.journal import Journal
 from rayloader.state.local_state import Stream, pack_object, unpack_object
-from rayloader.state.random_state import RandomState
-from rayloader.state.snapshot import WorkerState, has_state
+from rayloader.state.seal import Part, Parts, are_same
+from rayloader.state.snapshot import has_state
+from rayloader.state.worker_parts import WorkerParts, replayed
 from rayloader.transport import codec
 
 
@@ -40,24 +41,24 @@ class Start(NamedTuple):
     checksum: int = 0  # of that
     drawing: Moment | None = None  # before the first draw, where the sampler's iterator was made some time before
 
-    def pack(self) -> dict[str, Any]:
+    def pack(self) -> tuple[Any, ...]:
         """As part of a state."""
-        return {
-            "moment": self.moment.pack(),
-            "sampler": pack_object(self.own.sampler),
-            "iterator": pack_object(self.own.iterator),
-            "first": plain_state.pack(self.first),
-            "checksum": self.checksum,
-            "drawing": None if self.drawing is None else self.drawing.pack(),
-        }
+        own = pack_object(self.own.sampler), pack_object(self.own.iterator)
+        drawing = None if self.drawing is None else self.drawing.pack()
+        return self.moment.pack(), own, plain_state.pack(self.first), self.checksum, drawing
 
     @classmethod
-    def unpack(cls, packed: dict[str, Any]) -> Start:
+    def unpack(cls, packed: tuple[Any, ...]) -> Start:
         """The inverse of `pack`."""
-        own = OwnState(unpack_object(packed["sampler"]), unpack_object(packed["iterator"]))
-        drawing = None if packed["drawing"] is None else Moment.unpack(packed["drawing"])
-        first = plain_state.unpack(packed["first"])
-        return cls(Moment.unpack(packed["moment"]), own, first, packed["checksum"], drawing)
+        moment, own, first, checksum, drawing = packed
+        sampler, iterator = map(unpack_object, own)
+        return cls(
+            Moment.unpack(moment),
+            OwnState(sampler, iterator),
+            plain_state.unpack(first),
+            checksum,
+            None if drawing is None else Moment.unpack(drawing),
+        )
 
 
 class Checksums:
@@ -109,13 +110,14 @@ class Position:
     def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
         self.lock = threading.RLock()  # taken and let go in C: no interrupt comes in between, as with a Condition
         self.handed: Any = None  # the epoch's `Delivery` whose batch the user was given last
-        self.samplers = samplers
+        self.samplers = self._samplers_now = samplers
         self.base_seed = base_seed
         self.shared_seed: int | None = None
         self.num_workers = num_workers
         self.iterable = iterable
         self.journals = [Journal() for _ in range(num_workers)]
-        self._parts: dict[tuple[str, int], tuple[Any, dict[str, Any] | None]] = {}  # of the last state, by their place
+        self.parts = Parts()  # of the last state
+        self._workers = [WorkerParts() for _ in range(num_workers)]
         self.epoch = 0  # epochs of these workers before this one
         self._forget_epoch()
 
@@ -123,7 +125,7 @@ class Position:
         """A new epoch, before the sampler is asked for its iterator; `again`: of workers that had one before."""
         self.epoch += again
         self._forget_epoch()
-        self.starts.append(Start(self.samplers.capture(), self.samplers.own_state()))
+        self.starts += (Start(self.samplers.capture(), self.samplers.own_state()),)
 
     def restarts(self) -> None:
         """The workers are lost: new ones begin."""
@@ -131,14 +133,14 @@ class Position:
         self.journals = [Journal() for _ in range(self.num_workers)]
 
     def _forget_epoch(self) -> None:
-        self.starts: list[Start] = []  # from the first on each is further
+        self.starts: tuple[Start, ...] = ()  # from the first on each is further
         self.drawn_by_torch = math.inf  # draws that torch's loader would have made by now, if fewer were than here
         self.next_task = 0  # all before it are taken
         self.next_worker = 0
         self.delivered = 0  # batches
         self.checksum = 0  # of the indices before `next_task`
         self.skipped = 0  # samples
-        self.stages: list[redeal.Stage] = []  # that the epoch went through with other numbers of ranks
+        self.stages: tuple[redeal.Stage, ...] = ()  # that the epoch went through with other numbers of ranks
         self.finished = False
         self.handed = None
         self._counted = -1  # the task that was taken last
@@ -152,8 +154,8 @@ class Position:
 
     def redeals(self, packed: dict[str, Any]) -> Any:
         """The epoch is one that other ranks have begun: the iterator over this rank's share of the rest."""
-        self.stages = [redeal.Stage(taken) for taken in packed["stages"]]
-        self.starts = [Start(Moment.unpack(packed["start"]))]
+        self.stages = tuple(redeal.Stage(taken) for taken in packed["stages"])
+        self.starts = (Start(Moment.unpack(packed["start"])),)
         with self.samplers.at(self.starts[0].moment):
             return self.samplers.iterator(self.stages)
 
@@ -163,12 +165,12 @@ class Position:
             return
         self.stateful = self.samplers.is_stateful(iterator)
         start = self.starts[0]
-        self.starts = [start._replace(own=self.samplers.with_iterator(start.own, iterator))]
+        self.starts = (start._replace(own=self.samplers.with_iterator(start.own, iterator)),)
 
     def first_draw(self, iterator: Any) -> None:
         """The same, where that is some time after the iterator was made."""
         if not self.stages:  # else all of the epoch is drawn already
-            self.starts = [self.starts[0]._replace(drawing=self.samplers.capture())]
+            self.starts = (self.starts[0]._replace(drawing=self.samplers.capture()),)
         self.sampler_begins(iterator)
 
     def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> None:
@@ -179,7 +181,7 @@ class Position:
             self._ahead[task_id] = checksum
         if task_id == 0 and self.stateful and len(self.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
-            self.starts.append(Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum))
+            self.starts += (Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum),)
 
     def sampler_ended(self, total: int) -> None:
         """It has given the indices of so many tasks, and has no more."""
@@ -232,8 +234,14 @@ class Position:
 
     # ---- as a state
 
+    def samplers_of(self, loader: Any) -> Samplers:
+        """The samplers as they are now, of the loader whose position this is."""
+        if not self._samplers_now.are_of(loader):
+            self._samplers_now = Samplers(loader)
+        return self._samplers_now
+
     def pack(self) -> dict[str, Any]:
-        """The position, as part of a state."""
+        """The position, as part of a state, with a `Part` where much stays the same."""
         self.settle()
         if not all(journal.begun for journal in self.journals):
             raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
@@ -242,12 +250,17 @@ class Position:
         for start in self.starts:
             if start.own.error:
                 raise StateError(f"the sampler could not tell its state:\n{start.own.error}")
-        draws = min(self._draws, self.drawn_by_torch)
-        last = max((task_id for task_id in self._checksums if task_id < draws), default=self.next_task - 1)
+        draws = int(min(self._draws, self.drawn_by_torch))
+        last = max(draws, self.next_task) - 1
+        while last >= self.next_task and last not in self._checksums:
+            last -= 1
         return {
-            "base_seed": self.base_seed,
-            "shared_seed": self.shared_seed,
-            "epoch": self.epoch,
+            "begin": self.parts.part(
+                "begin",
+                (self.base_seed, self.shared_seed, self.epoch, self.starts, self.stages),
+                self._pack_begin,
+                are_same,
+            ),
             "next_task": self.next_task,
             "next_worker": self.next_worker,
             "delivered": self.delivered,
@@ -256,30 +269,24 @@ class Position:
             "skipped": self.skipped,
             "finished": self.finished,
             "draws": draws,
-            "drawn": {"tasks": last + 1, "checksum": self._checksums.get(last, self.checksum)},
-            "starts": [self._packed(("start", number), start) for number, start in enumerate(self.starts)],
-            "stages": [stage.taken for stage in self.stages],
-            "stream": None if self.stream is None else self.stream.pack(),
+            "drawn": last + 1,
+            "drawn_checksum": self._checksums.get(last, self.checksum),
+            "stream": None if self.stream is None else self.stream.pack(self.parts),
             "workers": [
-                {
-                    **pack_worker(
-                        None,
-                        journal.replay,
-                        # Streams are read again from the epoch's start, and compared as a whole.
-                        None if self.iterable else journal.before,
-                        remembers=journal.remembers,
-                    ),
-                    "state": self._packed(("worker", number), journal.base),
-                }
-                for number, journal in enumerate(self.journals)
+                parts.of(journal, iterable=self.iterable)
+                for parts, journal in zip(self._workers, self.journals, strict=True)
             ],
-        }  # fmt: skip
+        }
 
-    def _packed(self, key: tuple[str, int], part: Start | WorkerState | None) -> dict[str, Any] | None:
-        """A part of the state, packed once while it stays the same: frameworks ask for a state before every batch."""
-        if (known := self._parts.get(key)) is None or known[0] is not part:
-            self._parts[key] = known = part, part.pack() if isinstance(part, Start) else _pack_state(part)
-        return copy.deepcopy(known[1])  # what the program does to one state must not show in the next
+    def _pack_begin(self) -> dict[str, Any]:
+        """What stays the same from the epoch's first draw on."""
+        return {
+            "base_seed": self.base_seed,
+            "shared_seed": self.shared_seed,
+            "epoch": self.epoch,
+            "starts": Part(tuple(start.pack() for start in self.starts)),
+            "stages": Part(tuple(stage.taken for stage in self.stages)),
+        }
 
     def unpack(self, packed: dict[str, Any]) -> Any:
         """Moves this position, of a new iterator, to where another one was.
@@ -290,38 +297,25 @@ class Position:
         Raises:
             StateError: the sampler does not give the indices that it gave.
         """
-        for name in (
-            "base_seed",
-            "shared_seed",
-            "epoch",
-            "next_task",
-            "next_worker",
-            "delivered",
-            "skipped",
-            "finished",
-        ):
+        begin = packed["begin"]
+        for name in ("base_seed", "shared_seed", "epoch"):
+            setattr(self, name, begin[name])
+        for name in ("next_task", "next_worker", "delivered", "skipped", "finished"):
             setattr(self, name, packed[name])
         self._ahead = dict.fromkeys(packed["ahead"], packed["checksum"])
-        self.stages = [redeal.Stage(taken) for taken in packed["stages"]]
-        self.starts = [Start.unpack(start) for start in packed["starts"]]
+        self.stages = tuple(redeal.Stage(taken) for taken in begin["stages"])
+        self.starts = tuple(Start.unpack(start) for start in begin["starts"])
         self.stateful = any(start.own != OwnState() for start in self.starts)
         told: dict[int, codec.Encoded | None]
-        told = {task_id: None for worker in packed["workers"] for task_id, _ in worker["replay"]}
+        told = {task_id: None for worker in packed["workers"] for task_id, _ in replayed(worker)}
         iterator = iter(()) if self.finished and not told else self._draw_again(packed, told)
         for journal, worker in zip(self.journals, packed["workers"], strict=True):
-            # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
-            replay = [Told(t, encoded, digest) for t, digest in worker["replay"] if (encoded := told[t])]
-            base = _unpack_state(worker["state"])
-            if base is not None:  # what it is given from now on comes after what it has built, whatever its number
-                base = base._replace(last_task=min(base.last_task, self.next_task - 1))
-            journal.starts_at(base, replay)
-            if worker["before"] is not None:
-                journal.starts_before(_unpack_before(worker["before"]))
+            worker_parts.begin(journal, worker, told, self.next_task)
         return iterator
 
     def _draw_again(self, packed: dict[str, Any], told: dict[int, codec.Encoded | None]) -> Any:
         """The sampler's iterator where it was; fills in what it gave for the tasks in `told`. See `samplers.py`."""
-        expected = {self.next_task: packed["checksum"], packed["drawn"]["tasks"]: packed["drawn"]["checksum"]}
+        expected = {self.next_task: packed["checksum"], packed["drawn"]: packed["drawn_checksum"]}
         self._draws, self.checksum = packed["draws"], packed["checksum"]
         for start in self.starts:
             with self.samplers.at(start.moment):
@@ -354,63 +348,3 @@ class Position:
         if start.own.iterator is not None and has_state(iterator):
             iterator.load_state_dict(pickle.loads(start.own.iterator))
         return iterator
-
-
-def pack_worker(
-    base: WorkerState | None, replay: Iterable[Told] = (), before: Before | None = None, *, remembers: bool = False
-) -> dict[str, Any]:
-    """Where a worker is, as part of a position; see `Journal` for what these are."""
-    return {
-        "state": _pack_state(base),
-        "replay": [[told.task_id, told.digest] for told in replay],
-        "before": None if before is None else _pack_before(before),
-        "remembers": remembers,
-    }
-
-
-def _pack_state(state: WorkerState | None) -> dict[str, Any] | None:
-    if state is None:
-        return None
-    if state.error:
-        raise StateError(f"a worker's dataset could not tell its state:\n{state.error}")
-    return {
-        **state._asdict(),
-        "random": state.random.pack(),
-        "begin": None if state.begin is None else state.begin.pack(),
-        "dataset": pack_object(state.dataset),
-        "iterator": pack_object(state.iterator),
-    }
-
-
-def _unpack_state(packed: dict[str, Any] | None) -> WorkerState | None:
-    if packed is None:
-        return None
-    return WorkerState(
-        **{
-            **packed,
-            "random": RandomState.unpack(packed["random"]),
-            "begin": None if packed["begin"] is None else RandomState.unpack(packed["begin"]),
-            "dataset": unpack_object(packed["dataset"]),
-            "iterator": unpack_object(packed["iterator"]),
-        }
-    )
-
-
-def _pack_before(before: Before) -> dict[str, Any]:
-    entries: list[list[Any]] = [
-        [entry.task_id, plain_state.pack(decoded(entry.indices)), entry.digest] if isinstance(entry, Told) else [*entry]
-        for entry in before.entries
-    ]
-    kinds = [type(entry).__name__ for entry in before.entries]
-    return {"state": _pack_state(before.state), "kinds": kinds, "entries": entries}
-
-
-def _unpack_before(packed: dict[str, Any]) -> Before:
-    entries: list[Told | Resumed] = []
-    for kind, values in zip(packed["kinds"], packed["entries"], strict=True):
-        if kind == Resumed.__name__:
-            entries.append(Resumed(*values))
-        else:
-            task_id, indices, digest = values
-            entries.append(Told(task_id, codec.encode(plain_state.unpack(indices)), digest))
-    return Before(_unpack_state(packed["state"]), tuple(entries))

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import array
 import ctypes
-import functools
 import pickle
 import random
-import zlib
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -42,7 +40,7 @@ class RandomState(NamedTuple):
         """
         return cls(
             None if only_torch else random.getstate(),
-            torch.get_rng_state().numpy().tobytes(),
+            _torch_state(),
             None if only_torch else _numpy_state(None if before is None else before.numpy),
             tuple(map(state_of, others)),
         )
@@ -69,6 +67,16 @@ class RandomState(NamedTuple):
             None if _same(self.later, before.later) else self.later,
         )
 
+    def equals(self, other: RandomState) -> bool:
+        """Whether all are the same."""
+        return (
+            self.torch == other.torch
+            and self.python == other.python
+            and _same(self.others, other.others)
+            and _same(self.later, other.later)
+            and (self.numpy is other.numpy or self._numpy_since(other) is None)
+        )
+
     def _numpy_since(self, before: RandomState) -> _Numpy | None:
         if self.numpy is None or self.numpy is before.numpy:
             return None
@@ -78,21 +86,20 @@ class RandomState(NamedTuple):
         """The inverse of `since`."""
         return RandomState._make(b if a is None else a for a, b in zip(self, before, strict=True))
 
-    def pack(self) -> dict[str, Any]:
-        """As plain types and one tensor; 2.5 KB a generator that is not None."""
-        content = bytearray()
+    def pack(self, content: bytearray | None = None) -> tuple[Any, ...]:
+        """As plain types that can't be changed; 2.5 KB a generator that is not None.
+
+        Args:
+            content: where the bytes go, if that is given; what `pack` returns then says where they are.
+        """
         numpy = self.numpy[1] if self.numpy is not None else None
         later = None if self.later is None else tuple(map(tuple, self.later))
-        parts = {"python": self.python, "torch": self.torch, "numpy": numpy, "others": self.others, "later": later}
-        packed = {name: _pack(part, content) for name, part in parts.items()}
-        return {**packed, "content": torch.frombuffer(content, dtype=torch.uint8) if content else None}
+        return tuple(_pack(part, content) for part in (self.python, self.torch, numpy, self.others, later))
 
     @classmethod
-    def unpack(cls, packed: dict[str, Any]) -> RandomState:
+    def unpack(cls, packed: tuple[Any, ...], content: bytes = b"") -> RandomState:
         """The inverse of `pack`."""
-        content = b"" if packed["content"] is None else packed["content"].cpu().numpy().tobytes()
-        names = ("python", "torch", "numpy", "others", "later")
-        python, torch_, numpy, others, later = (_unpack(packed[name], content) for name in names)
+        python, torch_, numpy, others, later = (_unpack(part, content) for part in packed)
         numpy = None if numpy is None else (b"", numpy)
         return cls(python, torch_, numpy, others, None if later is None else tuple(Later(*one) for one in later))
 
@@ -101,64 +108,82 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or pickle.dumps(a) == pickle.dumps(b)
 
 
-def _pack(state: Any, content: bytearray) -> Any:
-    """A state as a generator tells it, as plain types; what is long goes to `content`."""
+def _pack(state: Any, content: bytearray | None) -> Any:
+    """A state as a generator tells it, as plain types; a tuple says first what it stands for."""
     match state:
         case np.ndarray():
-            return {"array": state.dtype.str, "bytes": _append(state.tobytes(), content)}
+            return "array", state.dtype.str, _put(state.tobytes(), content)
         case bytes():
-            return {"bytes": _append(_compressed(state), content)}
+            return "bytes", *(_put(half, content) for half in _halves(state))
         case tuple() if len(state) > 100 and (words := _words(state)) is not None:
-            return {"words": _pack(words, content)}
+            return "words", _put(words, content)
         case tuple():
-            return {"tuple": [_pack(part, content) for part in state]}
+            return "tuple", *(_pack(part, content) for part in state)
         case dict():
-            return {"dict": {key: _pack(part, content) for key, part in state.items()}}
+            return "dict", *((key, _pack(part, content)) for key, part in state.items())
         case np.generic():
             return state.item()
     return state
 
 
-# Most generators have not moved from one state of a loader to the next, and some frameworks ask before every batch.
-@functools.lru_cache(maxsize=64)
-def _compressed(state: bytes) -> bytes:
-    return zlib.compress(_transposed(state, 8), 1)
+def _unpack(packed: Any, content: bytes) -> Any:
+    match packed:
+        case ("array", dtype, part):
+            return np.frombuffer(_got(part, content), dtype)
+        case ("bytes", *halves):
+            return _joined(*(_got(half, content) for half in halves))
+        case ("words", part):
+            return tuple(np.frombuffer(_got(part, content), np.uint32).tolist())
+        case ("tuple", *parts):
+            return tuple(_unpack(part, content) for part in parts)
+        case ("dict", *items):
+            return {key: _unpack(part, content) for key, part in items}
+    return packed
 
 
-def _words(state: tuple[Any, ...]) -> np.ndarray[Any, Any] | None:
+def _put(part: bytes, content: bytearray | None) -> Any:
+    """What says where these bytes are: they themselves, or their place in `content`.
+
+    They are never empty, for `torch.load(weights_only=True)` refuses such bytes: None stands for them.
+    """
+    if not part or content is None:
+        return part or None
+    content += part
+    return len(content) - len(part), len(content)
+
+
+def _got(place: Any, content: bytes) -> bytes:
+    if isinstance(place, tuple | list):
+        return content[place[0] : place[1]]
+    return place or b""
+
+
+def _words(state: tuple[Any, ...]) -> bytes | None:
     """A state of words of 32 bits, as Python's generator tells it; None if it is something else."""
     try:
-        return np.frombuffer(array.array("I", state), np.uint32)
+        return array.array("I", state).tobytes()
     except (TypeError, OverflowError):
         return None
 
 
-def _append(part: bytes, content: bytearray) -> list[int]:
-    content += part
-    return [len(content) - len(part), len(content)]
+def _halves(state: bytes) -> tuple[bytes, ...]:
+    """Lower halves, places of upper ones that are not zero, these, and the rest: torch keeps 32 bits in 64."""
+    count = len(state) // 8
+    lower, upper = np.frombuffer(state, np.uint32, 2 * count).reshape(-1, 2).T
+    where = np.flatnonzero(upper).astype(np.uint32)
+    return lower.tobytes(), where.tobytes(), upper[where].tobytes(), state[8 * count :]
 
 
-def _unpack(packed: Any, content: bytes) -> Any:
-    match packed:
-        case {"array": dtype, "bytes": [begin, end]}:
-            return np.frombuffer(content[begin:end], dtype)
-        case {"bytes": [begin, end]}:
-            state = zlib.decompress(content[begin:end])
-            return _transposed(state, len(state) // 8)
-        case {"words": words}:
-            return tuple(_unpack(words, content).tolist())
-        case {"tuple": parts}:
-            return tuple(_unpack(part, content) for part in parts)
-        case {"dict": parts}:
-            return {key: _unpack(part, content) for key, part in parts.items()}
-    return packed
+def _joined(lower: bytes, where: bytes, upper: bytes, rest: bytes) -> bytes:
+    words = np.zeros((len(lower) // 4, 2), np.uint32)
+    words[:, 0] = np.frombuffer(lower, np.uint32)
+    words[np.frombuffer(where, np.uint32), 1] = np.frombuffer(upper, np.uint32)
+    return words.tobytes() + rest
 
 
-def _transposed(state: bytes, columns: int) -> bytes:
-    """Bytes of the same weight side by side: torch keeps words of 32 bits in 64."""
-    if len(state) % 8:
-        return state
-    return bytes(np.frombuffer(state, np.uint8).reshape(-1, columns).T.tobytes())
+def _torch_state() -> bytes:
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())  # half of what an array in between takes
 
 
 def _numpy_state(before: _Numpy | None) -> _Numpy:

@@ -7,7 +7,7 @@ DistributedSampler. What an epoch consists of are samples, or whole batches wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import BatchSampler
@@ -22,7 +22,7 @@ class Stage(NamedTuple):
     taken: list[Ranges]
 
 
-def share(order: list[_T], stages: list[Stage], num_replicas: int, rank: int, *, drop_last: bool) -> list[_T]:
+def share(order: list[_T], stages: Sequence[Stage], num_replicas: int, rank: int, *, drop_last: bool) -> list[_T]:
     """What a rank of a world gets after these stages, of an epoch in this order."""
     left = list(range(len(order)))  # places: an item may come more than once in an epoch
     for stage in stages:

@@ -3,27 +3,113 @@
 Promise: pure. What is sealed and saved by torch, by `weights_only` too, to whatever device its tensors are loaded, has
 the same seal; where a part was lost, replaced or changed, the error names it. Without that a damaged state ends in some
 error far from its cause, or, where a number is another number, in another stream of batches.
+
+NOTE [Same parts]. Some frameworks ask for a state before every batch, and most of a state is what it was a batch ago.
+So the checksum of what holds others is made of theirs, and what stays the same is a `Part`: its checksum is known, and
+its content is shared by all states where nobody can change it, as nobody can change bytes or a tuple of them.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 import zlib
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
 from rayloader.errors import StateError
 
+_T = TypeVar("_T")
+
 # Their values say all of them. Of an object of another type, the user's own, only its place counts.
-_PLAIN = {int, float, complex, str, bytes, bool, type(None)}
-_LISTS = list, tuple  # which are one another where a state has gone through JSON
+_PLAIN = {int, float, complex, str, bool, type(None)}
+_CONSTANT = {*_PLAIN, bytes}
+_TEXT = {str}
+
+
+class Part:
+    """A part of states, made once; see NOTE [Same parts].
+
+    Args:
+        value: its content, in which nothing is changed from now on; a dict may have parts in it. No number, text or
+            None, which what holds it says by itself.
+        known: its checksum, where that is known.
+    """
+
+    __slots__ = ("checksum", "is_constant", "own")
+
+    def __init__(self, value: Any, known: int | None = None) -> None:
+        self.checksum = checksum(value) if known is None else known
+        self.own: Callable[[], Any]  # gives the content to a state: what the program does to it shows in no other one
+        self.is_constant = False
+        if type(value) is dict and all(map(_is_constant, value.values())):
+            self.own = owned(value).copy
+        elif type(value) is dict and Part in map(type, value.values()):
+            self.own = functools.partial(owned, value)
+        elif type(value) is torch.Tensor:
+            self.own = value.clone
+        elif _is_constant(value):
+            self.is_constant, self.own = True, functools.partial(_same, value)
+        else:
+            self.own = functools.partial(copy.deepcopy, value)
+
+
+class Parts:
+    """Those of one object's states, each as long as what it is made of stays the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, Part]] = {}
+
+    def part(
+        self, name: str, made_of: _T, make: Callable[[], Any], same: Callable[[_T, _T], bool] = operator.is_
+    ) -> Part:
+        """The part of this name.
+
+        Args:
+            name: of the part.
+            made_of: what is not changed from now on.
+            make: gives what the part holds.
+            same: whether it is that of the last part of this name, which then is still good.
+        """
+        known = self._known.get(name)
+        if known is None or not same(made_of, known[0]):
+            self._known[name] = known = made_of, Part(make())
+        return known[1]
+
+
+def are_same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    """Whether each is the same object."""
+    return all(map(operator.is_, these, those))
+
+
+def _is_constant(value: Any) -> bool:
+    if type(value) is Part:
+        return value.is_constant
+    return type(value) in _CONSTANT or copy.deepcopy(value) is value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def owned(part: Any) -> Any:
+    """What a state holds of a part: that itself, with new dicts and lists around the contents of each `Part`."""
+    kind = type(part)
+    if kind is Part:
+        return part.own()
+    if kind is dict:
+        return {key: value if type(value) in _PLAIN else owned(value) for key, value in part.items()}
+    if kind is list:
+        return [value if type(value) in _PLAIN else owned(value) for value in part]
+    return part
 
 
 def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
     """The state, with the checksums of the parts of these names in place of earlier ones; others are the program's."""
-    return {**state, "seal": _checksums({name: state[name] for name in names - {"seal"}})}
+    return {**owned(state), "seal": {name: checksum(state[name]) for name in names if name != "seal"}}
 
 
 def check_seal(state: dict[str, Any], names: set[str]) -> None:
@@ -33,7 +119,7 @@ def check_seal(state: dict[str, Any], names: set[str]) -> None:
         raise StateError(
             f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}; load it as it was saved"
         )
-    found = _checksums({name: state[name] for name in names - {"seal"}})
+    found = {name: checksum(state[name]) for name in names - {"seal"}}
     saved = state["seal"] if isinstance(state["seal"], dict) else {}
     damaged = sorted(name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name))
     if damaged:
@@ -43,39 +129,24 @@ def check_seal(state: dict[str, Any], names: set[str]) -> None:
         )
 
 
-def _checksums(parts: dict[str, Any]) -> dict[str, int]:
-    """Of each part, and of each of what it holds by name."""
-    checksums = {}
-    for name, part in parts.items():
-        inner = part if type(part) is dict else {}
-        checksums[name] = _checksum(None if inner else part, 0)
-        checksums.update({f"{name}.{key}": _checksum(value, 0) for key, value in inner.items()})
-    return checksums
-
-
-def _checksum(part: Any, before: int) -> int:
+def checksum(part: Any) -> int:
+    """Of all that a part of a state holds; lists and tuples are one another where a state has gone through JSON."""
+    kind = type(part)
+    if kind is Part:
+        return part.checksum  # type: ignore[no-any-return]
+    if kind in _PLAIN:
+        return zlib.crc32(repr(part).encode())
     if isinstance(part, dict):
-        before = zlib.crc32(b"dict %d" % len(part), before)
-        for key in sorted(part, key=repr):
-            before = _checksum(part[key], _checksum(key, before))
-        return before
-    if isinstance(part, _LISTS):
-        if part and _is_plain(part):
-            return zlib.crc32(repr([*map(list, part)] if isinstance(part[0], _LISTS) else [*part]).encode(), before)
-        before = zlib.crc32(b"list %d" % len(part), before)
-        for item in part:
-            before = _checksum(item, before)
-        return before
-    if type(part) is torch.Tensor and part.layout is torch.strided and not part.is_quantized and not part.is_nested:
-        before = zlib.crc32(f"{part.dtype} {tuple(part.shape)}".encode(), before)
+        if {*map(type, part)} <= _TEXT:
+            items = {key: value if type(value) in _PLAIN else [checksum(value)] for key, value in sorted(part.items())}
+            return zlib.crc32(repr(items).encode())
+        return zlib.crc32(repr(sorted([(checksum(key), checksum(value)) for key, value in part.items()])).encode())
+    if isinstance(part, (list, tuple)):
+        return zlib.crc32(repr([v if type(v) in _PLAIN else [checksum(v)] for v in part]).encode())
+    if kind is bytes:
+        return zlib.crc32(part)
+    if kind is torch.Tensor and part.layout is torch.strided and not part.is_quantized and not part.is_nested:
         content = part.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        before = zlib.crc32(f"{part.dtype} {tuple(part.shape)}".encode())
         return zlib.crc32(content.view(torch.uint8).numpy().data, before)
-    return zlib.crc32(repr(part).encode() if type(part) in _PLAIN else b"object", before)
-
-
-def _is_plain(part: Sequence[Any]) -> bool:
-    """Whether it holds nothing but plain values, or lists of nothing else."""
-    kinds = set(map(type, part))
-    return kinds <= _PLAIN or (
-        all(issubclass(kind, _LISTS) for kind in kinds) and set(map(type, chain.from_iterable(part))) <= _PLAIN
-    )
+    return zlib.crc32(b"object")

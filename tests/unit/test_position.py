@@ -9,6 +9,7 @@ from rayloader import DataLoader, SkipLimitError, StateError
 from rayloader.samplers import Samplers
 from rayloader.state.draws import drawn
 from rayloader.state.position import Position
+from rayloader.state.seal import owned
 
 NUM_WORKERS = 2
 
@@ -79,7 +80,7 @@ def test_another_position_goes_on_where_this_one_is():
     checksums = draw(position, iterator, 6)
     take(position, checksums, 0, 1, 2)
     rest = [next(iterator) for _ in range(4)]
-    packed = position.pack()
+    packed = owned(position.pack())
     again, _ = begun(seed=99)
     found = list(again.unpack(packed))
     assert (again.next_task, again.next_worker, again.delivered) == (3, 1, 3)
@@ -90,15 +91,17 @@ def test_another_position_goes_on_where_this_one_is():
 def test_what_is_done_to_one_state_does_not_show_in_the_next():
     position, iterator = begun()
     take(position, draw(position, iterator, 6), 0, 1)
-    before = repr(position.pack()["starts"])
-    position.pack()["starts"][0].clear()
-    assert repr(position.pack()["starts"]) == before
+    before = repr(owned(position.pack()))
+    packed = owned(position.pack())
+    for part in (*packed["workers"], packed["begin"], packed["ahead"], packed):
+        part.clear()
+    assert repr(owned(position.pack())) == before
 
 
 def test_a_sampler_that_gives_others_is_refused():
     position, iterator = begun()
     take(position, draw(position, iterator, 6), 0, 1)
-    packed = position.pack()
+    packed = owned(position.pack())
     packed["checksum"] ^= 1
     with pytest.raises(StateError, match="does not give the same indices again"):
         begun()[0].unpack(packed)

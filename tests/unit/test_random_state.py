@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import numpy as np
@@ -124,3 +125,15 @@ def test_generators_of_a_dataset_are_found_and_undone_too():
 def test_looking_for_generators_ends():
     assert find_generators([list(range(10)) for _ in range(10_000)]) == []
     assert find_generators(np.zeros(3)) == find_generators(None) == find_generators(torch) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 16])
+def test_a_packed_state_goes_through_a_file_whatever_its_size(count):
+    state = RandomState(torch=bytes(range(count)), others=(np.arange(count, dtype=np.uint32), b"\xff" * count))
+    file = io.BytesIO()
+    torch.save(state.pack(), file)
+    file.seek(0)
+    unpacked = RandomState.unpack(torch.load(file, weights_only=True))
+    assert unpacked.torch == state.torch
+    assert unpacked.others[0].tolist() == list(range(count))
+    assert unpacked.others[1] == b"\xff" * count

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayloader import StateError
-from rayloader.state.seal import check_seal, sealed
+from rayloader.state.seal import Part, Parts, check_seal, checksum, owned, sealed
 
 PARTS = {
     "numbers": [1, 2.5, True, None],
@@ -36,3 +36,75 @@ def test_a_state_that_has_gone_through_json_is_whole():
 def test_a_part_that_has_changed_is_named(name, value):
     with pytest.raises(StateError, match=name):
         check_seal({**sealed(PARTS, NAMES), name: value}, NAMES)
+
+
+OTHERS = {
+    "bytes": b"abc",
+    "tensor": torch.arange(3),
+    "keys": {1: "a", (2, "b"): b"c"},
+    "deep": ({"a": [b"x", {"y": 1.5}]}, (torch.zeros(2),)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bytes", b"abd"),
+        ("bytes", "abc"),
+        ("bytes", [b"abc"]),
+        ("tensor", torch.arange(3, dtype=torch.int32)),
+        ("tensor", torch.tensor([0, 1, 3])),
+        ("tensor", b"abc"),
+        ("keys", {1: "a", (2, "c"): b"c"}),
+        ("keys", {True: "a", (2, "b"): b"c"}),
+        ("keys", {1: "a"}),
+        ("deep", ({"a": [b"x", {"y": 1.25}]}, (torch.zeros(2),))),
+        ("deep", ({"a": [b"x", {"z": 1.5}]}, (torch.zeros(2),))),
+        ("deep", ({"a": [b"x", {"y": 1.5}]}, (torch.zeros(3),))),
+    ],
+)
+def test_a_part_of_other_kinds_that_has_changed_is_named(name, value):
+    names = {*OTHERS, "seal"}
+    state = sealed(OTHERS, names)
+    check_seal(state, names)
+    with pytest.raises(StateError, match=name):
+        check_seal({**state, name: value}, names)
+
+
+def test_a_seal_made_of_parts_is_that_of_what_they_hold():
+    parts = {name: Part(value) for name, value in OTHERS.items()}
+    nested = {"all": Part(parts), "list": [*parts.values()], **parts}
+    names = {*nested, "seal"}
+    state = sealed(nested, names)
+    check_seal(state, names)
+    assert state["seal"] == {name: checksum(state[name]) for name in nested}
+    assert Part(b"abcd", checksum(b"abcd")).checksum == Part(b"abcd").checksum
+
+
+@pytest.mark.parametrize("value", [{"a": [1]}, {"a": (1, b"x")}, [1], ([1],), {"a": {"b": 1}}])
+def test_each_state_has_contents_of_its_own(value):
+    part = Part(value)
+    first = owned(part)
+    holder = first if not isinstance(first, tuple) else first[0]
+    holder.clear()
+    assert owned(part) == value
+    nested = Part({"inner": part, "number": 1})
+    owned(nested)["inner" if isinstance(value, dict) else "number"] = None
+    assert owned(nested) == {"inner": value, "number": 1}
+
+
+def test_what_nobody_can_change_is_shared():
+    part = Part((1, (b"x", None)))
+    assert owned(part) is owned(part)
+
+
+def test_a_part_is_made_again_where_it_is_made_of_something_else():
+    parts, made = Parts(), []
+
+    def part(made_of):
+        return parts.part("name", made_of, lambda: made.append(made_of))
+
+    first, second = object(), object()
+    for made_of in (first, first, second, second, first):
+        part(made_of)
+    assert made == [first, second, first]
