@@ -80,6 +80,7 @@ class Way:
         lent: Any = timed("send", lambda: self._submit(told))
         message = timed("receive task", lambda: pickle.loads(self._worker.receive()[0]))
         arena = timed("receive task", lambda: self._worker_lane.open(message[5]))
+        assert timed("receive task", lambda: from_wire(message[4])) == indices
         batch: Any = new_batch()
         encoded: Any = timed("encode", lambda: codec.encode(batch, known_classes=True, carry=CARRY))
         checked = timed("encode", lambda: digest(batch, encoded))
@@ -99,7 +100,7 @@ class Way:
         opened = [timed("open", lambda: from_wire(result.wire))]
         assert opened[0][1][5] == 5
         lent = answer = None
-        timed("release", lambda: (opened.clear(), setattr(self, "_told", None)))
+        timed("release", opened.clear)
         result = None
         timed("schedule", lambda: schedule.handle(BatchTaken(task_id)))
         timed("journal", lambda: journal.taken(task_id))
