@@ -87,7 +87,8 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
         encoded: what is to travel.
         arena: where a batch has begun.
     """
-    packed, buffers = None, list[Any](map(PickleBuffer, encoded.buffers))
+    packed: Slot | None = None
+    buffers: list[Any] = [PickleBuffer(buffer) for buffer in encoded.buffers]
     if arena is not None:
         small = [buffer for buffer in encoded.buffers if buffer.nbytes <= arena.small]
         if sum(buffer.nbytes for buffer in small) > INLINE_BYTES:
