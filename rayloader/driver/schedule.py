@@ -381,7 +381,7 @@ class Schedule:
             return []
         self._move(task, TaskDone)
         self._workers[task.worker_id].restarts = 0
-        commands = self._deliver_ready() if self.in_order else [self._deliver(task)]
+        commands: list[Command] = self._deliver_ready() if self.in_order else [self._deliver(task)]
         return commands + self._feed_any() if self._queued else commands
 
     def _deliver_ready(self) -> list[Command]:

@@ -211,7 +211,6 @@ class Tables:
         self.feed(slot)
 
     def _submit(self, task: Task) -> None:
-        self.crew.check_session()
         slot, told = self.crew.slots[task.worker_id], Told(task.task_id, task.indices.encoded)
         slot.journal.told(told)
         self.unanswered.add(task.task_id)
