@@ -93,7 +93,7 @@ class Way:
         timed("send result", lambda: self._answer(task_id, result))
         answer: Any = timed("receive", lambda: Answer(*pickle.loads(self._driver.receive()[0])[3]))
         result = timed("receive", lambda: result_of(answer.result))
-        result = timed("lend", lambda: result._replace(wire=unplaced(result.wire, lent)))
+        result.wire = timed("lend", lambda: unplaced(result.wire, lent))
         timed("journal", lambda: journal.answered(task_id, result.digest))
         commands = timed("schedule", lambda: schedule.handle(TaskDone(task_id)))
         assert isinstance(commands[0], Deliver)
