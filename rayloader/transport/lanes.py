@@ -91,7 +91,7 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
     buffers: list[Any] = [PickleBuffer(buffer) for buffer in encoded.buffers]
     if arena is not None:
         small = [buffer for buffer in encoded.buffers if buffer.nbytes <= arena.small]
-        if sum(buffer.nbytes for buffer in small) > INLINE_BYTES:
+        if sum([buffer.nbytes for buffer in small]) > INLINE_BYTES:
             packed = arena.pack(small)
         for index, buffer in enumerate(encoded.buffers):
             if buffer.nbytes > arena.small:
@@ -110,11 +110,10 @@ def sealed(wire: Wire, arena: ArenaWriter) -> Wire:
 def unplaced(wire: Wire, lent: Lent) -> Wire:
     """The same with leased views of slots, and copies of small buffers, in place of where they are."""
     skeleton, buffers, carried, packed = wire
-    views = [lent.arena.view(b, lent.leases) if isinstance(b, tuple) else b for b in buffers]
     if packed is not None:
         copies = iter(lent.arena.unpack(packed, [b for b in buffers if isinstance(b, int)], lent.leases))
-        views = [next(copies) if isinstance(b, int) else b for b in views]
-    return skeleton, views, carried, None
+        buffers = [next(copies) if isinstance(b, int) else b for b in buffers]
+    return skeleton, [lent.arena.view(b, lent.leases) if isinstance(b, tuple) else b for b in buffers], carried, None
 
 
 def from_wire(wire: Wire) -> Any:
