@@ -55,6 +55,9 @@ class Before(NamedTuple):
         return not error and bool(known)
 
 
+_NOTHING = Before()
+
+
 class Journal:
     """Of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
 
@@ -64,7 +67,7 @@ class Journal:
         self._told: dict[int, Told] = {}  # after `base`, by task, ascending
         self._last_answered = -1
         self.last_taken = -1  # task
-        self._before = Before()  # dropped once this epoch has something to prove
+        self._before = _NOTHING  # dropped once this epoch has something to prove
         self._shared_seed: int | None = None  # of this epoch, if that is not the first
         self.begun = True  # `base` is of this epoch
         self.rewinds = False  # tasks that the user has not taken may yet have to be undone: `state` is before them
@@ -156,7 +159,7 @@ class Journal:
         self.begun, self.resumed = True, None
         self.base = state
         if not state.is_to_be_proven or not self._before.proves:
-            self._before = Before()
+            self._before = _NOTHING
 
     def answered(self, task_id: int, digest: int) -> None:
         """The worker has built this task."""
@@ -185,7 +188,7 @@ class Journal:
         if (told := self._told.get(task_id)) is not None:
             told.taken = True
         self.last_taken = task_id
-        self._before = Before()
+        self._before = _NOTHING
         self._advance()
 
     def starts_before(self, before: Before) -> None:
