@@ -127,9 +127,9 @@ class Arena:
             ArenaError: as in `view`.
         """
         self._lease(slot, leases)
-        copies, offset = [], slot[1]
+        memory, copies, offset = self._mapping.memory, [], slot[1]
         for nbytes in sizes:
-            copies.append(bytearray(self._mapping.memory[offset : offset + nbytes]))
+            copies.append(bytearray(memory[offset : offset + nbytes]))
             offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
         return copies
 
