@@ -178,7 +178,7 @@ class Epoch:
         return None
 
     def _check_open(self) -> None:
-        """Raises where the epoch cannot go on."""
+        """Raises where the epoch cannot go on. What `next` does until it waits calls Ray without asking again."""
         if self.broken:
             self._crew.check_session()
             raise RayloaderError(
