@@ -80,6 +80,7 @@ class Way:
         lent: Any = timed("send", lambda: self._submit(told))
         message = timed("receive task", lambda: pickle.loads(self._worker.receive()[0]))
         arena = timed("receive task", lambda: self._worker_lane.open(message[5]))
+        assert timed("receive task", lambda: from_wire(message[4])) == indices
         batch: Any = new_batch()
         encoded: Any = timed("encode", lambda: codec.encode(batch, known_classes=True, carry=CARRY))
         checked = timed("encode", lambda: digest(batch, encoded))
@@ -92,14 +93,14 @@ class Way:
         timed("send result", lambda: self._answer(task_id, result))
         answer: Any = timed("receive", lambda: Answer(*pickle.loads(self._driver.receive()[0])[3]))
         result = timed("receive", lambda: result_of(answer.result))
-        result = timed("lend", lambda: result._replace(wire=unplaced(result.wire, lent)))
+        result.wire = timed("lend", lambda: unplaced(result.wire, lent))
         timed("journal", lambda: journal.answered(task_id, result.digest))
         commands = timed("schedule", lambda: schedule.handle(TaskDone(task_id)))
         assert isinstance(commands[0], Deliver)
         opened = [timed("open", lambda: from_wire(result.wire))]
         assert opened[0][1][5] == 5
         lent = answer = None
-        timed("release", lambda: (opened.clear(), setattr(self, "_told", None)))
+        timed("release", opened.clear)
         result = None
         timed("schedule", lambda: schedule.handle(BatchTaken(task_id)))
         timed("journal", lambda: journal.taken(task_id))
@@ -108,7 +109,7 @@ class Way:
     def _submit(self, told: Told) -> Any:
         lent = self._lane.lend(self._told)
         self._told = lent.arena.address
-        message = (Down.RUN, 0, told.task_id, told.task_id, to_wire(told.indices), tuple(lent.room))
+        message = (Down.RUN, 0, told.task_id, told.task_id, to_wire(told.indices), lent.room)
         self._driver.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         return lent
 

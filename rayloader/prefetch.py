@@ -122,7 +122,7 @@ class DrawAhead(Iterator[Any]):
     def __next__(self) -> Any:
         given = next(self._indices)
         try:
-            drawn = self._looked_up(given)
+            drawn = given if self._subset is None else self._looked_up(given)
         except BaseException:  # the sampler's own iterator would have ended with it
             self._indices = iter(())
             raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import ray
@@ -107,7 +106,7 @@ class WorkerAddress:
         return self.node_id, self.machine
 
 
-class ResultKind(Enum):
+class ResultKind:
     """What became of a task."""
 
     BATCH = 0
@@ -123,11 +122,12 @@ class ResultKind(Enum):
 ENDS = ResultKind.EXITED, ResultKind.NOT_STARTED, ResultKind.TERMINATED
 
 
-class Result(NamedTuple):
+@dataclass(slots=True)
+class Result:
     """What became of a task: `wire` holds the batch or the ExceptionWrapper, `text` has an error in words."""
 
     task_id: int
-    kind: ResultKind
+    kind: int  # of `ResultKind`
     wire: Wire | None = None
     text: str = ""
     nbytes: int = 0  # of the batch's buffers
@@ -138,7 +138,16 @@ class Result(NamedTuple):
     @property
     def fields(self) -> tuple[Any, ...]:
         """What travels of it."""
-        return self.task_id, self.kind.value, *self[2:]
+        return (
+            self.task_id,
+            self.kind,
+            self.wire,
+            self.text,
+            self.nbytes,
+            self.skipped,
+            self.digest,
+            self.samples,
+        )
 
 
 class Answer(NamedTuple):
@@ -181,5 +190,4 @@ def final(result: Result, in_band: int) -> Any:
 
 def result_of(travelled: Any) -> Result:
     """The result, of what travelled of it."""
-    task_id, kind, *others = pickle.loads(travelled) if isinstance(travelled, bytes) else travelled
-    return Result(task_id, ResultKind(kind), *others)
+    return Result(*(pickle.loads(travelled) if isinstance(travelled, bytes) else travelled))

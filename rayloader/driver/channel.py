@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError
 from rayloader.driver.actor import Actor
 from rayloader.driver.answers import Answers
 from rayloader.state.journal import Resumed, Told
-from rayloader.transport.lanes import Lent, Wire, to_wire
+from rayloader.transport.lanes import Lent, Room, to_wire
 
 Message = Any  # a tuple that begins with an `Up`, ActorLost or LineRefused
 
@@ -105,13 +105,13 @@ class Channel(ABC):
         self.actor.vanished = answer is None or isinstance(answer, ActorUnavailableError)
         return ActorLost(self.actor, answer or "its process has ended")
 
-    def _run(self, worker_id: int, task: Told, room: Any) -> tuple[Any, list[Wire]]:
+    def _run(self, worker_id: int, task: Told, room: Room | None) -> tuple[Any, ...]:
+        """The message to `WorkerProcess.run`."""
         self.actor.calls += 1
-        wire = to_wire(task.indices)
-        return (worker_id, self.actor.calls, task.task_id, wire, room), [wire]
+        return worker_id, self.actor.calls, task.task_id, to_wire(task.indices), room
 
-    def _replay(self, worker_id: int, tasks: Sequence[Told]) -> tuple[Any, list[Wire]]:
+    def _replay(self, worker_id: int, tasks: Sequence[Told]) -> tuple[Any, ...]:
+        """The message to `WorkerProcess.replay`."""
         self.actor.calls += 1
-        wires = [to_wire(task.indices) for task in tasks]
-        again = [(task.task_id, wire, task.digest) for task, wire in zip(tasks, wires, strict=True)]
-        return (worker_id, self.actor.calls, again), wires
+        again = [(task.task_id, to_wire(task.indices), task.digest) for task in tasks]
+        return worker_id, self.actor.calls, again

@@ -88,10 +88,6 @@ class Crew:
         """Raises RaySessionError unless the crew is usable."""
         self._loan.check_session()
 
-    def check_connected(self) -> None:
-        """The same where Ray was shut down and not started again, which costs next to nothing to see."""
-        self._loan.check_connected()
-
     # ---- channels
 
     def lane(self, actor: Actor) -> str:

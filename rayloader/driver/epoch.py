@@ -155,10 +155,12 @@ class Epoch:
                 self._receive(wait)
                 self._out = self._preparer.first()
             if self._out is not None:
-                if self._is_stale(self._out):
-                    self._out = None
-                    continue
-                self._take(self._out)
+                if not self._out.taken:
+                    if not self._schedule.has(self._out.task):  # it was drawn again meanwhile
+                        self._out = None
+                        continue
+                    self._end_turn(self._out)
+                self._draw_owed()
                 if self._out.data is not skipping.NOTHING:
                     return self._out
                 self._drop_out()
@@ -176,47 +178,40 @@ class Epoch:
         return None
 
     def _check_open(self) -> None:
-        """Raises where the epoch cannot go on."""
+        """Raises where the epoch cannot go on. What `next` does until it waits calls Ray without asking again."""
         if self.broken:
             self._crew.check_session()
             raise RayloaderError(
                 "this iterator was interrupted (by Ctrl-C, or a signal handler that raised) and has lost its place; "
                 "call iter() on the loader again. state_dict() still says which batches were taken"
             )
-        if self._schedule.closed and not self._schedule.finished:
+        if self._schedule.finished:
+            return
+        if self._schedule.closed:
             if self.tables.failure is not None:
                 raise self.tables.failure.with_traceback(None)
             self._crew.check_session()
             raise RaySessionError(
                 "this epoch was ended: iter() was called on the loader again meanwhile, or shutdown()"
             )
-        if not self._schedule.finished:
-            self._crew.check_connected()
-
-    def _is_stale(self, delivery: Delivery) -> bool:
-        """Whether it was drawn again meanwhile."""
-        return not delivery.taken and not self._schedule.has(delivery.task)
-
-    def _take(self, delivery: Delivery) -> None:
-        """The user gets the batch."""
-        if not delivery.taken:
-            self._end_turn(delivery)
-        self._draw_owed()
+        self._crew.check_session()
 
     @changes
     def _end_turn(self, delivery: Delivery) -> None:
+        """The user gets the batch."""
         if self.tables.deliverable and self.tables.deliverable[0][0] is delivery.task:
             self.tables.deliverable.popleft()
             self._preparer.taken(delivery.task)
         self.tables.taken(delivery.task)
         delivery.taken = True
         self._budget.gave(delivery.nbytes)
-        self._tally.skipped += len(delivery.skipped)
-        try:
-            self._position.skip(delivery.skipped, self._options.max_skipped)
-        except SkipLimitError:
-            self._drop_out()
-            raise
+        if delivery.skipped:
+            self._tally.skipped += len(delivery.skipped)
+            try:
+                self._position.skip(delivery.skipped, self._options.max_skipped)
+            except SkipLimitError:
+                self._drop_out()
+                raise
 
     def _drop_out(self) -> None:
         """The next batch counts as handed over though the user does not get it."""
@@ -311,9 +306,10 @@ class Epoch:
         if ahead is None:
             return
         self._drawing = True
-        if (changed := ahead.reach(self._schedule.torch_draws)) is not None:
+        torch_draws = self._schedule.torch_draws
+        if (changed := ahead.reach(torch_draws)) is not None:
             self._undo(changed)
-        self._position.drawn_by_torch = self._schedule.torch_draws
+        self._position.drawn_by_torch = torch_draws
         self._drawing = False
 
     def _draw(self) -> Drawn:

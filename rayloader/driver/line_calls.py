@@ -42,13 +42,14 @@ class _Served:
         self.paused = False
         self.ended_at = 0.0  # time.monotonic()
 
-    def send(self, message: Any) -> None:
-        """Keeps a message until `flush`: for the line, or for the call."""
-        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        if self.ref is None:
-            self.early.append(pickled)
+    def send(self, message: Any, *, carries: bool = False) -> None:
+        """Keeps a message until `flush`: for the line, or for the call, which `carries` references as they are."""
+        if carries:
+            self.early.append(message)
+        elif self.ref is None:
+            self.early.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         else:
-            self.line.queue(pickled)
+            self.line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 class LineCalls(Channel):
@@ -78,23 +79,18 @@ class LineCalls(Channel):
 
     @override
     def run(self, worker_id: int, task: Told) -> Lent | None:
-        served = self._for_ray() if task.indices.carried else self._newest()
+        carries = bool(task.indices.carried)
+        served = self._for_ray() if carries else self._newest()
         lent = self._lend(served)
-        message, _ = self._run(worker_id, task, tuple(lent.room) if lent is not None else None)
-        self._tell(served, (Down.RUN, *message), carries=bool(task.indices.carried))
+        room = None if lent is None else lent.room
+        served.send((Down.RUN, *self._run(worker_id, task, room)), carries=carries)
         return lent
 
     @override
     def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
         carries = any(task.indices.carried for task in tasks)
-        message, _ = self._replay(worker_id, tasks)
-        self._tell(self._for_ray() if carries else self._newest(), (Down.REPLAY, *message), carries=carries)
-
-    def _tell(self, served: _Served, message: Any, *, carries: bool) -> None:
-        if carries:
-            served.early.append(message)
-        else:
-            served.send(message)
+        served = self._for_ray() if carries else self._newest()
+        served.send((Down.REPLAY, *self._replay(worker_id, tasks)), carries=carries)
 
     def _for_ray(self) -> _Served:
         """One whose call brings references to Ray's objects: only Ray keeps their owners in touch."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import ray
-
 from rayloader.driver.actor import Actor, Lease
 from rayloader.driver.pool import Pool
 from rayloader.errors import RaySessionError
@@ -66,11 +64,6 @@ class Loan:
             raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
         if not self.pool.session_alive():
             raise RaySessionError(SESSION_ENDED)
-
-    def check_connected(self) -> None:
-        """The same where Ray was shut down and not started again, which costs next to nothing to see."""
-        if not ray.is_initialized():
-            self.check_session()
 
     def end(self) -> Lease | None:
         """Lends no more; gives the lease, which is to be ended, unless it was given before or is another process's.

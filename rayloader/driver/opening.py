@@ -29,7 +29,7 @@ class Delivery:
 
 def opened(task: Task, result: Result) -> Delivery:
     """What a task's result brings."""
-    data = skipping.NOTHING if result.kind is ResultKind.EMPTY else _open(task, result)
+    data = skipping.NOTHING if result.kind == ResultKind.EMPTY else _open(task, result)
     return Delivery(task, data, result.skipped, samples=result.samples, nbytes=result.nbytes)
 
 
@@ -40,7 +40,7 @@ def _open(task: Task, result: Result) -> Any:
     try:
         return from_wire(result.wire)
     except Exception:  # the user's own unpickling may raise anything
-        if result.kind is ResultKind.ERROR:
+        if result.kind == ResultKind.ERROR:
             return _RemoteError(result.text)
         return ExceptionWrapper(where=f"unpickling a batch of DataLoader worker process {task.worker_id}")
 

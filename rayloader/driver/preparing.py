@@ -11,6 +11,7 @@ inference mode it is to have, as with torch's loader.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rayloader import skipping
@@ -149,7 +150,7 @@ class Preparer:
             delivery = self._opened_and_pinned(task, result, self._pin)
         else:
             assert result.wire is not None
-            result = result._replace(wire=lanes.owned(result.wire, self._copies.copy))
+            result = replace(result, wire=lanes.owned(result.wire, self._copies.copy))
         tables = self._tables
         with tables.lock:
             places = [place for place, (other, _) in enumerate(tables.deliverable) if other is task]

@@ -34,12 +34,14 @@ class RayCalls(Channel):
 
     @override
     def run(self, worker_id: int, task: Told) -> Lent | None:
-        self._call(self.actor.handle.run, *self._run(worker_id, task, None))
+        message = self._run(worker_id, task, None)
+        self._call(self.actor.handle.run, message, [message[3]])
         return None
 
     @override
     def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
-        self._call(self.actor.handle.replay, *self._replay(worker_id, tasks))
+        message = self._replay(worker_id, tasks)
+        self._call(self.actor.handle.replay, message, [wire for _, wire, _ in message[2]])
 
     def _call(self, method: Any, message: Any, wires: list[Wire]) -> None:
         worker_id, call, *_ = message

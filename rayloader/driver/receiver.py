@@ -88,8 +88,10 @@ class Receiver:
     def take(self, *, all_channels: bool = True, was_read: bool = False) -> None:
         """Takes in what has come; not what a lost actor means. The arguments are those of `Crew.receive`."""
         crew = self.tables.crew
-        for actor, message in crew.receive(all_channels=all_channels, was_read=was_read):
+        arrived = crew.receive(all_channels=all_channels, was_read=was_read)
+        if arrived:
             self.last_arrival = time.monotonic()
+        for actor, message in arrived:
             if isinstance(message, ActorLost):
                 self.lost.append(Lost(message.actor, str(message)))
             elif isinstance(message, LineRefused):
@@ -113,7 +115,7 @@ class Receiver:
     def _take_answer(self, slot: WorkerSlot, call: Call, answer: Answer) -> None:
         result = None if answer.result is None else result_of(answer.result)
         if result is not None and result.kind in ENDS:
-            suspect = result.task_id if result.kind is ResultKind.EXITED else None
+            suspect = result.task_id if result.kind == ResultKind.EXITED else None
             self.lost.append(Lost(call.actor, result.text, suspect))
             return
         if result is not None and result.task_id in self.tables.unanswered:
@@ -135,7 +137,7 @@ class Receiver:
             call.actor.lane.refused(answer.no_arena)
         if result is None:
             self._recovery.go_on(slot, *answer.replay)
-        elif result.kind is ResultKind.EXHAUSTED:  # it writes nothing any more, and will say nothing new
+        elif result.kind == ResultKind.EXHAUSTED:  # it writes nothing any more, and will say nothing new
             slot.drop_calls()
             slot.journal.exhausted()
         elif self._paces:
@@ -174,7 +176,7 @@ class Receiver:
     def _take_result(self, slot: WorkerSlot, result: Result, call: Call, answer: Answer) -> None:
         """Reports a result to the schedule."""
         tables = self.tables
-        if result.kind is ResultKind.EXHAUSTED:
+        if result.kind == ResultKind.EXHAUSTED:
             tables.tally.skipped += len(result.skipped)
             self._position.skip(result.skipped, self._max_skipped)
             tables.handle(WorkerExhausted(result.task_id))
@@ -182,6 +184,6 @@ class Receiver:
         self._record(slot, call, result.task_id, answer)
         lent = call.lent
         if result.wire is not None and lent is not None:
-            result = result._replace(wire=unplaced(result.wire, lent))
+            result.wire = unplaced(result.wire, lent)
         slot.journal.answered(result.task_id, result.digest)
         tables.answered(slot, result)

@@ -20,6 +20,12 @@ from typing import Any
 
 from rayloader.driver.messages import (
     ANY_WORKER,
+    DELIVERED,
+    GONE,
+    LOST,
+    OUTSTANDING,
+    QUEUED,
+    READY,
     TRANSITIONS,
     BatchTaken,
     Closed,
@@ -42,7 +48,6 @@ from rayloader.driver.messages import (
     Submit,
     Task,
     TaskDone,
-    TaskState,
     WorkerExhausted,
     WorkerLost,
     WorkerReady,
@@ -175,7 +180,7 @@ class Schedule:
         """The lowest undelivered task, None if there is none."""
         while self._head_id < self._next_task_id:
             task = self._tasks.get(self._head_id)
-            if task is not None and task.state is not TaskState.DELIVERED:
+            if task is not None and task.state is not DELIVERED:
                 return task
             self._head_id += 1
         return None
@@ -188,7 +193,7 @@ class Schedule:
     @property
     def outstanding(self) -> tuple[Task, ...]:
         """The tasks that workers have not answered, in task order; also those that still queue, or are lost."""
-        unanswered = (TaskState.QUEUED, TaskState.OUTSTANDING, TaskState.LOST)
+        unanswered = (QUEUED, OUTSTANDING, LOST)
         return tuple(task for task in self._tasks.values() if task.state in unanswered)
 
     def task(self, task_id: int) -> Task | None:
@@ -221,17 +226,17 @@ class Schedule:
         Raises:
             RuntimeError: something does not (a fault in this module); says after which events.
         """
-        queued = [task for task in self._tasks.values() if task.state is TaskState.QUEUED]
+        queued = [task for task in self._tasks.values() if task.state is QUEUED]
         checks = {
             "task ids ascend": list(self._tasks) == sorted(self._tasks),
             "the queue holds what is QUEUED": list(self._queued) == queued,
             "only a dynamic schedule has a queue": self.dynamic or not queued,
             "what queues is nobody's": all((t.worker_id == ANY_WORKER) == (t in queued) for t in self._tasks.values()),
             "no undelivered task is below the head": self.head is None
-            or all(t.state is TaskState.DELIVERED for t in self._tasks.values() if t.task_id < self._head_id),
+            or all(t.state is DELIVERED for t in self._tasks.values() if t.task_id < self._head_id),
             "in order, what is READY waits for the head": not self.in_order
             or self.head is None
-            or self.head.state is not TaskState.READY,
+            or self.head.state is not READY,
             "draws are owed, or none": self.owed_draws >= 0 and self._surplus >= 0,
             "the table fits the window": len(self._tasks) + self.owed_draws <= self.window + self._surplus
             or self._sampler_exhausted
@@ -239,12 +244,12 @@ class Schedule:
             or not all(worker.active for worker in self._workers),
             "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
             "lost tasks are of workers that are away": self._failed
-            or all(self._workers[t.worker_id].away for t in self._tasks.values() if t.state is TaskState.LOST),
+            or all(self._workers[t.worker_id].away for t in self._tasks.values() if t.state is LOST),
         }
         for worker_id, worker in enumerate(self._workers):
             mine = [task for task in self._tasks.values() if task.worker_id == worker_id]
             checks[f"worker {worker_id} holds its tasks"] = worker.held == len(mine)
-            unanswered = sum(task.state is TaskState.OUTSTANDING for task in mine)
+            unanswered = sum(task.state is OUTSTANDING for task in mine)
             checks[f"worker {worker_id} owes what is OUTSTANDING"] = worker.unanswered == unanswered
         for rule, holds in checks.items():
             if not holds:
@@ -377,16 +382,17 @@ class Schedule:
     def _done(self, event: TaskDone) -> list[Command]:
         """A task that was dropped meanwhile, or answered before, is passed over: telling it twice does no harm."""
         task = self._tasks.get(event.task_id)
-        if task is None or task.state is not TaskState.OUTSTANDING:
+        if task is None or task.state is not OUTSTANDING:
             return []
         self._move(task, TaskDone)
         self._workers[task.worker_id].restarts = 0
-        return [*(self._deliver_ready() if self.in_order else [self._deliver(task)]), *self._feed_any()]
+        commands: list[Command] = self._deliver_ready() if self.in_order else [self._deliver(task)]
+        return commands + self._feed_any() if self._queued else commands
 
     def _deliver_ready(self) -> list[Command]:
         """Delivers from the head on, up to the first task that is not ready."""
         commands: list[Command] = []
-        while self.in_order and (head := self.head) is not None and head.state is TaskState.READY:
+        while self.in_order and (head := self.head) is not None and head.state is READY:
             commands.append(self._deliver(head))
         return commands
 
@@ -430,8 +436,8 @@ class Schedule:
     def _worker_lost(self, event: WorkerLost) -> list[Command]:
         """See NOTE [blame]."""
         worker_id, worker = event.worker_id, self._workers[event.worker_id]
-        lost = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is TaskState.OUTSTANDING]
-        lost_before = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is TaskState.LOST]
+        lost = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is OUTSTANDING]
+        lost_before = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is LOST]
         if self._failed or not (lost or lost_before or worker.active):
             return []  # told before, or its work was done
         for task in lost:
@@ -453,7 +459,7 @@ class Schedule:
     def _worker_ready(self, event: WorkerReady) -> list[Command]:
         self._workers[event.worker_id].away = False
         for task in self._tasks.values():
-            if task.worker_id == event.worker_id and task.state is TaskState.LOST:
+            if task.worker_id == event.worker_id and task.state is LOST:
                 self._move(task, WorkerReady)
         return self._feed_any()
 
@@ -488,11 +494,11 @@ class Schedule:
                 f"{step.__name__} cannot happen to {task}; see TRANSITIONS in messages.py; {self._history()}"
             ) from None
         task.state = state
-        if before is TaskState.QUEUED and self.dynamic:
+        if before is QUEUED and self.dynamic:
             self._queued.remove(task)
         if task.worker_id != ANY_WORKER:
             worker = self._workers[task.worker_id]
-            worker.unanswered += (state is TaskState.OUTSTANDING) - (before is TaskState.OUTSTANDING)
-            worker.held -= state is TaskState.GONE
-        if state is TaskState.GONE:
+            worker.unanswered += (state is OUTSTANDING) - (before is OUTSTANDING)
+            worker.held -= state is GONE
+        if state is GONE:
             del self._tasks[task.task_id]

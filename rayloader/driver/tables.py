@@ -132,19 +132,24 @@ class Tables:
     @changes
     def handle(self, event: Event) -> None:
         """Tells the schedule what happened, and carries out what it answers."""
+        self.take_in(event)
+
+    def take_in(self, event: Event) -> None:
+        """The same as a part of a change."""
         for command in self.schedule.handle(event):
             match command:
-                case DrawIndices():
-                    pass  # owed: the sampler belongs to the user's thread
                 case Submit(task):
                     self._submit(task)
                 case Deliver(task):
                     self.deliverable.append((task, self.results.pop(task.task_id)))
+                case DrawIndices():
+                    pass  # owed: the sampler belongs to the user's thread
                 case Forget(task_ids):
                     for task_id in task_ids:
                         self.unanswered.discard(task_id)
                         self.results.pop(task_id, None)
-                        self._gone(task_id, self.crew.slots)
+                        for slot in self.crew.slots:
+                            self._gone(slot, task_id)
                 case Drop(worker_id, first_task_id):
                     slot = self.crew.slots[worker_id]
                     self.crew.drop(slot, first_task_id)
@@ -166,18 +171,18 @@ class Tables:
         self.crew.flush()
 
     def taken(self, task: Task) -> None:
-        """The user has its batch."""
+        """The user has its batch; as a part of a change."""
         slot = self.crew.slots[task.worker_id]
-        self.handle(BatchTaken(task.task_id))
-        self._gone(task.task_id, [slot])
+        self.take_in(BatchTaken(task.task_id))
+        self._gone(slot, task.task_id)
         self.feed(slot)
 
     def answered(self, slot: WorkerSlot, result: Result) -> None:
-        """A worker has built a task's batch."""
+        """A worker has built a task's batch; as a part of a change."""
         self.results[result.task_id] = result
         if slot.allowance is not None:
             slot.allowance.answered(result.task_id, result.nbytes)
-        self.handle(TaskDone(result.task_id))
+        self.take_in(TaskDone(result.task_id))
         self.unanswered.discard(result.task_id)
 
     def feed(self, slot: WorkerSlot) -> None:
@@ -191,10 +196,9 @@ class Tables:
         lent = self.crew.run(slot, told)
         slot.calls.append(Call(slot.host, slot.host.calls, told.task_id, lent))
 
-    def _gone(self, task_id: int, slots: list[WorkerSlot]) -> None:
-        for slot in slots:
-            if slot.allowance is not None:
-                slot.allowance.gone(task_id)
+    def _gone(self, slot: WorkerSlot, task_id: int) -> None:
+        if slot.allowance is not None:
+            slot.allowance.gone(task_id)
 
     def replay(self, slot: WorkerSlot, tasks: list[Told]) -> None:
         """Has a worker build tasks again."""
@@ -207,7 +211,6 @@ class Tables:
         self.feed(slot)
 
     def _submit(self, task: Task) -> None:
-        self.crew.check_session()
         slot, told = self.crew.slots[task.worker_id], Told(task.task_id, task.indices.encoded)
         slot.journal.told(told)
         self.unanswered.add(task.task_id)

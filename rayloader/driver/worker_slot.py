@@ -18,7 +18,7 @@ from rayloader.state.journal import Journal, Told
 from rayloader.transport.lanes import Lent
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """An unanswered call of a worker."""
 

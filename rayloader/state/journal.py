@@ -54,6 +54,9 @@ class Before(NamedTuple):
         return not error and bool(known)
 
 
+_NOTHING = Before()
+
+
 class Journal:
     """Of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
 
@@ -65,7 +68,7 @@ class Journal:
         self.replay: dict[int, Told] = {}
         self._last_answered = -1
         self.last_taken = -1  # task
-        self._before = Before()  # dropped once this epoch has something to prove
+        self._before = _NOTHING  # dropped once this epoch has something to prove
         self._shared_seed: int | None = None  # of this epoch, if that is not the first
         self.begun = True  # `base` is of this epoch
         self.rewinds = False  # tasks that the user has not taken may yet have to be undone: `state` is before them
@@ -154,7 +157,7 @@ class Journal:
         self.begun, self.resumed = True, None
         self.base = state
         if not state.is_to_be_proven or not self._before.proves:
-            self._before = Before()
+            self._before = _NOTHING
 
     def answered(self, task_id: int, digest: int) -> None:
         """The worker has built this task."""
@@ -183,7 +186,7 @@ class Journal:
         if (told := self._told.get(task_id)) is not None:
             self.replay[task_id] = told
         self.last_taken = task_id
-        self._before = Before()
+        self._before = _NOTHING
         self._advance()
 
     def starts_before(self, before: Before) -> None:

@@ -127,9 +127,9 @@ class Arena:
             ArenaError: as in `view`.
         """
         self._lease(slot, leases)
-        copies, offset = [], slot[1]
+        memory, copies, offset = self._mapping.memory, [], slot[1]
         for nbytes in sizes:
-            copies.append(bytearray(self._mapping.memory[offset : offset + nbytes]))
+            copies.append(bytearray(memory[offset : offset + nbytes]))
             offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
         return copies
 
@@ -413,12 +413,16 @@ class _Mapping:
 class _Region:
     """A part of a mapping, shown to NumPy as writable bytes, which keep it alive."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "mapping")
+    __slots__ = ("__weakref__", "mapping", "nbytes", "start")
 
-    def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
+    def __init__(self, mapping: _Mapping, start: int, nbytes: int) -> None:
         self.mapping = mapping
-        data = mapping.start + offset, False
-        self.__array_interface__ = {"version": 3, "data": data, "shape": (nbytes,), "typestr": "|u1"}
+        self.start, self.nbytes = start, nbytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        data = self.mapping.start + self.start, False
+        return {"version": 3, "data": data, "shape": (self.nbytes,), "typestr": "|u1"}
 
     def memory(self) -> memoryview:
         array: Any = np.asarray(self)

@@ -173,6 +173,8 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
     tail = memoryview(skeleton)
     if tail[0] == plain.MARK:
         return plain.decode(bytes(skeleton), cast("Sequence[Buffer]", buffers))  # of a batch, not a replica
+    if tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS and not buffers:
+        return pickle.loads(skeleton)
     header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
     count = len(header.places) + sum(group.buffers for group in header.groups)
     if len(buffers) != count:

@@ -15,7 +15,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any, NamedTuple
+from typing import Any
 
 from rayloader.transport import codec
 from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, leased_slot
@@ -38,6 +38,11 @@ SPOILED_BYTES = 1 << 28
 # themselves.
 Wire = tuple[bytes, list[Any], list[Any], Slot | None]
 
+# What a worker is told with a message, so that it can place batches: the address of the arena, None for the one that it
+# was told last; tickets of slots that are free again; workers whose results that were made so far are nobody's (None in
+# it: all workers'), and where there are some, the tickets of slots that are not; and up to what size buffers are small.
+Room = tuple[ArenaAddress | None, list[int], list[int | None], frozenset[int], int]
+
 
 def switched_off() -> bool:
     """Whether the environment switches arenas off.
@@ -49,24 +54,6 @@ def switched_off() -> bool:
     if text not in ("", "0", "1"):
         raise ValueError(f"{ARENAS_VARIABLE} must be 0 or 1, got {text!r}; leave it out for 1")
     return text == "0"
-
-
-class Room(NamedTuple):
-    """What a worker is told with a message, so that it can place batches.
-
-    Attributes:
-        address: of the arena; None: as last told.
-        freed: tickets of its slots that are free again.
-        abandoned: workers whose results that were made so far are nobody's; None in it: all workers.
-        leased: where some are abandoned: tickets of slots that are not.
-        small: buffers up to this size are small.
-    """
-
-    address: ArenaAddress | None
-    freed: list[int]
-    abandoned: list[int | None]
-    leased: frozenset[int]
-    small: int
 
 
 class Lent:
@@ -87,10 +74,11 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
         encoded: what is to travel.
         arena: where a batch has begun.
     """
-    packed, buffers = None, list[Any](map(PickleBuffer, encoded.buffers))
+    packed: Slot | None = None
+    buffers: list[Any] = [PickleBuffer(buffer) for buffer in encoded.buffers]
     if arena is not None:
         small = [buffer for buffer in encoded.buffers if buffer.nbytes <= arena.small]
-        if sum(buffer.nbytes for buffer in small) > INLINE_BYTES:
+        if sum([buffer.nbytes for buffer in small]) > INLINE_BYTES:
             packed = arena.pack(small)
         for index, buffer in enumerate(encoded.buffers):
             if buffer.nbytes > arena.small:
@@ -109,11 +97,10 @@ def sealed(wire: Wire, arena: ArenaWriter) -> Wire:
 def unplaced(wire: Wire, lent: Lent) -> Wire:
     """The same with leased views of slots, and copies of small buffers, in place of where they are."""
     skeleton, buffers, carried, packed = wire
-    views = [lent.arena.view(b, lent.leases) if isinstance(b, tuple) else b for b in buffers]
     if packed is not None:
         copies = iter(lent.arena.unpack(packed, [b for b in buffers if isinstance(b, int)], lent.leases))
-        views = [next(copies) if isinstance(b, int) else b for b in views]
-    return skeleton, views, carried, None
+        buffers = [next(copies) if isinstance(b, int) else b for b in buffers]
+    return skeleton, [lent.arena.view(b, lent.leases) if isinstance(b, tuple) else b for b in buffers], carried, None
 
 
 def from_wire(wire: Wire) -> Any:
@@ -215,7 +202,7 @@ class ArenaLane:
         abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
         leased = arena.leased() if abandoned else frozenset()
         address = arena.address if arena.address is not told else None
-        return Lent(arena, Room(address, freed, abandoned, leased, SMALL_BYTES))
+        return Lent(arena, (address, freed, abandoned, leased, SMALL_BYTES))
 
     def abandon(self, worker_id: int | None = None) -> None:
         """No result that this worker (None: any worker of the actor) was asked for so far will be taken in."""
@@ -261,26 +248,22 @@ class WorkerLane:
         self._arena: ArenaWriter | None = None
         self.error = ""  # why it cannot be opened
 
-    def open(self, fields: tuple[Any, ...] | None) -> ArenaWriter | None:
-        """For the batches that a message asks for; None if there is no room or it cannot be reached.
-
-        Args:
-            fields: of the `Room`, if the message brought one.
-        """
-        if fields is None:
+    def open(self, room: Room | None) -> ArenaWriter | None:
+        """For the batches that a message asks for; None if there is no room or it cannot be reached."""
+        if room is None:
             return None
-        room = Room(*fields)
-        if room.address is not None and room.address != self._address:
-            self._arena, self._address, self.error = None, room.address, ""
+        address, freed, abandoned, leased, small = room
+        if address is not None and address != self._address:
+            self._arena, self._address, self.error = None, address, ""
             try:
-                self._arena = ArenaWriter.open(room.address)
+                self._arena = ArenaWriter.open(address)
             except ArenaError as error:
                 self.error = str(error)
         if self._arena is not None:
-            self._arena.small = room.small
-            self._arena.free(room.freed)
-            for worker_id in room.abandoned:
-                self._arena.abandon(worker_id, room.leased)
+            self._arena.small = small
+            self._arena.free(freed)
+            for worker_id in abandoned:
+                self._arena.abandon(worker_id, leased)
         return self._arena
 
     def take_full(self) -> bool:

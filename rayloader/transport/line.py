@@ -166,10 +166,13 @@ class Line:
 
     def queue(self, message: Message) -> None:
         """Keeps a message for the next `flush`; its buffers are not to be written to before they are sent, or kept."""
-        buffers = () if isinstance(message, bytes) else [view for view in message.buffers if view.nbytes]
-        sizes = () if isinstance(message, bytes) else [view.nbytes for view in message.buffers]
-        body = message if isinstance(message, bytes) else message.message
-        header = _HEADER.pack(len(body), len(sizes)) + b"".join(map(_SIZE.pack, sizes))
+        if isinstance(message, bytes):
+            body, buffers = message, []
+            header = _HEADER.pack(len(body), 0)
+        else:
+            body, buffers = message.message, [view for view in message.buffers if view.nbytes]
+            sizes = [view.nbytes for view in message.buffers]
+            header = _HEADER.pack(len(body), len(sizes)) + b"".join(map(_SIZE.pack, sizes))
         if len(body) <= JOINED_BYTES:
             self._out.append(memoryview(header + body))
         else:
@@ -223,7 +226,7 @@ class Line:
 
     def arrived(self) -> list[Message]:
         """Those that were read by now, and not given before."""
-        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+        return [self._arrived.popleft() for _ in range(len(self._arrived))] if self._arrived else []
 
     def read(self, *, wait: bool = False) -> bool:
         """Reads what has arrived, and keeps it for `arrived`; whether it did.
@@ -293,7 +296,9 @@ class Line:
                 sizes = [size for (size,) in _SIZE.iter_unpack(view[begin + _HEADER.size : start])]
                 begin = self._expect(message, sizes, end)
         size = max(needed, self.chunk_bytes)
-        if begin or size != len(self._in):
+        if begin == self._filled and size == len(self._in):
+            self._filled = 0  # as a rule: messages come whole
+        elif begin or size != len(self._in):
             rest = self._in[begin : self._filled]
             if size != len(self._in):
                 self._in = bytearray(size)

@@ -46,7 +46,7 @@ def encode(obj: Any) -> tuple[bytes, list[memoryview]] | None:
         return None
     specs: list[_Spec] = []
     buffers = []
-    storages = set()
+    addresses = set()  # of the storages
     for tensor in tensors:
         dtype = tensor.dtype
         if dtype not in NAMES or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
@@ -56,10 +56,11 @@ def encode(obj: Any) -> tuple[bytes, list[memoryview]] | None:
         storage, nbytes = tensor.untyped_storage(), tensor.nbytes
         if not nbytes or storage.nbytes() != nbytes or tensor.storage_offset():
             return None
-        specs.append((NAMES[dtype], tuple(tensor.shape), tensor.stride(), nbytes))
-        buffers.append(memoryview(memory(storage.data_ptr(), nbytes, storage)))
-        storages.add(storage._cdata)
-    return (_skeleton(_KINDS.index(kind), names, tuple(specs)), buffers) if len(storages) == len(tensors) else None
+        specs.append((NAMES[dtype], tensor.shape, tensor.stride(), nbytes))
+        address = storage.data_ptr()
+        buffers.append(memoryview(memory(address, nbytes, storage)))
+        addresses.add(address)
+    return (_skeleton(_KINDS.index(kind), names, tuple(specs)), buffers) if len(addresses) == len(tensors) else None
 
 
 def decode(skeleton: bytes, buffers: Sequence[Buffer]) -> Any:
@@ -77,7 +78,8 @@ def decode(skeleton: bytes, buffers: Sequence[Buffer]) -> Any:
 
 @functools.lru_cache(_CACHED)
 def _skeleton(kind: int, names: tuple[str, ...], specs: tuple[_Spec, ...]) -> bytes:
-    return bytes([MARK]) + pickle.dumps((kind, names, specs), pickle.HIGHEST_PROTOCOL)
+    plain = tuple((dtype, tuple(size), *others) for dtype, size, *others in specs)
+    return bytes([MARK]) + pickle.dumps((kind, names, plain), pickle.HIGHEST_PROTOCOL)
 
 
 @functools.lru_cache(_CACHED)

@@ -72,7 +72,9 @@ def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], str
     """A tensor of these flat bytes, which are all of its storage, and which that keeps alive as above."""
     if view.readonly or dtype not in _FROM_BUFFER:
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(view), 0, size, stride)
-    tensor = torch.frombuffer(view, dtype=dtype).as_strided_(size, stride)
+    tensor = torch.frombuffer(view, dtype=dtype)
+    if stride != (1,):
+        tensor.as_strided_(size, stride)
     tensor.untyped_storage().rayloader_memory = view  # type: ignore[attr-defined]
     return tensor
 

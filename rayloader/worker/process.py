@@ -227,14 +227,13 @@ class WorkerProcess:
             answer = self._do(kind, worker_id, call, *arguments)
             if answer is None:
                 continue
-            wire = answer.result.wire if answer.result is not None else None
-            if answer.result is not None:
-                answer = answer._replace(result=answer.result.fields)
+            wire = None if answer.result is None else answer.result.wire
+            fields = (None if answer.result is None else answer.result.fields, *answer[1:])
             if wire is not None and wire[2]:  # references to Ray's objects
                 line.drain()  # what is older comes first
                 self._is_free()
-                return Served(answer=pack((worker_id, call, answer), [wire]))
-            self._send(line, (Up.ANSWER, worker_id, call, tuple(answer)))
+                return Served(answer=pack((worker_id, call, fields), [wire]))
+            self._send(line, (Up.ANSWER, worker_id, call, fields))
             self._is_free()
         line.drain()
         self._hang_up()

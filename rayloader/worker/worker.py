@@ -15,6 +15,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,7 +175,7 @@ class Worker:
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
             if result.kind in (ResultKind.EXITED, ResultKind.TERMINATED):
-                self._failure = result._replace(kind=ResultKind.NOT_STARTED)
+                self._failure = replace(result, kind=ResultKind.NOT_STARTED)
             self._replayed += 1
             if time.monotonic() >= until:
                 return False
@@ -296,7 +297,7 @@ class Worker:
         while self._left:
             result = self._do(self._left.popleft(), None)
             if result.kind in ENDS:
-                return result._replace(task_id=task.task_id)
+                return replace(result, task_id=task.task_id)
         return self._do(task, arena)
 
     def replay(self, tasks: list[Task], dropped: Callable[[int, int], bool]) -> Result | None:
@@ -348,7 +349,7 @@ class Worker:
             )
         self._unrestored = True
         assert self._failure is not None
-        return self._failure._replace(task_id=task.task_id)
+        return replace(self._failure, task_id=task.task_id)
 
     def _build(self, task: Task, arena: ArenaWriter | None) -> Result:
         self._began, self._fetched, self._collated = time.perf_counter(), 0.0, 0.0
@@ -356,7 +357,7 @@ class Worker:
         if self._failure is not None and (self._unrestored or not self._exhausted):
             # The indices of a stream are endless: that it can't start is told once, as an iterator that raised ends.
             self._exhausted = self._is_iterable and not task.again and not self._unrestored
-            return self._failure._replace(task_id=task_id)
+            return replace(self._failure, task_id=task_id)
         if self._exhausted:
             return Result(task_id, ResultKind.EXHAUSTED)
         skipped: list[skipping.Skipped] = []
@@ -384,7 +385,7 @@ class Worker:
                 self._exhausted = True
                 return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
             checksum = zlib.crc32(type(error).__qualname__.encode())
-            result = _error(task_id, self._where)._replace(skipped=tuple(skipped), digest=checksum)
+            result = replace(_error(task_id, self._where), skipped=tuple(skipped), digest=checksum)
         except BaseException as error:
             return _exited(task_id, error)
         if self._is_iterable:
@@ -421,7 +422,7 @@ class Worker:
         except Exception:  # all that user code can raise, as in _build
             self._failure = _error(-1, self._where)
         except BaseException as error:
-            self._failure = _exited(-1, error)._replace(kind=ResultKind.NOT_STARTED)
+            self._failure = replace(_exited(-1, error), kind=ResultKind.NOT_STARTED)
 
     def _seed(self) -> None:
         setup = self._setup
