@@ -273,7 +273,8 @@ def test_the_readmes_code_passes_pyright(tmp_path: Path) -> None:
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(rules))
     command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "0 errors, 0 warnings, 0 notes"), done.stdout
+    assert (done.stderr, done.returncode) == ("", 0), done.stdout
+    assert done.stdout.splitlines()[-1] == "0 errors, 0 warnings, 0 notes"
     assert len(list(tmp_path.iterdir())) > 4
 
 
