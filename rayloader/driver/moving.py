@@ -132,7 +132,8 @@ class Moving:
                         self._channels.hurry(slot)
         moved = self._take_over()
         for actor in draining:
-            if self._is_late(actor) and (hosts := self._survivors_of(actor)):
+            # Where nobody stays, Ray is not to be asked about each batch.
+            if (hosts := self._survivors_of(actor)) and self._is_late(actor):
                 for slot in self.hosted_by(actor):
                     self._leave(slot)
                 moved += self._move([actor], hosts)

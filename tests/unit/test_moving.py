@@ -23,11 +23,13 @@ class Process:
         self.hello = self  # the reference to its answer
         self.answer: Any = NONE_YET
         self.placed = self.vanished = False
+        self.asked = 0  # how often Ray was asked for its place
 
     def comes(self, node_id: str) -> None:
         self.answer, self.address = "hello", Address(node_id)
 
     def has_place(self) -> bool:
+        self.asked += 1
         return self.placed
 
     def has_started(self) -> bool:
@@ -195,7 +197,7 @@ def test_where_nobody_stays_the_processes_work_on(nodes: tuple[str, ...]) -> Non
     for _ in range(3):
         assert world.spread() == []
     assert world.hosts() == before
-    assert len(world.new) == len(nodes)
+    assert [process.asked for process in world.new] == [0] * len(nodes), "a call to Ray for each batch"
 
 
 def test_who_comes_to_a_node_that_is_drained_by_then_moves_on() -> None:
