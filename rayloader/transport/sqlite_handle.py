@@ -100,11 +100,15 @@ def _databases(connection: Connection) -> Iterator[tuple[str, _Database]]:
 
 
 def _is_open(path: str) -> bool:
+    """Whether the file of this path is open, and none is that had it before."""
+    found = False
     for descriptor in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{descriptor}"
         with contextlib.suppress(OSError):
-            if os.path.samefile(f"/proc/self/fd/{descriptor}", path):
-                return True
-    return False
+            if os.readlink(link) == f"{path} (deleted)":
+                return False
+            found |= os.path.samefile(link, path)
+    return found
 
 
 def _added(registered: dict[Any, Any]) -> dict[Any, Any]:
@@ -149,7 +153,20 @@ def _set(connection: Connection, state: tuple[dict[str, Any], dict[Any, Any], di
     attributes, adapters, converters = state
     for name, value in attributes.items():
         setattr(connection, name, value)
-    for (kind, _), adapt in adapters.items():
-        sqlite3.register_adapter(kind, adapt)
-    for name, convert in converters.items():
-        sqlite3.register_converter(name, convert)
+    for registered, added in ((sqlite3.adapters, adapters), (sqlite3.converters, converters)):
+        _before.append((registered, {key: registered.get(key) for key in added}))
+        registered.update(added)
+
+
+_before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # adapters and converters that `_set` has replaced, or None
+
+
+def unregister() -> None:
+    """Puts the adapters and converters of the process back, which connections have brought."""
+    while _before:
+        registered, before = _before.pop()
+        for key, how in before.items():
+            if how is None:
+                registered.pop(key, None)
+            else:
+                registered[key] = how

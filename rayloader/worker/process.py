@@ -44,7 +44,7 @@ from rayloader.state.generators import note_modules
 from rayloader.state.journal import Resumed
 from rayloader.state.process_state import Baseline
 from rayloader.state.snapshot import WorkerState
-from rayloader.transport import local_line, tcp_line
+from rayloader.transport import local_line, sqlite_handle, tcp_line
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, WorkerLane, pack, unpack
 from rayloader.transport.line import Line, LineError, packed
@@ -322,6 +322,7 @@ class WorkerProcess:
         set_worker_info(None)
         nobody_reads()
         self._baseline.restore()
+        sqlite_handle.unregister()
         self._output.close()
         gc.collect()
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from rayloader.transport import sqlite_handle
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
 
@@ -52,6 +53,7 @@ def _process():
     """What a test registers for the whole process goes again."""
     with mock.patch.dict(sqlite3.adapters), mock.patch.dict(sqlite3.converters):
         yield
+        sqlite_handle.unregister()
 
 
 def same(connection, new, query=QUERY):
@@ -99,6 +101,22 @@ def test_converters_and_adapters_of_the_program_come_along(path, detect_types):
         with closing(decode(encoded.skeleton, encoded.buffers)) as new:
             assert ("date", b"2020-01-01") in same(connection, new)[0]
             assert new.execute("SELECT ?", (2 + 1j,)).fetchone() == (2.0,)
+
+
+def test_what_a_connection_has_brought_goes_with_its_worker(path):
+    """The next worker of the process finds adapters and converters as they were."""
+    sqlite3.register_converter("date", bytes.decode)
+    sqlite3.register_converter("name", bytes.upper)
+    with opened(path, detect_types=sqlite3.PARSE_DECLTYPES) as connection:
+        encoded = encode(connection, mapped=Mappings())
+    del sqlite3.converters["NAME"]
+    sqlite3.register_converter("date", bytes.lower)
+    before = dict(sqlite3.converters), dict(sqlite3.adapters)
+    for _ in range(2):
+        decode(encoded.skeleton, encoded.buffers, encoded.carried).close()
+    assert sqlite3.converters["NAME"] == bytes.upper
+    sqlite_handle.unregister()
+    assert (sqlite3.converters, sqlite3.adapters) == before
 
 
 def test_it_is_asked_without_calling_what_the_program_has_registered(path):
@@ -275,6 +293,16 @@ def test_databases_that_cannot_be_opened_again_are_refused(path, tmp_path):
         for make in (path.touch, path.unlink):
             refused(connection, "was removed, or is another file")
             make()
+
+
+def test_a_database_in_whose_place_there_is_another_one_is_refused(path):
+    """Though that one is open too."""
+    with opened(path) as connection:
+        connection.execute(QUERY)
+        os.replace(create(path.with_suffix(".new")), path)
+        with opened(path) as other:
+            refused(connection, "was removed, or is another file by now")
+            refused(other, "was removed, or is another file by now")
 
 
 def test_hidden_types_are_refused(path):
