@@ -153,7 +153,11 @@ def _set(connection: Connection, state: tuple[dict[str, Any], dict[Any, Any], di
     attributes, adapters, converters = state
     for name, value in attributes.items():
         setattr(connection, name, value)
-    for registered, added in ((sqlite3.adapters, adapters), (sqlite3.converters, converters)):
+    of_the_process: list[tuple[Any, dict[Any, Any]]] = [
+        (sqlite3.adapters, adapters),
+        (sqlite3.converters, converters),
+    ]
+    for registered, added in of_the_process:
         _before.append((registered, {key: registered.get(key) for key in added}))
         registered.update(added)
 
