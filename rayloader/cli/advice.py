@@ -32,7 +32,7 @@ def fastest(rates: Sequence[Rate]) -> tuple[int, str]:
     share = chosen.batches / best.batches
     reason = f"{chosen.batches:,.1f} batches a second with {_workers(chosen.num_workers)}"
     if chosen is best:
-        reason += ", the most that was measured"
+        reason += ", the most of those tried"
     else:
         reason += f", {share:.0%} of the rate with {_workers(best.num_workers)}"
     last, before = rates[-1], rates[-2] if len(rates) > 1 else rates[-1]
@@ -49,8 +49,8 @@ def for_step(rates: Sequence[Rate], step: float) -> tuple[int, str]:
             return rate.num_workers, f"{who} waits {rate.wait_share:.1%} of its time"
     best = min(rates, key=lambda rate: rate.wait_share)
     who = f"even with {_workers(best.num_workers)} a trainer of {step * 1000:g} ms a step"
-    remedy = "try more workers, or make the samples cheaper"
-    return best.num_workers, f"{who} waits {best.wait_share:.0%} of its time: {remedy}"
+    more = "try more workers, or " if best is rates[-1] else "more workers did not help; "
+    return best.num_workers, f"{who} waits {best.wait_share:.0%} of its time: {more}make the samples cheaper"
 
 
 def _workers(number: int) -> str:

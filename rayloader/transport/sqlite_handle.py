@@ -122,7 +122,7 @@ def _added(registered: dict[Any, Any]) -> dict[Any, Any]:
 def _open(opening: _Opening) -> Connection:
     import sqlite3
 
-    uris = [f"file:{quote(there(path))}?{how}" for path, how in opening.databases.values()]
+    uris = [f"file:{quote(os.fsencode(there(path)))}?{how}" for path, how in opening.databases.values()]
     # The thread that opens it need not be the one that loads.
     options: dict[str, Any] = {"uri": True, "check_same_thread": False, "detect_types": opening.detect_types}
     connection: Any = sqlite3.connect(uris[0], **options)

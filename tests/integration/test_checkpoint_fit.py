@@ -296,6 +296,8 @@ def test_a_state_that_is_ahead_of_what_was_dispatched_is_refused():
     state = loader.state_dict()
     with pytest.raises(StateError, match="tells 2 batches that were taken, and _num_yielded=1 that were dispatched"):
         small().load_state_dict({**state, "_num_yielded": 1})
+    with pytest.raises(StateError, match="lacks _num_yielded"):
+        small().load_state_dict({name: part for name, part in state.items() if name != "_num_yielded"})
     rest = list(batches(iterator))
     loader = small()
     loader.load_state_dict({**state, "_iterator_finished": False})  # which Accelerate adds

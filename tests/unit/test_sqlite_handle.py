@@ -212,6 +212,15 @@ def test_any_thread_of_a_worker_may_use_it(path):
             pool.submit(encode, connection, mapped=Mappings()).result()
 
 
+def test_a_path_need_not_be_text(path):
+    name = os.fsencode(path.parent) + b"/\xff.db"
+    os.rename(path, name)
+    with closing(sqlite3.connect(name)) as connection:
+        connection.execute("PRAGMA query_only=1")
+        with closing(copied(connection)) as new:
+            same(connection, new)
+
+
 def test_a_closed_one_arrives_closed(path):
     with opened(path) as connection:
         pass
