@@ -8,6 +8,7 @@ or is to move to another, goes on there as its journal says. `release` gives the
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pickle import PickleBuffer
@@ -221,6 +222,7 @@ class Crew:
         self._channels.to(slot).pause()
         slot.began_at = actor.calls
         slot.started = actor.start(setup, source, journal.state)
+        slot.told_at = time.monotonic()
         slot.away = False
 
     def _source(self, actor: Actor, contents: list[Ref]) -> Source:

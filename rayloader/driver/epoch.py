@@ -423,10 +423,10 @@ class Epoch:
         with self.tables.lock:
             head = self._schedule.head
         if head is not None and not head.is_anybodys:
-            actor = self._crew.slots[head.worker_id].host
-            if actor.address is None:
+            slot = self._crew.slots[head.worker_id]
+            if slot.host.address is None:
                 return math.inf
-            started = actor.started_at or began
+            started = max(slot.host.started_at or began, slot.told_at)  # it may have moved to one that others have
         return max(began, self._receiver.last_arrival, started) + self._options.timeout
 
     def _warn_of_sharing(self) -> None:

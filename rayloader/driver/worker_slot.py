@@ -48,6 +48,7 @@ class WorkerSlot:
         host: the actor that is, or is to be, this worker.
         away: its host was not told yet that it is this worker.
         started: Ray's reference to the answer of `WorkerProcess.start`.
+        told_at: when its host was told that it is this worker, time.monotonic().
         began_at: after which call of its host its epoch began.
         calls: unanswered, oldest first.
         waiting: tasks that it is to be given once `allowance` allows it, in order.
@@ -62,6 +63,7 @@ class WorkerSlot:
     host: Actor
     away: bool = True
     started: Any = None
+    told_at: float = 0.0
     began_at: int = 0
     calls: deque[Call] = field(default_factory=deque)
     waiting: deque[Told] = field(default_factory=deque)
