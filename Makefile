@@ -9,8 +9,8 @@ BENCH_READY := $(VENV)/.ready-bench
 FULL_READY := $(VENV)/.ready-full
 DOCS_READY := $(VENV)/.ready-docs
 
-# Two processes run side by side, for a Ray that starts or ends leaves cores idle; what takes longest begins first. Each
-# has a Ray of its own, whose start costs much: folders share a process where one has not enough to do for itself.
+# Three processes run side by side, for tests of workers leave cores idle; what takes longest begins first. Each has a
+# Ray of its own, whose start costs much: folders share a process where one has not enough to do for itself.
 ALONE := tests/integration tests/multinode tests/unit
 FOLDERS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))
 # The conformance tests come last: torch's side of them runs beside the tests before.
@@ -70,7 +70,7 @@ clean: ## remove build output and caches; keeps .venv
 # The output of a process comes in one piece when its tests have ended. All run whatever the first ones say, so that one
 # run shows every failure.
 define run_tests
-@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
+@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target \
 	tests/integration tests/multinode together tests/unit \
 	SIDE_BY_SIDE=1 SELECTED="$(1)"
 endef

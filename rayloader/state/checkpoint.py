@@ -20,7 +20,7 @@ from rayloader.state import local_state, redeal
 from rayloader.state.local_state import pack_object, unpack_object
 from rayloader.state.position import Checksums, Position, Start
 from rayloader.state.random_state import RandomState
-from rayloader.state.seal import Parts, check_seal, check_whole, sealed
+from rayloader.state.seal import Parts, check_seal, sealed
 from rayloader.state.snapshot import WorkerState
 from rayloader.state.worker_parts import new_worker
 
@@ -268,10 +268,9 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
         raise StateError(
             f"the state has version {state.get('version')!r}, this rayloader reads {VERSION}; use the one that wrote it"
         )
-    check_whole(state, {TAKEN})
-    check_seal(state, KEYS)
+    check_seal(state, KEYS, TAKEN)
     taken = _taken(state["position"])
-    if (dispatched := state.get(TAKEN)) != taken:
+    if (dispatched := state[TAKEN]) != taken:
         raise StateError(
             f"the state tells {taken} batches that were taken, and {TAKEN}={dispatched!r} that were dispatched: with "
             "dispatch_batches=True (Accelerate's default for iterable datasets) one process fetches the batches of "

@@ -112,18 +112,15 @@ def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {**owned(state), "seal": {name: checksum(state[name]) for name in names if name != "seal"}}
 
 
-def check_whole(state: dict[str, Any], names: set[str]) -> None:
-    """Raises StateError unless the state has all parts of these names."""
-    missing = sorted(names - state.keys())
-    if missing:
+def check_seal(state: dict[str, Any], names: set[str], *unsealed: str) -> None:
+    """Raises StateError unless the parts of these names are there, and those were sealed that are not `unsealed`.
+
+    What the state has of other names is the program's.
+    """
+    if missing := sorted(names.union(unsealed) - state.keys()):
         raise StateError(
             f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}; load it as it was saved"
         )
-
-
-def check_seal(state: dict[str, Any], names: set[str]) -> None:
-    """Raises StateError unless the parts of these names are there, and what was sealed; others are the program's."""
-    check_whole(state, names)
     found = {name: checksum(state[name]) for name in names - {"seal"}}
     saved = state["seal"] if isinstance(state["seal"], dict) else {}
     damaged = sorted(name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name))

@@ -6,6 +6,7 @@ It prints what it started; through FOLDER/mail its worker tells that it was reac
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Waits:
         return os.getpid()
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
 loader = rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=1)
 iterator = iter(loader)
 print("actors:", *{next(iterator), next(iterator)})
