@@ -2,7 +2,8 @@
 
 Started by `frameworks.py`, as `framework_cases.py FRAMEWORK torch|rayloader BATCHES WORKERS FILE`. What it has measured
 goes to the file, as JSON. Each function below is the framework's own example: only the line that makes the loader, or
-`rayloader.patch()`, differs. The process of torch's loader must not have Ray in it.
+`rayloader.patch()`, differs. The process of torch's loader must not have Ray in it, but for Ray Train's. Where several
+processes train, each has a loader of half the batch size, and what is measured is the first one's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -25,6 +27,7 @@ EPOCHS = 3
 BATCH_SIZE = 32
 SIDE = 64  # pixels
 RATE = 0.05
+RANKS = 2  # of torchrun and Ray Train
 
 times: list[float] = []  # of each batch's arrival at the network
 losses: list[Tensor] = []
@@ -180,6 +183,64 @@ def transformers(_: Make, dataset: Images, workers: int) -> None:
         trainer.train()
 
 
+def torchrun(loader_class: Make, dataset: Images, workers: int) -> None:
+    """A rank, with DistributedDataParallel."""
+    torch.distributed.init_process_group("gloo")
+    network = nn.parallel.DistributedDataParallel(Network())
+    begin()
+    sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True)
+    loader = loader_class(dataset, BATCH_SIZE // RANKS, sampler=sampler, num_workers=max(1, workers // RANKS))
+    train_epochs(network, loader)
+    torch.distributed.destroy_process_group()
+
+
+def train_epochs(network: nn.Module, loader: Any) -> None:
+    """All of them, of a rank."""
+    optimizer = torch.optim.SGD(network.parameters(), RATE)
+    for epoch in range(EPOCHS):
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            train(network, optimizer, batch)
+
+
+def ray_train(loader_class: Make, dataset: Images, workers: int) -> None:
+    """`TorchTrainer`, whose `prepare_data_loader` makes the loader anew."""
+    ray, train_module = importlib.import_module("ray"), importlib.import_module("ray.train")
+    of_torch = importlib.import_module("ray.train.torch")
+    is_ours, length = loader_class is not torch.utils.data.DataLoader, len(dataset)
+
+    def train_rank(config: dict[str, Any]) -> None:
+        import framework_cases as cases  # of the trainer's process
+
+        if is_ours:
+            import rayloader
+
+            rayloader.patch()
+        torch.manual_seed(1)
+        made = torch.utils.data.DataLoader if not is_ours else rayloader.DataLoader
+        images = cases.Images(length)
+        network = of_torch.prepare_model(cases.Network())
+        cases.begin()
+        loader = made(images, BATCH_SIZE // RANKS, shuffle=True, num_workers=max(1, workers // RANKS))
+        cases.train_epochs(network, of_torch.prepare_data_loader(loader))
+        if train_module.get_context().get_world_rank() == 0:
+            config["file"].write_text(json.dumps([cases.began, cases.times, [loss.item() for loss in cases.losses]]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rank"
+        paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        ray.init(runtime_env={"env_vars": {"PYTHONPATH": paths}}, num_cpus=RANKS + workers, log_to_driver=False)
+        of_torch.TorchTrainer(
+            train_rank,
+            train_loop_config={"file": file},
+            scaling_config=train_module.ScalingConfig(num_workers=RANKS),
+            run_config=train_module.RunConfig(storage_path=folder),
+        ).fit()
+        global began
+        began, times[:], of_losses = json.loads(file.read_text())
+        losses[:] = map(torch.tensor, of_losses)
+
+
 FRAMEWORKS: dict[str, Callable[[Make, Images, int], None]] = {
     "plain loop": plain,
     "lightning": lightning,
@@ -187,6 +248,8 @@ FRAMEWORKS: dict[str, Callable[[Make, Images, int], None]] = {
     "transformers": transformers,
     "datasets": datasets,
     "torchdata": torchdata,
+    "torchrun": torchrun,
+    "ray train": ray_train,
 }
 PATCHED = {"accelerate", "transformers"}
 
@@ -222,12 +285,13 @@ def main(framework: str, loader: str, batches: int, workers: int, file: Path) ->
     ended = time.monotonic()
     if len(times) != EPOCHS * batches:
         sys.exit(f"{framework} gave {len(times)} batches instead of {EPOCHS * batches}")
-    if (loader == "torch") is ("ray" in sys.modules):
+    if framework != "ray train" and (loader == "torch") is ("ray" in sys.modules):
         sys.exit(f"Ray is {'' if loader == 'torch' else 'not '}in the process of {framework} with the loader {loader}")
     last = times[batches - 1 :: batches]  # of each epoch
     epochs = [after - before for before, after in itertools.pairwise(last)]
     figures = {"first batch": times[0] - began, "later epoch": sum(epochs) / len(epochs)}
-    file.write_text(json.dumps({"figures": figures, "loss": losses[-1].item(), "ended": ended}))
+    if os.environ.get("RANK", "0") == "0":
+        file.write_text(json.dumps({"figures": figures, "loss": losses[-1].item(), "ended": ended}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ torch's loader (torchdata's own for torchdata), without Ray, and with rayloader.
 or `train()`, or from making the loader, until the network gets it; packages are imported by then, but what rayloader
 imports and starts at `iter()` counts. Later epoch: from the last batch of one epoch to that of the next. Exit: from the
 end of the training to the end of the process. Medians of the rounds; the losses of the last batch must be equal to the
-last digit. Ray Train is left out: its trainer has Ray in it with either loader.
+last digit. With torchrun and Ray Train two processes train, with a loader each and half the batch. torchrun's ranks
+share one Ray; with Ray Train either loader runs in one.
 Command: python benchmarks/frameworks.py [--rounds N] [--workers N] [--cases lightning,datasets] [--quick]
 Needs the extras `frameworks` and `trainers`; a framework that is not installed is left out.
 Results: a table in Markdown, and benchmarks/results/frameworks.json; git ignores that of --quick.
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from framework_cases import FRAMEWORKS
+from framework_cases import FRAMEWORKS, RANKS
 from harness import Figure, Options
 from processes import Missing, PeerError
 
@@ -38,6 +39,8 @@ QUESTION = "frameworks"
 LOADERS = ("torch", "rayloader")
 METRICS = ("first batch", "later epoch", "exit")
 BATCHES, QUICK_BATCHES = 60, 10  # an epoch
+PACKAGES = {*FRAMEWORKS} - {"plain loop", "torchrun", "ray train"}  # named as the frameworks
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
 LIMIT_S = 300.0  # of one example, which takes well under a minute; then it is killed
 
 
@@ -46,7 +49,7 @@ def measure(options: Options) -> list[Figure]:
     batches = QUICK_BATCHES if options.quick else BATCHES
     found: list[Figure] = []
     for framework in options.pick_cases(list(FRAMEWORKS)):
-        if framework != "plain loop" and importlib.util.find_spec(framework) is None:
+        if framework in PACKAGES and importlib.util.find_spec(framework) is None:
             missing = Missing(f"{framework} is not installed")
             found += [
                 harness.figure(QUESTION, framework, name, metric, "s", missing)
@@ -74,11 +77,12 @@ def trained(framework: str, loader: str, batches: int, workers: int) -> dict[str
         PeerError: it failed, or took too long.
     """
     script = Path(__file__).with_name("framework_cases.py")
+    launcher = TORCHRUN if framework == "torchrun" else ()
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "said", "w+") as said:
         file = Path(folder) / "figures"
         process = subprocess.Popen(
-            [sys.executable, str(script), framework, loader, str(batches), str(workers), str(file)],
+            [sys.executable, *launcher, str(script), framework, loader, str(batches), str(workers), str(file)],
             stdout=said,
             stderr=said,
             env={**environment, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},

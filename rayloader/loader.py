@@ -36,6 +36,7 @@ from rayloader.options import (
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.samplers import note_first_attributes
 from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
+from rayloader.state import checkpoint
 from rayloader.stats import LoaderStats
 from rayloader.trace import Tracing
 from rayloader.verdict import verdict
@@ -388,15 +389,13 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             StateError: the state of a dataset or sampler could not be determined.
         """
-        from rayloader.state.checkpoint import make_state, still
-
         self._note_num_workers()
         if self._state is not None:
-            return still(self, self._state)
+            return checkpoint.still(self, self._state)
         iterator = self.live_iterator
         if iterator is not None:
             iterator.tell_positions()
-        return make_state(self, self._position, int(self._stream_workers))
+        return checkpoint.make_state(self, self._position, int(self._stream_workers))
 
     def load_state_dict(self, state_dict: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Makes the next `iter()` continue where the state was saved: with the rest of that epoch, or a new one.
@@ -426,9 +425,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         Raises:
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
-        from rayloader.state.checkpoint import load
-
-        self._state = load(self, state_dict) if state_dict != {} else None
+        self._state = checkpoint.load(self, state_dict) if state_dict != {} else None
         self._iterator = None
 
     def resize(self, num_workers: int) -> None:

@@ -244,7 +244,9 @@ def order_of(part: DistributedSampler[Any]) -> list[Any]:
 def chain_of(sampler: Any, until: type | None = None) -> list[Any]:
     """A sampler and those that it wraps, the innermost last; or the first one of a type."""
     chain: list[Any] = []
-    while sampler is not None and all(sampler is not known for known in chain):
+    known: set[int] = set()
+    while sampler is not None and id(sampler) not in known:
+        known.add(id(sampler))
         chain.append(sampler)
         if until is not None and isinstance(sampler, until):
             break

@@ -55,20 +55,14 @@ class Crew:
 
     @classmethod
     def of(
-        cls, pool: Pool, loader: object, count: int, remote_args: dict[str, Any], *, name: str, fresh: bool, lines: bool
+        cls, pool: Pool, loader: object, remote_args: dict[str, Any], *, name: str, fresh: bool, lines: bool
     ) -> Crew:
-        """A crew of `count` actors for an iterator of `loader`: warm ones first, the rest started side by side.
+        """A crew for an iterator of `loader`, without actors yet.
 
-        Does not wait until new ones run. With `fresh` none is reused; with `lines` those on this machine are driven
-        over local sockets, and those elsewhere by TCP.
+        With `fresh` none is to be reused; with `lines` those on this machine are driven over local sockets, and those
+        elsewhere by TCP.
         """
-        crew = cls(pool, pool.begin_lease(loader, remote_args, name), remote_args, fresh=fresh, lines=lines)
-        try:
-            crew.moving.lend(count)
-        except BaseException:  # what Ray says of the options, a warning made an error, Ctrl-C
-            crew.release(busy=False)
-            raise
-        return crew
+        return cls(pool, pool.begin_lease(loader, remote_args, name), remote_args, fresh=fresh, lines=lines)
 
     @property
     def actors(self) -> list[Actor]:

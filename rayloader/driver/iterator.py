@@ -226,14 +226,19 @@ class EpochIterator(BaseIterator):
         crew = Crew.of(
             pool,
             loader,
-            self._num_hosts,
             options.ray_remote_args,
             name=name,
             fresh=options.fresh_processes,
             lines=lines,
         )
         try:
+            # New processes start while the image is made, and warm ones let go of the replica that they had.
+            warm = not options.fresh_processes and pool.has_warm(options.ray_remote_args, self._num_hosts)
+            if not warm:
+                crew.moving.lend(self._num_hosts)
             image, carried = self._make_image(loader, pool)
+            if warm:
+                crew.moving.lend(self._num_hosts)
             self.position.shared_seed = self._shared_seed
             process = ProcessState.capture(session.node_id())
             setups = [

@@ -117,8 +117,16 @@ class Pool:
             self.later(self.tidy)
         return Lease(self._tidy_later, name)
 
+    def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
+        """Whether so many actors are warm, or are being made so, for loaders with these options."""
+        key = _key(remote_args)
+        return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
+
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
-        """So many actors, until the lease ends; does not wait until new ones run."""
+        """So many actors, until the lease ends: warm ones first, the rest started side by side.
+
+        Waits for those that are being made warm, and not until new ones run.
+        """
         if self.closed:
             raise RaySessionError("the workers were shut down; call iter() on the loader again")
         key = _key(remote_args)

@@ -103,7 +103,7 @@ def owned(part: Any) -> Any:
     if kind is dict:
         return {key: value if type(value) in _PLAIN else owned(value) for key, value in part.items()}
     if kind is list:
-        return [value if type(value) in _PLAIN else owned(value) for value in part]
+        return [value.own() if type(value) is Part else owned(value) for value in part]
     return part
 
 
@@ -140,11 +140,11 @@ def checksum(part: Any) -> int:
         return zlib.crc32(repr(part).encode())
     if isinstance(part, dict):
         if {*map(type, part)} <= _TEXT:
-            items = {key: value if type(value) in _PLAIN else [checksum(value)] for key, value in sorted(part.items())}
-            return zlib.crc32(repr(items).encode())
+            names, before = _in_order(tuple(part))
+            return zlib.crc32(_shown(map(part.__getitem__, names)), before)
         return zlib.crc32(repr(sorted([(checksum(key), checksum(value)) for key, value in part.items()])).encode())
     if isinstance(part, (list, tuple)):
-        return zlib.crc32(repr([v if type(v) in _PLAIN else [checksum(v)] for v in part]).encode())
+        return zlib.crc32(_shown(part))
     if kind is bytes:
         return zlib.crc32(part)
     if kind is torch.Tensor and part.layout is torch.strided and not part.is_quantized and not part.is_nested:
@@ -152,3 +152,19 @@ def checksum(part: Any) -> int:
         before = zlib.crc32(f"{part.dtype} {tuple(part.shape)}".encode())
         return zlib.crc32(content.view(torch.uint8).numpy().data, before)
     return zlib.crc32(b"object")
+
+
+def _shown(values: Iterable[Any]) -> bytes:
+    """What says all of some values: they themselves, or their checksums."""
+    shown = [
+        value if (kind := type(value)) in _PLAIN else [value.checksum if kind is Part else checksum(value)]
+        for value in values
+    ]
+    return repr(shown).encode()
+
+
+@functools.lru_cache(maxsize=64)
+def _in_order(names: tuple[str, ...]) -> tuple[list[str], int]:
+    """The names of a dict, and their checksum; nothing depends on the order in which it has them."""
+    ordered = sorted(names)
+    return ordered, zlib.crc32(repr(ordered).encode())

@@ -130,16 +130,22 @@ class Groups:
         # None: such members never go this way.
         self._of_tensors: dict[tuple[torch.dtype, torch.Size], Group | None] = {}
         self._of_arrays: dict[tuple[np.dtype[Any], tuple[int, ...]], Group | None] = {}
+        self._dtype: torch.dtype | None = None  # of the last tensor: most are like the one before
+        self._shape: torch.Size | None = None
+        self._group: Group | None = None
         self._of_views: dict[tuple[Any, ...], int | Views] = {}  # by storage; as long as it is a number, how many
 
     def tensor(self, tensor: Tensor) -> Any:
         """The reduction of a tensor of no subclass and without attributes; None if it does not go this way."""
         try:
             dtype, shape = tensor.dtype, tensor.shape
-            try:
-                group = self._of_tensors[dtype, shape]
-            except KeyError:
-                group = self._of_tensors[dtype, shape] = _group(True, _DTYPES.get(dtype), tuple(shape))
+            if dtype is not self._dtype or shape != self._shape:
+                try:
+                    group = self._of_tensors[dtype, shape]
+                except KeyError:
+                    group = self._of_tensors[dtype, shape] = _group(True, _DTYPES.get(dtype), tuple(shape))
+                self._dtype, self._shape, self._group = dtype, shape, group
+            group = self._group
             if group is None:
                 return None
             if group.left:

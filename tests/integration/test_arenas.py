@@ -300,6 +300,7 @@ def test_a_fork_keeps_what_it_saw_and_the_parent_goes_on():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forks_in_every_batch_do_not_use_the_arena_up(warnings_logged, monkeypatch):
     monkeypatch.setattr(lanes, "_told", False)

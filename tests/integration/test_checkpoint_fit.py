@@ -52,8 +52,13 @@ SAMPLERS = {
 }
 
 
+NOT_SAMPLED = "generator of the sampler's", "with replacement", "weighted", "stateful, unbatched"  # much like others
+
+
 @some(2, 22)
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in NOT_SAMPLED else ()) for n in SAMPLERS]
+)
 def test_samplers_go_on(name, which):
     def arguments(seed):
         return lambda: {"dataset": data.Augmented(), **SAMPLERS[name](seed)}

@@ -43,13 +43,10 @@ def test_a_program_without_ray_address_starts_its_own(nodes, run_script):
     wait_for_exit(result.pids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "returncode"),
-    [
-        pytest.param("ends_in_mid_epoch", 0, marks=pytest.mark.full),
-        pytest.param("fails_in_mid_epoch", 1, marks=pytest.mark.full),
-        ("is_killed_in_mid_epoch", -signal.SIGKILL),
-    ],
+    [("ends_in_mid_epoch", 0), ("fails_in_mid_epoch", 1), ("is_killed_in_mid_epoch", -signal.SIGKILL)],
     ids=["ends", "fails", "is killed"],
 )
 def test_a_program_that_ends_in_mid_epoch_leaves_nothing(name, returncode, nodes, run_script):

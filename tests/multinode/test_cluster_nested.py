@@ -89,6 +89,7 @@ def test_two_ranks_at_once(reference):
         wait_for_exit(pids_of(origins))
 
 
+@pytest.mark.full
 def test_workers_are_not_captured_by_a_placement_group(reference):
     """A bundle of one CPU, taken by the task itself: captured workers would wait for ever."""
     group = placement_group([{"CPU": 1}])

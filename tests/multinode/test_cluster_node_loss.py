@@ -258,9 +258,8 @@ class Gated:
         return self.dataset[index]
 
 
-@pytest.mark.parametrize(
-    ("room", "seconds"), [(True, 600), pytest.param(False, 8, marks=pytest.mark.full)], ids=["room", "no room"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("room", "seconds"), [(True, 600), (False, 8)], ids=["room", "no room"])
 def test_the_workers_of_a_drained_node_leave_it_before_it_goes(room, seconds, nodes, reference, tmp_path, caplog):
     """It ends by itself when they have. The batches are torch's, and no process was lost."""
     gate, origins, added = tmp_path / "gate", Origins(tmp_path / "origins"), [one_more(nodes) for _ in range(2)]

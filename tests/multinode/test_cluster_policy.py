@@ -92,6 +92,7 @@ def test_one_loader_with_more_workers_than_cpus(recwarn):
     assert [str(warning.message) for warning in recwarn if "the CPUs of the Ray cluster" in str(warning.message)]
 
 
+@pytest.mark.full
 @oversubscribed
 def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
     """Three CPUs, of which the trainer itself has one: its three workers share them instead of waiting for ever."""
@@ -289,6 +290,7 @@ def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nod
     assert {node_id for _, node_id, _ in batches} == {nodes.away}
 
 
+@pytest.mark.full
 def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
     """And not what another asked for meanwhile."""
     known = set(get_pool().actors)
@@ -304,7 +306,8 @@ def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
 # ---- options
 
 
-@pytest.mark.parametrize("where", [pytest.param("here", marks=pytest.mark.full), "away"])
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["here", "away"])
 def test_variables_of_the_runtime_environment_win(where, monkeypatch):
     for name in ("MACHINE", "FROM_BOTH"):
         monkeypatch.setenv(name, "driver's")

@@ -27,7 +27,7 @@ def values(function, length=1, num_workers=1, **options):
 
 
 @pytest.mark.parametrize(
-    "case", ["augmented", *(pytest.param(c, marks=pytest.mark.full) for c in ("big", "persistent")), "stream"]
+    "case", ["augmented", *(pytest.param(c, marks=pytest.mark.full) for c in ("big", "persistent", "stream"))]
 )
 def test_batches_from_another_node_are_those_of_torch(case, nodes, reference):
     recorded, origins = untraced(epochs(DataLoader(**traced(case), ray_remote_args=AWAY)))
@@ -44,11 +44,8 @@ def ways_to_say_where(nodes):
     yield {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}
 
 
-@pytest.mark.parametrize(
-    "way",
-    [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)],
-    ids=["label", "node id label", "affinity"],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("way", range(3), ids=["label", "node id label", "affinity"])
 def test_every_way_to_name_a_node(way, nodes, reference):
     remote_args = list(ways_to_say_where(nodes))[way]
     recorded, origins = untraced(epochs(DataLoader(**traced("augmented"), ray_remote_args=remote_args)))
@@ -62,9 +59,8 @@ def test_workers_of_another_node_are_reached_by_tcp():
     assert {worker.lane for worker in loader.stats().epoch.workers} == {"TCP line"}
 
 
-@pytest.mark.parametrize(
-    "why", ["firewall", *(pytest.param(why, marks=pytest.mark.full) for why in ("TLS", "arenas=False"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("why", ["firewall", "TLS", "arenas=False"])
 def test_where_tcp_is_not_possible_or_not_wanted_batches_come_by_ray_calls(why, monkeypatch, caplog):
     """It is said once, though there are two workers and two loaders, where it is not what the user has asked for."""
 
@@ -122,6 +118,7 @@ def test_driver_variables_fill_in_on_another_node(monkeypatch):
     assert away == ["away", "this", None], "the machine's own value must win there"
 
 
+@pytest.mark.full
 def test_variables_are_those_of_each_epoch(monkeypatch):
     loader = DataLoader(
         Calls(lambda _: (os.environ.get("CHANGES"), os.getpid()), 1), None, num_workers=1, ray_remote_args=AWAY
@@ -135,6 +132,7 @@ def test_variables_are_those_of_each_epoch(monkeypatch):
     assert [value for value, _ in seen] == ["first", "second", None]
 
 
+@pytest.mark.full
 def test_working_directory_where_the_other_node_has_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert values(lambda _: os.getcwd()) == [str(tmp_path)]
@@ -187,7 +185,8 @@ def test_a_dataset_with_an_actor_handle():
     assert values(lambda index: ray.get(memory.recall.remote(index)), 3) == [0, 10, 20]
 
 
-@pytest.mark.parametrize("size", [pytest.param(10, marks=pytest.mark.full), 1_000_000], ids=["small", "big"])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [10, 1_000_000], ids=["small", "big"])
 def test_a_dataset_with_an_object_reference(size):
     numbers = ray.put(torch.arange(size).numpy())
     assert values(lambda index: int(ray.get(numbers)[index]), 3) == [0, 1, 2]

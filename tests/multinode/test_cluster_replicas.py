@@ -96,6 +96,7 @@ def test_a_host_that_has_died_is_replaced(nodes):
     assert [total for total, *_ in loader] == [TOTAL] * 2
 
 
+@pytest.mark.full
 def test_a_file_of_the_same_path_is_mapped(tmp_path):
     np.arange(300_000).tofile(tmp_path / "data")
     data = np.memmap(tmp_path / "data", np.int64)
@@ -114,6 +115,7 @@ def test_a_file_that_is_missing_there_is_named(tmp_path):
     assert [total for total, *_ in holding(data, look, ray_remote_args=here)] == [499_500] * 2
 
 
+@pytest.mark.full
 def test_shared_memory_does_not_reach_another_node():
     with pytest.raises(ReplicaError, match=r"/dev/shm/torch_.*does not reach node.*clone"):
         list(holding(torch.zeros(1000).share_memory_(), look))

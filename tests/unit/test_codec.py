@@ -694,7 +694,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("before", ["", SPAWN], ids=["program", "spawned process"])
+@pytest.mark.parametrize(
+    "before", [pytest.param("", id="program"), pytest.param(SPAWN, id="spawned process", marks=pytest.mark.full)]
+)
 def test_classes_of_main_come_back_as_the_drivers_own(before, tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(before + DRIVER)
