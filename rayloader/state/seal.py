@@ -28,6 +28,7 @@ _T = TypeVar("_T")
 _PLAIN = {int, float, complex, str, bool, type(None)}
 _CONSTANT = {*_PLAIN, bytes}
 _TEXT = {str}
+_REMEMBERED = 64  # names of a dict; the user's own may have millions
 
 
 class Part:
@@ -140,7 +141,8 @@ def checksum(part: Any) -> int:
         return zlib.crc32(repr(part).encode())
     if isinstance(part, dict):
         if {*map(type, part)} <= _TEXT:
-            names, before = _in_order(tuple(part))
+            in_order = _in_order if len(part) <= _REMEMBERED else _in_order.__wrapped__
+            names, before = in_order(tuple(part))
             return zlib.crc32(_shown(map(part.__getitem__, names)), before)
         return zlib.crc32(repr(sorted([(checksum(key), checksum(value)) for key, value in part.items()])).encode())
     if isinstance(part, (list, tuple)):

@@ -108,3 +108,11 @@ def test_a_part_is_made_again_where_it_is_made_of_something_else():
     for made_of in (first, first, second, second, first):
         part(made_of)
     assert made == [first, second, first]
+
+
+@pytest.mark.parametrize("count", [3, 1000])
+def test_a_seal_depends_on_names_and_values_and_not_on_the_order_of_a_dict(count):
+    numbers = {str(number): number for number in range(count)}
+    assert checksum(dict(reversed(numbers.items()))) == checksum(numbers)
+    assert checksum({**numbers, "0": 1, "1": 0}) != checksum(numbers)
+    assert checksum({name if name != "0" else "other": number for name, number in numbers.items()}) != checksum(numbers)
