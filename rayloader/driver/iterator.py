@@ -232,13 +232,7 @@ class EpochIterator(BaseIterator):
             lines=lines,
         )
         try:
-            # New processes start while the image is made, and warm ones let go of the replica that they had.
-            warm = not options.fresh_processes and pool.has_warm(options.ray_remote_args, self._num_hosts)
-            if not warm:
-                crew.moving.lend(self._num_hosts)
-            image, carried = self._make_image(loader, pool)
-            if warm:
-                crew.moving.lend(self._num_hosts)
+            image, carried = self._lend_with_image(loader, pool, crew)
             self.position.shared_seed = self._shared_seed
             process = ProcessState.capture(session.node_id())
             setups = [
@@ -270,10 +264,21 @@ class EpochIterator(BaseIterator):
             raise
         return crew
 
-    def _make_image(self, loader: TorchDataLoader[Any], pool: Pool) -> tuple[Image, list[Any]]:
+    def _lend_with_image(self, loader: TorchDataLoader[Any], pool: Pool, crew: Crew) -> tuple[Image, list[Any]]:
+        """Lends the crew its actors, and makes the image of the replica that they are to open.
+
+        New processes start meanwhile. Warm ones let go of the replica that they had while the next one is encoded, and
+        before it is written: there may be no room for both.
+        """
+        options = self._options
+        warm = not options.fresh_processes and pool.has_warm(options.ray_remote_args, self._num_hosts)
+        if not warm:
+            crew.moving.lend(self._num_hosts)
         with no_collection():
             mappings = Mappings()
             encoded = self._encode_replica(mappings)
+            if warm:
+                crew.moving.lend(self._num_hosts)
             return pool.image(loader, encoded, mappings), encoded.carried
 
     def _encode_replica(self, mappings: Mappings) -> codec.Encoded:

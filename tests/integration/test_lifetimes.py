@@ -72,6 +72,30 @@ def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_i
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
 
+def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monkeypatch):
+    """Which takes them a while: meanwhile it is encoded. New processes start meanwhile."""
+    steps = []
+
+    def note(owner, name):
+        method = getattr(owner, name)
+
+        def noted(*args, **options):
+            steps.append(name)
+            return method(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(rayloader.driver.moving.Moving, "lend")
+    note(rayloader.driver.iterator.codec, "encode")
+    note(rayloader.driver.pool.Pool, "image")
+    loader, epochs = load(pid, 1, **own), []
+    for _ in range(2):
+        assert len(list(loader)) == 1
+        epochs.append(steps[:3])  # what follows is the batches' way
+        steps.clear()
+    assert epochs == [["lend", "encode", "image"], ["encode", "lend", "image"]]
+
+
 def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
     """Two actors of the session's: each is one of several that have answered."""
     monkeypatch.setattr(rayloader.driver.lifetimes, "STOP_TIMEOUT_S", 60.0)  # none is late before this test says so
