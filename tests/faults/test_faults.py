@@ -31,6 +31,8 @@ from fault_points import (
 )
 from pairwise import sample
 from rayloader import DataLoader
+from rayloader.driver.pool import live_actor_pids
+from rayloader.driver.schedule import KILLS
 
 OWN_ACTORS = {"ray_remote_args": {"num_cpus": 0, "memory": 13}}  # no other test's loader shares them
 TIMEOUT = 2  # seconds, for workers that hang; no other batch takes so long once its worker runs
@@ -218,9 +220,11 @@ def test_a_fault_that_strikes_once(where, how, kind, lane, faults, undisturbed, 
 
 
 def check_died(error, pids):
+    """`pids`: of those that may have died last."""
     assert str(error).startswith("DataLoader worker (")
     if "(not started)" not in str(error):
-        assert re.match(rf"DataLoader worker \(pid\(s\) {pids[-1]}\) exited unexpectedly: worker \d on ", str(error))
+        died = re.match(r"DataLoader worker \(pid\(s\) (\d+)\) exited unexpectedly: worker \d on ", str(error))
+        assert int(died[1]) in pids
 
 
 @pytest.mark.parametrize(("where", "how", "kind", "lane"), list(table(POISONED_ROWS, any_will_do)))
@@ -232,8 +236,11 @@ def test_a_batch_that_kills_whoever_builds_it(where, how, kind, lane, faults, un
     number = POISONED // BATCH_SIZE
     assert batches == undisturbed[kind][0][0][:number]
     pids = faults.struck()
-    assert len(set(pids)) in (2, 3)  # the first time it may have been with others in its call
-    check_died(error, pids)
+    # A process that exits says that the batch ended it: two are enough. Else the worker may lose as many in a row as
+    # `max_worker_restarts` says. The first time it may have built another batch of the same call before.
+    enough = KILLS if how in EXITS else 1 + loader.max_worker_restarts
+    assert len(set(pids)) in (enough, enough + 1)
+    check_died(error, pids[-1:])
     assert error.__notes__[0].startswith(f"batch {number} from worker {STRUCK} (pid ")
     if kind == "map":
         assert error.__notes__[0].endswith(f", indices [{POISONED}, {POISONED + 1}]")
@@ -250,11 +257,14 @@ def test_a_worker_that_dies_whenever_it_starts(where, how, kind, lane, faults, u
     batches, error = until_error(loader, rayloader.WorkerDiedError)
     assert batches == undisturbed[kind][0][0][: len(batches)]
     pids = faults.struck()
-    check_died(error, pids)
+    strikes_both = where in ("init", "unpickling")
+    check_died(error, pids[-2:] if strikes_both else pids[-1:])
     if where in ("worker_init_fn", "__iter__"):  # in one worker only
         assert len(set(pids)) == 2
         assert error.worker_id == STRUCK
         assert len(warned(caplog)) == 1
     faults.clear()
     assert epoch(loader, seed=1) == undisturbed[kind][1]
-    wait_for_exit(pids)
+    # Of two processes that exit at once one ends the epoch. What the other says nobody takes in: it is warm again.
+    warm = live_actor_pids() if strikes_both and how in EXITS else set()
+    wait_for_exit([pid for pid in pids if pid not in warm])
