@@ -104,7 +104,7 @@ def owned(part: Any) -> Any:
     if kind is dict:
         return {key: value if type(value) in _PLAIN else owned(value) for key, value in part.items()}
     if kind is list:
-        return [value.own() if type(value) is Part else owned(value) for value in part]
+        return [value if type(value) in _PLAIN else owned(value) for value in part]
     return part
 
 
