@@ -217,11 +217,10 @@ def ray_train(loader_class: Make, dataset: Images, workers: int) -> None:
 
             rayloader.patch()
         torch.manual_seed(1)
-        made = torch.utils.data.DataLoader if not is_ours else rayloader.DataLoader
         images = cases.Images(length)
         network = of_torch.prepare_model(cases.Network())
         cases.begin()
-        loader = made(images, BATCH_SIZE // RANKS, shuffle=True, num_workers=max(1, workers // RANKS))
+        loader = loader_class(images, BATCH_SIZE // RANKS, shuffle=True, num_workers=max(1, workers // RANKS))
         cases.train_epochs(network, of_torch.prepare_data_loader(loader))
         if train_module.get_context().get_world_rank() == 0:
             config["file"].write_text(json.dumps([cases.began, cases.times, [loss.item() for loss in cases.losses]]))

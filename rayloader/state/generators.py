@@ -25,13 +25,14 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rayloader.errors import ReplayError
+from rayloader.state.module_globals import is_own
 
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 
@@ -41,6 +42,7 @@ _Node = tuple[Any, Step] | None  # the parent's node, and the step from there
 
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
 _ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, property, np.dtype}
+_OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that is nobody else's
 _CHUNK = 100_000  # objects whose referents are looked at in one go
 
 
@@ -52,6 +54,11 @@ def engine(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator
     return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator
+
+
+def _engines(generators: Iterable[Any]) -> set[int]:
+    """Their identities."""
+    return {id(engine(generator)) for generator in generators}
 
 
 def state_of(generator: Any) -> Any:
@@ -188,27 +195,34 @@ class Generators:
         self.given = distinct(noted)
         self.settled = True
         self._others = [*noted, *before]  # keeps their identities
-        self._known = {id(engine(generator)) for generator in self._others}
+        self._known = _engines(self._others)
         self._later: list[tuple[tuple[Path, ...], Any, bool]] = []
+        self._in_vain: list[Any] = []  # to which no path led, not from any module
         _in_this_process.add(self)
 
     def look(self, *, new_last: bool = True) -> tuple[Later, ...]:
         """The later ones as they are now; `new_last`: those that are seen for the first time count as lasting."""
+        self._in_vain = [generator for generator in self._in_vain if sys.getrefcount(generator) > _OWN_REFERENCES]
         followed = []
         for paths, before, _ in self._later:
             now = self._at(paths[0])
             if _is(now, KINDS) and id(engine(now)) not in self._known:
                 followed.append((paths, now, now is before))
-        seen = {id(engine(generator)) for _, generator, _ in followed}
+        seen = _engines(generator for _, generator, _ in followed)
         others = set().union(*(worker._known for worker in _in_this_process))  # whose replicas are beside this one
-        unknown = {id(engine(generator)) for generator in alive()} - others - seen
+        living = alive()
+        unknown = _engines(living) - others - seen
         known = len(followed)
         if unknown:
-            # The modules take much longer, and mostly hold none.
-            reached = self._reached(unknown, self._replica_roots())
-            if {id(engine(generator)) for _, generator in reached} != unknown:
-                reached = self._reached(unknown, itertools.chain(self._replica_roots(), self._module_roots()))
-            followed += [(paths, generator, new_last) for paths, generator in reached]
+            reached = self._reached(unknown, ())
+            if missing := unknown - _engines(reached.values()):
+                reached = self._reached(unknown, self._module_roots(deep=_is_own))
+                missing = unknown - _engines(reached.values())
+            if missing - _engines(self._in_vain):  # modules of packages may be thousands, and mostly hold none
+                reached = self._reached(unknown, self._module_roots(deep=lambda _: True))
+                missing = unknown - _engines(reached.values())
+                self._in_vain = [generator for generator in living if id(engine(generator)) in missing]
+            followed += [(paths, generator, new_last) for paths, generator in reached.items()]
         self.settled = len(followed) == known
         self._later = followed
         return tuple(
@@ -222,7 +236,7 @@ class Generators:
             ReplayError: one is not there, and can't be made.
         """
         self._later = []
-        given = {id(engine(generator)) for generator in self.given}
+        given = _engines(self.given)
         for paths, kind, state, lasting in later:
             generator = self._at(paths[0])
             fits = _is(generator, KINDS) and id(engine(generator)) not in self._known
@@ -246,26 +260,38 @@ class Generators:
                 ) from error
             self._later.append((paths, generator, lasting))
 
-    def _reached(self, wanted: set[int], roots: Iterable[tuple[_Node, Any]]) -> list[tuple[tuple[Path, ...], Any]]:
-        """Those of the wanted generators that are reached from some objects, with the paths to each."""
+    def _reached(self, wanted: set[int], others: Iterable[tuple[_Node, Any]]) -> dict[tuple[Path, ...], Any]:
+        """Those of the wanted generators that are reached from the replica and others, by the paths to each."""
         reached: dict[int, tuple[list[Path], Any]] = {}
-        for path, generator in _walk(roots):
+        for path, generator in _walk(itertools.chain(self._replica_roots(), others)):
             if id(engine(generator)) in wanted:
                 reached.setdefault(id(generator), ([], generator))[0].append(path)
-        return [(tuple(paths), generator) for paths, generator in reached.values()]
+        return {tuple(paths): generator for paths, generator in reached.values()}
 
     def _replica_roots(self) -> Iterator[tuple[_Node, Any]]:
         for name, obj in self._replica.items():
             yield (None, ("root", name)), obj
 
-    def _module_roots(self) -> Iterator[tuple[_Node, Any]]:
+    def _module_roots(self, deep: Callable[[types.ModuleType], bool]) -> Iterator[tuple[_Node, Any]]:
+        """What modules hold: of those for which `deep` says no, only the generators that they or their classes name.
+
+        Of modules that were there when the process started, only those that they name themselves.
+        """
+        kinds = _kinds()
+        classes: set[int] = set()
         for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and name != __name__:
-                node = (None, ("module", name))
-                deep = name not in _MODULES_AT_START
-                for key, value in list(vars(module).items()):
-                    if _is(value, KINDS) or (deep and not key.startswith("__")):
-                        yield (node, ("attribute", key)), value
+            if not isinstance(module, types.ModuleType) or name == __name__:
+                continue
+            node, is_late = (None, ("module", name)), name not in _MODULES_AT_START
+            whole = is_late and deep(module)
+            for key, value in list(vars(module).items()):
+                if type(value) in kinds or (whole and not key.startswith("__")):
+                    yield (node, ("attribute", key)), value
+                elif is_late and _is(value, type) and id(value) not in classes and not _is_imported(value):
+                    classes.add(id(value))
+                    for attribute, held in list(vars(value).items()):
+                        if type(held) in kinds:
+                            yield ((node, ("attribute", key)), ("attribute", attribute)), held
 
     def _at(self, path: Path) -> Any:
         """What a path leads to, None if it is not there."""
@@ -300,11 +326,81 @@ def note_modules() -> None:
     _SIZES_AT_START[:] = map(len, _GLOBALS_AT_START)
 
 
+class _Namespaces:
+    """Of the modules that were imported since the process started, and of their classes: what is bound there.
+
+    The collector tells nothing of what was frozen, and nothing of a generator of torch's: in one of these it is found
+    because another object was bound to the name before.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[str, dict[str, Any]] = {}
+        self._classes: dict[int, type] = {}  # by identity
+        self._spaces: list[Mapping[str, Any]] = []
+        self._bound: list[list[Any]] = []  # in each of them, when it was last noted
+        self._dicts: list[dict[Any, Any]] = []  # of these objects; one that holds only a generator is not tracked
+
+    def note(self) -> None:
+        """What is bound by now was bound before."""
+        modules = {
+            name: vars(module)
+            for name, module in list(sys.modules.items())
+            if name not in _MODULES_AT_START and isinstance(module, types.ModuleType)
+        }
+        if any(modules.get(name) is not space for name, space in self._modules.items()):
+            self.__init__()  # type: ignore[misc]
+        for place in self._changed():
+            self._bound[place] = list(self._spaces[place].values())
+            self._note_objects(self._bound[place])
+        for name in modules.keys() - self._modules.keys():
+            self._modules[name] = modules[name]
+            self._note_space(modules[name])
+
+    def _note_space(self, space: Mapping[str, Any]) -> None:
+        self._spaces.append(space)
+        self._bound.append(list(space.values()))
+        self._note_objects(self._bound[-1])
+
+    def _note_objects(self, objects: list[Any]) -> None:
+        self._dicts += _of({dict}, objects)
+        for obj in objects:
+            if _is(obj, type) and id(obj) not in self._classes and not _is_imported(obj):
+                self._classes[id(obj)] = obj
+                self._note_space(vars(obj))
+
+    def new(self) -> list[Any]:
+        """What was bound since, and dicts that the collector does not track."""
+        found: list[Any] = list(itertools.filterfalse(gc.is_tracked, self._dicts))
+        for place in self._changed():
+            values = list(self._spaces[place].values())
+            found += values
+            found += itertools.filterfalse(gc.is_tracked, _of({dict}, values))
+        return found
+
+    def _changed(self) -> list[int]:
+        """The places of those where something else is bound."""
+        differ = operator.is_not
+        return [
+            place
+            for place, (space, bound) in enumerate(zip(self._spaces, self._bound, strict=True))
+            if len(space) != len(bound) or any(map(differ, list(space.values()), bound))
+        ]
+
+
+_namespaces = _Namespaces()
+
+
+def freeze() -> None:
+    """What is here by now is nobody's: the search passes over it, and so does the collector."""
+    gc.freeze()
+    _namespaces.note()
+
+
 def alive() -> list[Any]:
-    """The generators that live in this process, made since it has started."""
-    kinds = {kind for base in KINDS for kind in _with_subclasses(base)}
+    """The generators that live in this process, made since it has started and since `freeze`."""
+    kinds = _kinds()
     objects = gc.get_objects()  # not in a new list, which would hold itself
-    objects += _late_holders()
+    objects += _namespaces.new()
     found = _of(kinds, objects)
     # No path leads through a tensor, and there may be a great many.
     objects = list(
@@ -314,7 +410,7 @@ def alive() -> list[Any]:
     for begin in range(0, len(objects), _CHUNK):
         holders = objects[begin : begin + _CHUNK]
         while holders:
-            referents = gc.get_referents(*holders)
+            referents = _of({*torch_kinds, dict, tuple}, gc.get_referents(*holders))
             found += _of(torch_kinds, referents)
             holders = list(itertools.filterfalse(gc.is_tracked, _of({dict, tuple}, referents)))
     sizes = list(map(len, _GLOBALS_AT_START))
@@ -331,13 +427,8 @@ def _of(kinds: set[type], objects: list[Any]) -> list[Any]:
     return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
 
 
-def _late_holders() -> Iterator[Any]:
-    """What modules hold that were not there when the process started, and their classes: it may have been frozen."""
-    for name, module in list(sys.modules.items()):
-        if name not in _MODULES_AT_START and isinstance(module, types.ModuleType):
-            held = list(vars(module).values())
-            yield held
-            yield from (list(vars(value).values()) for value in held if _is(value, type))
+def _kinds() -> set[type]:
+    return set().union(*map(_with_subclasses, KINDS))
 
 
 def _with_subclasses(kind: type) -> set[type]:
@@ -491,6 +582,11 @@ def _attributes(obj: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return attributes if _is(attributes, dict) else None
+
+
+def _is_own(module: types.ModuleType) -> bool:
+    """Whether the program has written it; one that was not read from a file may be."""
+    return (file := vars(module).get("__file__")) is None or is_own(file)
 
 
 def _is_imported(kind: type) -> bool:

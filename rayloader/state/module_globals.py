@@ -110,14 +110,14 @@ def _own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         attributes = _MODULE_DICT.__get__(module) if issubclass(type(module), types.ModuleType) else {}
         file = attributes.get("__file__")
-        if _is_own(file):
+        if is_own(file):
             yield name, attributes
         elif isinstance(file, str):
             _installed[name] = weakref.ref(module)
 
 
 @functools.cache
-def _is_own(file: Any) -> bool:
+def is_own(file: Any) -> bool:
     """Whether a file of source belongs to the program."""
     if not isinstance(file, str):
         return False

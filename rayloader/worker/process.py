@@ -40,7 +40,7 @@ from rayloader.protocol import (
 from rayloader.replica.image import Image, image_from_contents
 from rayloader.replica.opening import ImageAddress
 from rayloader.shard_info import nobody_reads
-from rayloader.state.generators import note_modules
+from rayloader.state.generators import freeze, note_modules
 from rayloader.state.journal import Resumed
 from rayloader.state.process_state import Baseline
 from rayloader.state.snapshot import WorkerState
@@ -109,7 +109,7 @@ class WorkerProcess:
         """Makes this process worker `setup.worker_id`, beside those that it is; at its start, or as it was."""
         alone = not self._hosted
         if alone:
-            gc.freeze()  # what is here by now is nobody's: neither `stop` nor the search for generators looks at it
+            freeze()  # neither `stop` nor the search for generators looks at what is here by now
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
         self._switch_to(None)

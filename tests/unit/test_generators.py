@@ -23,7 +23,8 @@ def modules_noted(monkeypatch):
     monkeypatch.setattr(generators, "_MODULES_AT_START", set())
     generators.note_modules()
     generators._MODULES_AT_START.remove(__name__)
-    gc.freeze()  # as a worker's process does when it has started
+    monkeypatch.setattr(generators, "_namespaces", generators._Namespaces())
+    generators.freeze()  # as a worker's process does when it has started
     yield
     gc.unfreeze()
 
@@ -310,7 +311,7 @@ def test_those_of_other_workers_in_this_process_are_not_searched_for(monkeypatch
     assert walks == []
     del mine, theirs
     assert Generators({"dataset": None}, []).look() == ()
-    assert len(walks) == 2  # from the replica, and then from the modules too
+    assert len(walks) == 3  # from the replica, then from the program's modules too, and then from all
 
 
 def test_whether_a_new_one_lasts_shows_at_the_next_look():
@@ -354,18 +355,98 @@ def test_containers_of_the_users_are_looked_into_without_their_code():
     assert list(generators._children(lazy(set)([1]), {}))[-1:] != [held]
 
 
-@pytest.mark.parametrize("of_class", [False, True])
-def test_generators_in_modules_that_an_earlier_epoch_has_imported_are_found(monkeypatch, of_class):
+def bind_name(module, generator):
+    module.generator = generator
+
+
+def bind_again(module, generator):
+    module.nothing = generator
+
+
+def bind_in_class(module, generator):
+    module.Dataset.generator = generator
+
+
+def bind_in_class_again(module, generator):
+    module.Dataset.nothing = generator
+
+
+def put_into_dict(module, generator):
+    module.by_name["generator"] = generator
+
+
+@pytest.mark.parametrize("bind", [bind_name, bind_again, bind_in_class, bind_in_class_again, put_into_dict])
+def test_generators_in_modules_that_an_earlier_epoch_has_imported_are_found(monkeypatch, bind):
     """The collector tells of no generator of torch's, and of nothing that was frozen."""
     module = types.ModuleType("late")
-    module.Dataset = type("Dataset", (), {"__module__": "late"})
+    module.Dataset = type("Dataset", (), {"__module__": "late", "nothing": None})
+    module.nothing, module.by_name = None, {}
     monkeypatch.setitem(sys.modules, "late", module)
-    gc.freeze()
-    followed = Generators({}, [], generators.alive())
-    made = torch.Generator().manual_seed(1)
-    (module.Dataset if of_class else module).generator = made
-    (later,) = followed.look()
-    state = made.get_state()
-    made.manual_seed(2)
-    followed.put_back((later,))
-    assert made.get_state().equal(state)
+    for _ in range(2):  # epochs
+        generators.freeze()
+        followed = Generators({}, [], generators.alive())
+        assert followed.look() == ()
+        made = torch.Generator().manual_seed(1)
+        bind(module, made)
+        (later,) = followed.look()
+        assert followed.look() == (later,)
+        state = made.get_state()
+        made.manual_seed(2)
+        followed.put_back((later,))
+        assert made.get_state().equal(state)
+
+
+def test_a_module_that_was_imported_anew_is_watched_instead_of_the_old_one(monkeypatch):
+    for _ in range(2):
+        module = types.ModuleType("late")
+        monkeypatch.setitem(sys.modules, "late", module)
+        generators.freeze()
+        followed = Generators({}, [], generators.alive())
+        module.generator = torch.Generator()
+        assert len(followed.look()) == 1
+
+
+def in_a_package(monkeypatch, name="package"):
+    module = types.ModuleType(name)
+    module.__file__ = f"/usr/lib/site-packages/{name}.py"
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_packages_and_their_classes_name_is_found_without_looking_into_their_objects(kind, monkeypatch):
+    class Refusing:
+        def __getattribute__(self, name):
+            raise AssertionError("looked into")
+
+    followed = Generators({}, [])
+    package = in_a_package(monkeypatch)
+    package.other = Refusing()
+    package.generator = make(kind)
+    package.Class = type("Class", (), {"__module__": "package", "generator": make(kind)})
+    walked = []
+    walk = generators._walk
+    monkeypatch.setattr(generators, "_walk", lambda roots: walk(walked.append(root) or root for root in roots))
+    assert sorted(generators.in_words(later.paths[0]) for later in followed.look()) == [
+        "package.Class.generator",
+        "package.generator",
+    ]
+    assert package.other not in [value for _, value in walked]
+
+
+def test_packages_are_looked_into_once_for_a_generator_that_no_path_leads_to(monkeypatch):
+    package = in_a_package(monkeypatch)
+    package.held = [Holder()]
+    followed = Generators({}, [])
+    looked_into = []
+    roots = followed._module_roots
+    monkeypatch.setattr(followed, "_module_roots", lambda deep: looked_into.append(deep(package)) or roots(deep))
+    for generator in ("first", "second"):
+        hidden = iter(map(np.random.default_rng(1).integers, [generator]))  # as in an iterator's frame
+        for _ in range(2):
+            assert followed.look() == ()
+        assert looked_into == [False, True, False]
+        looked_into.clear()
+        del hidden
+    package.held[0].held = make("numpy")
+    assert len(followed.look()) == 1
