@@ -9,16 +9,17 @@ BENCH_READY := $(VENV)/.ready-bench
 FULL_READY := $(VENV)/.ready-full
 DOCS_READY := $(VENV)/.ready-docs
 
-# Three processes run side by side, for tests of workers leave cores idle; what takes longest begins first. Each has a
-# Ray of its own, whose start costs much: folders share a process where one has not enough to do for itself.
-ALONE := tests/integration tests/multinode tests/unit
-FOLDERS := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))
-# The conformance tests come last: torch's side of them runs beside the tests before.
-TOGETHER := $(filter-out $(ALONE) tests/conformance,$(FOLDERS)) tests/conformance
+# The tests run in parts, each in a process with a Ray of its own, three side by side, for tests of workers leave cores
+# idle; what takes longest begins first. A part is a folder, unless its files are given here.
+PARTS := integration multinode others conformance checkpoints unit
+FOLDERS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py))))
+FILES_checkpoints := $(wildcard tests/integration/test_checkpoint*.py)
+FILES_integration := tests/integration $(FILES_checkpoints:%=--ignore=%)
+FILES_others := $(addprefix tests/,$(sort $(filter-out $(PARTS),$(FOLDERS))))
 PYTEST := $(PY) -m pytest $(SELECTED)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full docs chaos bench bench-quick bench-check lint format types clean $(ALONE) together
+.PHONY: help demo test test-full docs chaos bench bench-quick bench-check lint format types clean $(PARTS)
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -70,16 +71,11 @@ clean: ## remove build output and caches; keeps .venv
 # The output of a process comes in one piece when its tests have ended. All run whatever the first ones say, so that one
 # run shows every failure.
 define run_tests
-@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target \
-	tests/integration tests/multinode together tests/unit \
-	SIDE_BY_SIDE=1 SELECTED="$(1)"
+@$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target $(PARTS) SIDE_BY_SIDE=1 SELECTED="$(1)"
 endef
 
-$(ALONE): $(READY)
-	@$(PYTEST) $@
-
-together: $(READY)
-	@$(PYTEST) $(TOGETHER)
+$(PARTS): $(READY)
+	@$(PYTEST) $(or $(FILES_$@),tests/$@)
 
 $(READY): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null || { \

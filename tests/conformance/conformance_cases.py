@@ -158,7 +158,7 @@ for i, (dataset_name, dataset) in enumerate(DATASETS.items()):
     for j, (sampling_name, sampling) in enumerate(SAMPLINGS.items()):
         script = scripts.epochs(3 if (i + j) % 4 == 0 else 2)
         make = partial(sampled, dataset, sampling)
-        in_sample = (i + j // 3) % 3 != 1  # of each dataset and of each sampling two thirds
+        in_sample = (i + j // 3) % 3 == 0  # of each dataset and of each sampling a third
         add(f"{dataset_name}-{sampling_name}", make=make, script=script, **settings_of(i, j, in_sample))
 
 for i, (stream_name, stream) in enumerate(STREAMS.items()):
@@ -488,11 +488,17 @@ def changed(sampler=None, length=400, **options):
     return {"dataset": data.Noisy(length), "batch_size": 4, "sampler": sampler and sampler(), **options}
 
 
-add("batch_size_changes", "0 1 2 2p 3", changed, CHANGED_SIZES)
+add("batch_size_changes", "0 1 2 2p 3", changed, CHANGED_SIZES, sample={"0"})
 add("batch_size_changes_shuffled", "2", lambda: changed(shuffle=True, generator=seeded(1)), CHANGED_SIZES)
 add("batch_size_changes_drop_last", "2", partial(changed, drop_last=True), CHANGED_SIZES, sample=NOT_SAMPLED)
 add("batch_size_changes_pinned", "1", partial(changed, pin_memory=True), CHANGED_SIZES, sample=NOT_SAMPLED)
-add("batch_size_changes_stream", "2", lambda: {"dataset": streams.NoisyStream(400), "batch_size": 4}, CHANGED_SIZES)
+add(
+    "batch_size_changes_stream",
+    "2",
+    lambda: {"dataset": streams.NoisyStream(400), "batch_size": 4},
+    CHANGED_SIZES,
+    sample=NOT_SAMPLED,
+)
 add(
     "batch_size_changes_uneven_streams",
     "3",
@@ -525,6 +531,7 @@ add(
     "2 2p",
     partial(changed, lambda: RandomSampler(list(range(300)), generator=seeded(1))),
     scripts.change_while_drawing((20, scripts.grow_source)),
+    sample=NOT_SAMPLED,
 )
 add(
     "source_grows_replaced",
@@ -562,6 +569,7 @@ add(
     "1 2 3p",
     lambda: {"dataset": data.Located(40), "batch_size": 2, "in_order": False, "prefetch_factor": 6},
     script=scripts.first_come,
+    sample=NOT_SAMPLED,
 )
 add(
     "first_come_streams",
@@ -605,6 +613,7 @@ add(
     "0 2p",
     lambda: {"dataset": streams.hugging_face(), "batch_size": 3},
     script=scripts.dataset_epochs,
+    sample={"0"},  # workers import a large package for it
 )
 
 for declared in (5, 19, 30):

@@ -132,7 +132,7 @@ def test_after_an_interrupted_iter_the_next_one_works(persistent, stride):
 
 
 @pytest.mark.parametrize("pin_memory", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [23, pytest.param(3, marks=pytest.mark.full)])
 def test_after_an_interrupted_close_the_next_one_ends_the_iterator(accelerator, pin_memory, stride):
     loader = make_loader("map", pin_memory=pin_memory)
     for number in numbers_of_points(stride):
