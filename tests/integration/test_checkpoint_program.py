@@ -197,7 +197,7 @@ SAMPLED = SetsTheEpoch, SeedsEachEpoch, SeedsItsGenerator, CountsInItsSampler, C
 
 
 def options():
-    """Persistent workers or not; automatic depth or torch's: a sample has one of the four, by turns, of some programs."""
+    """Persistent workers or not, and automatic depth or torch's; for some programs a sample has one of the four."""
     for number, program in enumerate(PROGRAMS):
         for place, (persistent, depth) in enumerate(itertools.product([True, False], [None, 2])):
             given = {"persistent_workers": persistent, "prefetch_factor": depth}
