@@ -23,8 +23,7 @@ from itertools import chain
 from typing import Any
 
 from rayloader._compat_ray import on_completed
-
-NONE_YET: Any = object()
+from rayloader.waiting import NONE_YET
 
 
 class Answers:

@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.janitor import Janitor
+from rayloader.waiting import NONE_YET, wait_for
 
 # How long an actor that was told to stop may work on: what it does is of no use any more.
 STOP_TIMEOUT_S = 5.0
@@ -64,9 +65,9 @@ class Lifetimes:
             remaining = give_up - time.monotonic()
             if not stopping or remaining <= 0:
                 break
-            ray.wait(stopping, num_returns=min(len(stopping), count - len(taken)), timeout=remaining)
+            wait_for(stopping, min(len(stopping), count - len(taken)), remaining)
             taken += self._take_idle(lease, key, count - len(taken))
-        return self._proved(taken)
+        return self._proved(taken) if self._alive() else []
 
     def _take_idle(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
         with self._lock:
@@ -81,15 +82,12 @@ class Lifetimes:
         """Those that answer: they have finished `stop`, and have not died since. The others are killed."""
         new = [actor for actor in actors if actor.stopped is None]  # made in advance: nothing to prove
         actors = [actor for actor in actors if actor.stopped is not None]
-        probes = [actor.handle.hello.remote() for actor in actors]
-        if probes:
-            ray.wait(probes, num_returns=len(probes), timeout=STOP_TIMEOUT_S)
+        calls = [ref for actor in actors for ref in (actor.stopped, actor.handle.hello.remote())]
+        answers = wait_for(calls, len(calls), STOP_TIMEOUT_S) if calls else []
         alive = new
-        for actor, probe in zip(actors, probes, strict=True):
-            try:
-                ray.get([actor.stopped, probe], timeout=0)
-            except RayError:  # GetTimeoutError included: it neither answers nor ends
-                self._janitor.later(functools.partial(self.kill, actor))
+        for actor, stopped, probed in zip(actors, answers[::2], answers[1::2], strict=True):
+            if any(answer is NONE_YET or isinstance(answer, RayError) for answer in (stopped, probed)):
+                self._janitor.later(functools.partial(self.kill, actor))  # it neither answers nor ends, or has died
             else:
                 actor.lane.abandon()  # all its calls are answered
                 actor.lane.rest(False)

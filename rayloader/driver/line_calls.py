@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader.driver.actor import Actor
-from rayloader.driver.answers import NONE_YET, Answers
+from rayloader.driver.answers import Answers
 from rayloader.driver.channel import Channel, LineRefused, Message
 from rayloader.protocol import Down, Served, Up
 from rayloader.state.journal import Resumed, Told
@@ -23,6 +23,7 @@ from rayloader.transport.lanes import Lent, unpack
 from rayloader.transport.line import unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.transport.tcp_line import TcpDriverLine
+from rayloader.waiting import NONE_YET
 
 # How long Ray may take to say why a process ended whose line has ended, in seconds. Of a process on another machine it
 # may say nothing for a quarter of a minute, if the machine is gone; meanwhile others can do its work.

@@ -47,9 +47,8 @@ class Loan:
 
     def lend(self, count: int, *, fresh: bool | None = None) -> list[Actor]:
         """So many actors more; does not wait until new ones run. `fresh`: unlike the others of the crew."""
-        if self._lease is None:
-            self.check_session()
-            raise AssertionError("check_session() raises for a crew without a lease")
+        self.check_session()
+        assert self._lease is not None
         fresh = self._fresh if fresh is None else fresh
         return self.pool.lend(self._lease, self.remote_args, count, fresh=fresh)
 

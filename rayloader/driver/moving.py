@@ -13,12 +13,13 @@ from ray.exceptions import RayError
 
 from rayloader import session
 from rayloader.driver.actor import Actor, Ref
-from rayloader.driver.answers import NONE_YET, Answers
+from rayloader.driver.answers import Answers
 from rayloader.driver.channel import ActorLost
 from rayloader.driver.channels import Channels
 from rayloader.driver.loan import Loan
 from rayloader.driver.placement import Verdict
 from rayloader.driver.worker_slot import WorkerSlot
+from rayloader.waiting import NONE_YET
 
 # How many processes that are to take over from those that help out may fail to start, before that is left as it is.
 MOST_FAILED_STARTS = 3

@@ -127,13 +127,17 @@ class Pool:
 
         Waits for those that are being made warm, and not until new ones run.
         """
-        if self.closed:
-            raise RaySessionError("the workers were shut down; call iter() on the loader again")
+        self._check_lends()
         key = _key(remote_args)
         actors = [] if fresh else self._lifetimes.lend(lease, key, count)
         if len(actors) < count:
+            self._check_lends()  # again after the wait: in an ended session Ray's calls start another one
             actors += self._create(lease, remote_args, count - len(actors), key)
         return actors
+
+    def _check_lends(self) -> None:
+        if self.closed or not self.session_alive():
+            raise RaySessionError("the workers were shut down; call iter() on the loader again")
 
     def prepare(self, remote_args: dict[str, Any], count: int) -> None:
         """Makes so many actors in advance, for whichever loader needs them first; does not wait until they run."""

@@ -13,11 +13,12 @@ from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader.driver.actor import Actor
-from rayloader.driver.answers import NONE_YET, Answers
+from rayloader.driver.answers import Answers
 from rayloader.driver.channel import Channel, Message
 from rayloader.protocol import Up
 from rayloader.state.journal import Resumed, Told
 from rayloader.transport.lanes import Lent, Wire, pack, unpack
+from rayloader.waiting import NONE_YET
 
 
 class RayCalls(Channel):

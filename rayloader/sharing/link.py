@@ -31,6 +31,7 @@ from rayloader.state.process_state import ProcessState
 from rayloader.state.random_state import RandomState
 from rayloader.transport import codec
 from rayloader.transport.mapped import Mappings
+from rayloader.waiting import NONE_YET, wait_for
 
 # After so many seconds of waiting for others a consumer tells for whom.
 NOTICE_S = 60.0
@@ -77,7 +78,7 @@ def _opened(producer: Any, name: str, pipeline: Pipeline) -> bool:
     opening = producer.open.remote(pipeline)
     while True:
         try:
-            return bool(ray.get(opening, timeout=NOTICE_S))
+            return bool(_answer(opening))
         except GetTimeoutError:
             logger.warning(
                 "rayloader: the producer of the share %r has not opened the loader within %.0f s, and is waited for; "
@@ -89,6 +90,18 @@ def _opened(producer: Any, name: str, pipeline: Pipeline) -> bool:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayError as error:
             raise _gone(name, error) from error
+
+
+def _answer(ref: Any) -> Any:
+    """What `ray.get` gives after NOTICE_S at most, or raises."""
+    (answer,) = wait_for([ref], 1, NOTICE_S)
+    if answer is NONE_YET:
+        raise GetTimeoutError(f"no answer within {NOTICE_S} s")
+    if isinstance(answer, RayTaskError):
+        raise answer.as_instanceof_cause()
+    if isinstance(answer, RayError):
+        raise answer
+    return answer
 
 
 def _gone(name: str, error: RayError) -> ShareError:
@@ -207,7 +220,7 @@ class Link:
 
     def stored(self, ref: Any) -> Any:
         """An object of Ray's that came with a reply."""
-        return self._guarded(lambda: ray.get(ref))
+        return self._guarded(lambda: self._wait(ref))
 
     def _call(self, method: str, *arguments: Any) -> Any:
         self._check_session()
@@ -222,9 +235,9 @@ class Link:
     def _wait(self, ref: Any) -> Any:
         while True:
             try:
-                return ray.get(ref, timeout=NOTICE_S)
+                return _answer(ref)
             except GetTimeoutError:
-                holders = ray.get(self._producer.held_up_by.remote())
+                holders = self._holders()
                 if holders:
                     logger.warning(
                         "rayloader: consumer %d of the share %r has waited for %.0f s: consumer(s) %s must first take "
@@ -234,6 +247,13 @@ class Link:
                         NOTICE_S,
                         ", ".join(map(str, holders)),
                     )
+
+    def _holders(self) -> list[int]:
+        """Whom the producer waits for, or nobody if it does not say."""
+        with contextlib.suppress(GetTimeoutError):
+            holders: list[int] = _answer(self._producer.held_up_by.remote())
+            return holders
+        return []
 
     def _guarded(self, ask: Callable[[], Any]) -> Any:
         self._check_session()

@@ -105,6 +105,18 @@ class Waits(Pids):
         return torch.tensor(index)
 
 
+class ShutsDown(Pids):
+    """Ends Ray when it is pickled for the second time: its workers are warm then."""
+
+    times = 0
+
+    def __getstate__(self):
+        ShutsDown.times += 1
+        if ShutsDown.times == 2:
+            ray.shutdown()
+        return {}
+
+
 loader = DataLoader(Pids(), None, num_workers=1)
 folders = [Path(tempfile.mkdtemp()) for _ in range(3)]
 
@@ -146,6 +158,13 @@ check_dead(iterator)
 check_dead(again)
 assert not ray.is_initialized()
 
+# And while iter() pickles the dataset for warm workers: no call of Ray's starts another one.
+shuts_down = DataLoader(ShutsDown(), None, num_workers=1)
+assert len({*shuts_down}) == 1
+with pytest.raises(RaySessionError, match=r"call iter\(\) on the loader again"):
+    iter(shuts_down)
+assert not ray.is_initialized()
+
 if "users" in sys.argv:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -156,7 +175,7 @@ if "users" in sys.argv:
     check_dead(again)
     assert ray.is_initialized()
     assert len({*loader}) == 1
-del loader, persistent, iterator, again
+del loader, persistent, iterator, again, shuts_down
 gc.collect()
 rayloader.shutdown()
 assert ours() == []

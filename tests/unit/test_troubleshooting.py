@@ -33,7 +33,6 @@ SAYS |= {"warn", "warning", "info", "add_note", "refusal"}
 # What these say that is not for users, or stands elsewhere.
 NOT_ON_THE_PAGE = {
     "SingleProcessIterator requires timeout == 0": "torch's own text",
-    "check_session() raises for a crew without a lease": "an assertion of the code",
     "a class of the user's": "an assertion of the code",
     "it can't be put there": "caught where a generator is put back",
     "decode needs the skeleton's ... buffers": "an assertion of the code",

@@ -1,0 +1,38 @@
+"""Waits for the answers to calls of Ray's.
+
+Promise: nobody waits within Ray (NOTE [waiting] in driver/answers.py), so what a signal handler raises meanwhile passes
+through as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rayloader._compat_ray import on_completed
+from rayloader.bell import Bell
+
+NONE_YET: Any = object()
+
+
+def wait_for(refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
+    """Waits until so many of these calls are answered, for `timeout` seconds at most.
+
+    Returns:
+        The answer to each of them: an error of Ray's where there will be none, NONE_YET where there is none so far.
+    """
+    bell = Bell()
+    answers = [NONE_YET] * len(refs)
+
+    def note(place: int, answer: Any) -> None:  # in a thread of Ray's
+        answers[place] = answer
+        bell.ring()
+
+    for place, ref in enumerate(refs):
+        on_completed(ref, functools.partial(note, place))
+    until = time.monotonic() + timeout
+    while sum(answer is not NONE_YET for answer in answers) < count and (left := until - time.monotonic()) > 0:
+        bell.wait(left)
+    return list(answers)
