@@ -7,10 +7,11 @@ their states back in another process that has the same replica.
 NOTE [Given and later]. The pickler that ships a replica meets each generator in it, and `reduce_generator` has the
 worker's unpickler note each one: these are *given*, in an order that is the same in every worker, and need no search.
 The *later* ones (made by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample) are found among
-the objects that Python's collector tracks, and the paths to them by a walk from the replica and from the modules that
-were imported since the process started. In another process a later one is looked up by its path and given its state;
-if it is not there yet it is made. A generator that no path leads to (in the frame of an iterator, for instance) is
-not followed: batches that are built again are compared with what was delivered (digest.py).
+the objects that Python's collector tracks and those that names of modules are bound to anew, and the paths to them by a
+walk from the replica and from the modules that were imported since the process started. In another process a later one
+is looked up by its path and given its state; if it is not there yet it is made. A generator that no path leads to (in
+the frame of an iterator, for instance) is not followed: batches that are built again are compared with what was
+delivered (digest.py).
 """
 
 from __future__ import annotations
