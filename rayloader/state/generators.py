@@ -337,9 +337,9 @@ class _Namespaces:
     def __init__(self) -> None:
         self._modules: dict[str, dict[str, Any]] = {}
         self._classes: dict[int, type] = {}  # by identity
-        self._spaces: list[Mapping[str, Any]] = []
-        self._bound: list[list[Any]] = []  # in each of them, when it was last noted
-        self._dicts: list[dict[Any, Any]] = []  # of these objects; one that holds only a generator is not tracked
+        # Each, what was bound there when it was last noted, and the dicts of that: the collector does not track those
+        # that hold only a generator.
+        self._spaces: list[tuple[Mapping[str, Any], list[Any], list[dict[Any, Any]]]] = []
 
     def note(self) -> None:
         """What is bound by now was bound before."""
@@ -350,42 +350,37 @@ class _Namespaces:
         }
         if any(modules.get(name) is not space for name, space in self._modules.items()):
             self.__init__()  # type: ignore[misc]
-        for place in self._changed():
-            self._bound[place] = list(self._spaces[place].values())
-            self._note_objects(self._bound[place])
-        for name in modules.keys() - self._modules.keys():
-            self._modules[name] = modules[name]
-            self._note_space(modules[name])
+        new: list[Mapping[str, Any]] = [modules[name] for name in modules.keys() - self._modules.keys()]
+        self._modules = modules
+        for place, (space, bound, _) in enumerate(self._spaces):
+            if _differ(values := list(space.values()), bound):
+                self._spaces[place] = space, values, _of({dict}, values)
+                new += self._new_classes(values)
+        while new:
+            space = new.pop()
+            values = list(space.values())
+            self._spaces.append((space, values, _of({dict}, values)))
+            new += self._new_classes(values)
 
-    def _note_space(self, space: Mapping[str, Any]) -> None:
-        self._spaces.append(space)
-        self._bound.append(list(space.values()))
-        self._note_objects(self._bound[-1])
-
-    def _note_objects(self, objects: list[Any]) -> None:
-        self._dicts += _of({dict}, objects)
-        for obj in objects:
-            if _is(obj, type) and id(obj) not in self._classes and not _is_imported(obj):
-                self._classes[id(obj)] = obj
-                self._note_space(vars(obj))
+    def _new_classes(self, values: list[Any]) -> Iterator[Mapping[str, Any]]:
+        for value in values:
+            if _is(value, type) and id(value) not in self._classes and not _is_imported(value):
+                self._classes[id(value)] = value
+                yield vars(value)
 
     def new(self) -> list[Any]:
-        """What was bound since, and dicts that the collector does not track."""
-        found: list[Any] = list(itertools.filterfalse(gc.is_tracked, self._dicts))
-        for place in self._changed():
-            values = list(self._spaces[place].values())
-            found += values
-            found += itertools.filterfalse(gc.is_tracked, _of({dict}, values))
+        """What was bound since, where it was, and dicts that the collector does not track."""
+        found: list[Any] = []
+        for space, bound, dicts in self._spaces:
+            found += itertools.filterfalse(gc.is_tracked, dicts)
+            if _differ(values := list(space.values()), bound):
+                found += values
+                found += itertools.filterfalse(gc.is_tracked, _of({dict}, values))
         return found
 
-    def _changed(self) -> list[int]:
-        """The places of those where something else is bound."""
-        differ = operator.is_not
-        return [
-            place
-            for place, (space, bound) in enumerate(zip(self._spaces, self._bound, strict=True))
-            if len(space) != len(bound) or any(map(differ, list(space.values()), bound))
-        ]
+
+def _differ(values: list[Any], bound: list[Any]) -> bool:
+    return len(values) != len(bound) or any(map(operator.is_not, values, bound))
 
 
 _namespaces = _Namespaces()
