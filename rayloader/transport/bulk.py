@@ -5,7 +5,7 @@ that is for its bytes. So those of one type, data type and shape form a *group*.
 group"; their bytes lie one behind the other in a few buffers, which are put together when they are read; and a worker
 makes the whole group again in one go.
 
-Promise: only what comes back exactly goes this way: dense tensors that need no gradient and have a storage of their own
+Promise: only what comes back exactly goes this way: dense tensors that need and have no gradient and own their storage
 to the byte, and arrays of numbers. A tensor that turns out to share its storage with another, or to lie in a file, is
 replaced in its group by one over a span, as the codec makes them. Tensors over parts of one storage, such as the rows
 of another, are *views*: they have no bytes of their own, and the skeleton holds their offsets. The first few of each
@@ -156,7 +156,9 @@ class Groups:
                 return self._view(tensor, storage, (storage._cdata, dtype, shape, stride))
             if stride != group.strides:
                 return None
-            if tensor.requires_grad or tensor.storage_offset() or not tensor.is_cpu or tensor.is_neg():
+            if tensor.requires_grad or tensor.grad is not None or tensor.storage_offset():
+                return None
+            if not tensor.is_cpu or tensor.is_neg():
                 return None
         except (RuntimeError, NotImplementedError):  # nested or sparse: without a shape, or without a storage
             return None
@@ -171,7 +173,9 @@ class Groups:
                 return None
             views = self._of_views[kind] = Views(storage, tensor)
         offset = tensor.storage_offset()
-        if tensor.requires_grad or not tensor.is_cpu or tensor.is_neg() or offset > views.farthest:
+        if tensor.requires_grad or tensor.grad is not None or not tensor.is_cpu or tensor.is_neg():
+            return None
+        if offset > views.farthest:
             return None
         views.offsets.append(offset)  # type: ignore[arg-type] # no SymInt without a compiler
         return views.reduction

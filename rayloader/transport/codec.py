@@ -39,6 +39,7 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 from torch.multiprocessing import reductions
+from torch.utils.hooks import RemovableHandle, warn_if_has_hooks
 
 from rayloader._compat import DataPipeWrapper, no_torch_function, rebuild_from_type, state_of_subclass
 from rayloader.state import generators
@@ -60,6 +61,7 @@ _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a
 _NO_BUFFERS = pickle.dumps(([], [], [], [], []), _PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _INT = {int}
+_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # of a tensor: dicts by number
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -275,7 +277,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is Tensor:
             if self.groups is not None and not obj.__dict__ and (reduction := self.groups.tensor(obj)) is not None:
                 return reduction
-            return self._tensor(obj)
+            return self._with_autograd(obj, self._tensor(obj))
         if kind in self.ordinary:
             return NotImplemented
         if kind is np.ndarray:
@@ -283,7 +285,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduction
             return self._array(obj)
         if issubclass(kind, Tensor):
-            return self._subclass(obj, kind)
+            return self._with_autograd(obj, self._subclass(obj, kind))
         if kind in self.carry:
             token = pickle.PickleBuffer(bytearray())
             self.carried[token] = len(self.carried_objects)
@@ -342,8 +344,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (place := self._place(tensor)) is not None:
             return (_tensor, place) if state is None else (_tensor, place, state, None, None, _set_state)
         if tensor.layout in _SPARSE:
-            return _sparse, tensor._reduce_ex_internal(_PROTOCOL)[1], state, None, None, _set_state
+            plain = tensor if self.mapped is None else tensor.detach()  # whose values are no part of a graph
+            return _sparse, plain._reduce_ex_internal(_PROTOCOL)[1], state, None, None, _set_state
         return NotImplemented
+
+    def _with_autograd(self, tensor: Tensor, reduction: Any) -> Any:
+        """A reduction of a tensor, with what autograd keeps of it and torch's pickling leaves out."""
+        with no_torch_function():
+            if self.mapped is None:  # a batch: as between torch's processes
+                warn_if_has_hooks(tensor)
+                return reduction
+            if not tensor.is_leaf:
+                return reduction
+            kept = {name: hooks for name in _HOOKS if (hooks := getattr(tensor, name))}
+            if tensor.grad is not None:
+                kept["grad"] = tensor.grad
+            if tensor.requires_grad and tensor.layout in _SPARSE:
+                kept["requires_grad"] = True
+        if not kept:
+            return reduction
+        if reduction is NotImplemented:
+            reduction = self._reduced(tensor)
+        state = reduction[2] if len(reduction) > 2 else None
+        return *reduction[:2], (state, kept), None, None, _set_autograd
 
     def _subclass(self, tensor: Tensor, kind: type[Tensor]) -> Any:
         # A Parameter pickles its `data`, which comes back here as a plain tensor.
@@ -437,6 +460,17 @@ def _carried(obj: Any) -> Any:
 
 def _set_state(tensor: Tensor, state: object) -> None:
     rebuild_from_type(lambda: tensor, type(tensor), (), state)
+
+
+def _set_autograd(tensor: Tensor, both: tuple[object, dict[str, Any]]) -> None:
+    state, kept = both
+    if state is not None:
+        _set_state(tensor, state)
+    with no_torch_function():
+        for name, value in kept.items():
+            setattr(tensor, name, value)
+            if name in _HOOKS:  # the next hook gets another number
+                RemovableHandle.next_id = max(RemovableHandle.next_id, *(number + 1 for number in value))
 
 
 def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:

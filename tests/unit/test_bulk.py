@@ -353,3 +353,11 @@ def test_a_storage_that_was_shrunk_is_not_read_past_its_end():
     groups = bulk.Groups()
     assert [groups.tensor(torch.ones(4)) is None for _ in range(20)] == [True] * 8 + [False] * 12
     assert groups.tensor(shrunk) is None
+
+
+def test_a_few_that_have_a_gradient_keep_it():
+    tensors, views = [torch.ones(3) for _ in range(MANY)], list(torch.ones(MANY, 3))
+    tensors[80].grad, views[90].grad = torch.zeros(3), torch.zeros(3)
+    found = read(write([tensors, views]))
+    assert [n for n, tensor in enumerate(found[0]) if tensor.grad is not None] == [80]
+    assert [n for n, tensor in enumerate(found[1]) if tensor.grad is not None] == [90]

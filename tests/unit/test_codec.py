@@ -189,6 +189,55 @@ def test_parameters():
     assert got[0].tolist() == [5, 5, 5]
 
 
+def as_replica(obj):
+    encoded = encode(obj, mapped=Mappings())
+    return decode(encoded.skeleton, [bytearray(b) for b in encoded.buffers])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", ["tensor", "attribute", "parameter", "subclass", "sparse", "csr"])
+def test_a_replicas_tensors_keep_gradients_and_hooks(kind):
+    seen = []
+    leaf = {
+        "tensor": lambda: torch.ones(3, requires_grad=True),
+        "attribute": lambda: torch.ones(3, requires_grad=True),
+        "parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+        "subclass": lambda: torch.ones(3).as_subclass(Labelled).requires_grad_(),
+        "sparse": lambda: torch.ones(3).to_sparse().requires_grad_(),
+        "csr": lambda: torch.ones(1, 3).to_sparse_csr().requires_grad_(),
+    }[kind]()
+    if kind == "attribute":
+        leaf.note = "n"
+    leaf.grad = leaf.detach() * 7
+    handle = leaf.register_hook(lambda gradient: gradient * 2)
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad))
+    got, kept, others = as_replica([leaf, handle, seen])
+    assert vars(got) == vars(leaf)
+    assert torch.equal(got.grad.to_dense(), leaf.grad.to_dense())
+    assert len({*got._backward_hooks, got.register_hook(torch.neg).id}) == 2
+    for expected in (-2, -1):
+        got.grad = None
+        (got if got.layout is torch.strided else got.to_dense()).sum().backward()
+        assert got.grad.to_dense().flatten().tolist() == [expected] * 3
+        kept.remove()
+    assert [gradient is None for gradient in others] == [False] * 2
+    assert seen == []
+
+
+def test_a_replicas_tensors_can_grow_only_from_nothing():
+    empty, one = as_replica([torch.empty(0), torch.ones(1)])
+    assert torch.stack([torch.ones(3)] * 2, out=empty).sum() == 6
+    with pytest.raises(RuntimeError, match="Trying to resize storage that is not resizable"):
+        one.resize_(2)
+
+
+def test_hooks_of_batches_are_left_out_with_torchs_warning():
+    leaf = torch.nn.Parameter(torch.ones(3))
+    leaf.register_hook(torch.neg)
+    with pytest.warns(UserWarning, match="backward hook .* will not be serialized"):
+        assert not through(leaf)._backward_hooks
+
+
 def test_modules_come_back_whole():
     module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30))
     encoded = encode(module)
