@@ -47,6 +47,7 @@ class GroupHeader:
     of_tensors: bool
     dtype: str  # NumPy's
     shape: tuple[int, ...]
+    writable: bool
     buffers: int  # how many, after those of the groups before
 
 
@@ -78,8 +79,8 @@ class Gathered:
 class Group:
     """The tensors or the arrays of one data type and shape, in the order in which unpickling will ask for them."""
 
-    def __init__(self, of_tensors: bool, dtype: str, shape: tuple[int, ...]) -> None:
-        self.of_tensors, self.dtype, self.shape = of_tensors, dtype, shape
+    def __init__(self, of_tensors: bool, dtype: str, shape: tuple[int, ...], writable: bool = True) -> None:
+        self.of_tensors, self.dtype, self.shape, self.writable = of_tensors, dtype, shape, writable
         self.strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))  # in elements
         self.nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         self.left = _FEW  # to the codec
@@ -129,7 +130,7 @@ class Groups:
     def __init__(self) -> None:
         # None: such members never go this way.
         self._of_tensors: dict[tuple[torch.dtype, torch.Size], Group | None] = {}
-        self._of_arrays: dict[tuple[np.dtype[Any], tuple[int, ...]], Group | None] = {}
+        self._of_arrays: dict[tuple[np.dtype[Any], tuple[int, ...], bool], Group | None] = {}
         self._dtype: torch.dtype | None = None  # of the last tensor: most are like the one before
         self._shape: torch.Size | None = None
         self._group: Group | None = None
@@ -182,12 +183,13 @@ class Groups:
 
     def array(self, array: np.ndarray[Any, Any]) -> Any:
         """The reduction of an array of no subclass; None if it does not go this way."""
-        dtype, shape = array.dtype, array.shape
+        dtype, shape, flags = array.dtype, array.shape, array.flags
+        kind = dtype, shape, flags.writeable
         try:
-            group = self._of_arrays[dtype, shape]
+            group = self._of_arrays[kind]
         except KeyError:
             plain = dtype.isbuiltin == 1 and dtype.kind in "biufc"
-            group = self._of_arrays[dtype, shape] = _group(False, dtype.str if plain else None, shape)
+            group = self._of_arrays[kind] = _group(False, dtype.str if plain else None, *kind[1:])
         if group is None:
             return None
         if group.left:
@@ -195,7 +197,7 @@ class Groups:
             return None
         owner = array if array.base is None else array.base
         # What owns its memory has it from the heap, not from a file.
-        if type(owner) is not np.ndarray or not owner.flags.owndata or not array.flags.c_contiguous or dtype.metadata:
+        if type(owner) is not np.ndarray or not owner.flags.owndata or not flags.c_contiguous or dtype.metadata:
             return None
         group.members.append(array)
         return group.reduction
@@ -210,10 +212,10 @@ class Groups:
         return [views for views in self._of_views.values() if isinstance(views, Views) and views.offsets]
 
 
-def _group(of_tensors: bool, dtype: str | None, shape: tuple[int, ...]) -> Group | None:
+def _group(of_tensors: bool, dtype: str | None, shape: tuple[int, ...], writable: bool = True) -> Group | None:
     if dtype is None:
         return None
-    group = Group(of_tensors, dtype, shape)
+    group = Group(of_tensors, dtype, shape, writable)
     return group if 0 < group.nbytes <= _SMALL else None
 
 
@@ -245,6 +247,8 @@ def remake(header: GroupHeader, buffers: Iterator[memoryview]) -> list[Any]:
     members: list[Any] = []
     for _ in range(header.buffers):
         whole = np.frombuffer(next(buffers), header.dtype).reshape(-1, *header.shape)
+        if not header.writable:
+            whole.flags.writeable = False
         # Not `list(whole)`, where members have no axes: that gives scalars.
         arrays = list(whole) if header.shape else [whole[number, ...] for number in range(len(whole))]
         members += map(torch.from_numpy, arrays) if header.of_tensors else arrays

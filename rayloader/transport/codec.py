@@ -148,7 +148,7 @@ def encode(
         buffers.append(raw)
     gathered = [group.gather() for group in groups]
     headers = [
-        bulk.GroupHeader(group.of_tensors, group.dtype, group.shape, len(parts))
+        bulk.GroupHeader(group.of_tensors, group.dtype, group.shape, group.writable, len(parts))
         for group, parts in zip(groups, gathered, strict=True)
     ]
     of_bulk = headers, [where for *where, _ in replaced], [some.header for some in views]
@@ -412,7 +412,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         dtype, strides = array.dtype, None
+        writable = True  # as all arrays are after the pickling between torch's processes
+        if self.mapped is not None:
+            writable = array.flags.writeable
         if dtype.hasobject or dtype.itemsize == 0:
+            if dtype.hasobject and not writable:
+                return *self._reduced(array), None, None, _set_read_only
             return NotImplemented
         if self.mapped is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
             dtype = dtype.newbyteorder("=")
@@ -421,8 +426,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             low, high = byte_bounds(array)
             if low in self.mapped or high - low <= array.nbytes:
                 content = memory(low, high - low, array)
-                offset = array.__array_interface__["data"][0] - low
-                return _array, (pickle.PickleBuffer(content), array.shape, dtype, array.strides, offset)
+                offset = _address(array) - low
+                return _array, (pickle.PickleBuffer(content), array.shape, dtype, array.strides, offset, writable)
         if not array.flags.c_contiguous:
             # As in NumPy's pickling: memory that is dense in some order of the axes keeps it, else C order.
             axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
@@ -430,12 +435,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 strides = array.strides
             else:
                 array = array.copy("C")
-        address = array.__array_interface__["data"][0]
+        address = _address(array)
         content = memory(address, array.nbytes, array)
         in_band = array.nbytes <= _IN_BAND and (self.mapped is None or address not in self.mapped)
         buffer = bytearray(content) if in_band else pickle.PickleBuffer(content)
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
-        return _array, (buffer, array.shape, dtype.str if by_name else dtype, strides)
+        place = buffer, array.shape, dtype.str if by_name else dtype, strides
+        return _array, (place if writable else (*place, 0, False))
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
 # What skeletons call. A span arrives as (storage, the byte of the original storage at which it starts).
@@ -481,8 +491,23 @@ def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:
     return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
 
 
-def _array(buffer: Any, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None, offset: int = 0) -> Any:
-    return np.ndarray(shape, dtype, buffer, offset, strides)
+def _array(
+    buffer: Any,
+    shape: tuple[int, ...],
+    dtype: Any,
+    strides: tuple[int, ...] | None,
+    offset: int = 0,
+    writable: bool = True,
+) -> Any:
+    array = np.ndarray(shape, dtype, buffer, offset, strides)
+    if not writable:
+        array.flags.writeable = False
+    return array
+
+
+def _set_read_only(array: np.ndarray[Any, Any], state: Any) -> None:
+    array.__setstate__(state)
+    array.flags.writeable = False
 
 
 def _memmap(attributes: dict[str, object], *place: Any) -> Any:

@@ -68,12 +68,14 @@ def test_arrays(shape):
         for dtype in ("f4", "?", "u2", "i8", "c16", "g", "f2")
     ]
     arrays = [array for kind in kinds for array in kind]
-    arrays[50].flags.writeable = False
+    for array in kinds[1]:
+        array.flags.writeable = False
     assert gathered(arrays) == sum(array.nbytes for kind in kinds for array in kind[bulk._FEW :])
     image = write(arrays)
     found = read(image)
     for one, other in zip(found, arrays, strict=True):
         assert (type(one), one.dtype, one.shape, one.strides) == (type(other), other.dtype, other.shape, other.strides)
+        assert one.flags.writeable == other.flags.writeable
         assert np.array_equal(one, other)
     found[47][...] = 1
     assert np.array_equal(found[48], arrays[48])

@@ -446,6 +446,18 @@ def test_arrays(name, writable):
     got[...] = got
 
 
+@pytest.mark.parametrize("name", [*ARRAYS, "objects", "bytes"])
+def test_a_replicas_read_only_arrays_stay_so(name):
+    others = {"objects": np.array([None, 1]), "bytes": np.frombuffer(bytes(3), np.uint8)}
+    source = {**ARRAYS, **others}[name].view()
+    source.flags.writeable = False
+    got, free = as_replica([source, source.copy()])
+    assert not got.flags.writeable
+    assert free.flags.writeable
+    assert got.tolist() == source.tolist()
+    assert (got.dtype, got.shape) == (source.dtype, source.shape)
+
+
 def test_other_arrays():
     masked = np.ma.array(np.arange(100.0), mask=np.arange(100) % 2 == 0)
     objects = np.array([{"a": 1}, None, "x"], object)
