@@ -16,8 +16,8 @@ No state beside that of one pickle. Ray is unknown here.
 
 from __future__ import annotations
 
-import functools
 import math
+import operator
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +38,7 @@ _BUFFER = (1 << 20) - 1  # bytes of a buffer of several members at most: the pie
 # torch's data types that NumPy has too, by NumPy's name.
 _WIDTHS = ["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
 _DTYPES = {getattr(torch, name): name for name in ("bool", *_WIDTHS)}
+_NBYTES = operator.attrgetter("nbytes")  # of an array
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,30 @@ class Gathered:
         self.nbytes: int = count * group.nbytes
 
     def content(self) -> memoryview:
-        """The bytes as they are now."""
-        group = self._group
-        if not group.of_tensors:
-            return memoryview(b"".join(group.members[self._part]))
-        return gather(group.addresses[self._part], group.nbytes).data
+        """The bytes as they are now.
+
+        Raises:
+            ValueError: memory of a member is gone; see `resized`.
+        """
+        group, members = self._group, self._group.members[self._part]
+        if group.of_tensors:
+            addresses = group.addresses(self._part)
+            whole = min(map(torch.UntypedStorage.nbytes, members)) >= group.nbytes
+            content = gather(addresses, group.nbytes).data if whole else memoryview(b"")
+        else:
+            whole = set(map(_NBYTES, members)) == {group.nbytes}
+            content = memoryview(b"".join(members))
+        if not whole or content.nbytes != self.nbytes:
+            raise resized()
+        return content
 
 
 class Group:
-    """The tensors or the arrays of one data type and shape, in the order in which unpickling will ask for them."""
+    """The tensors or the arrays of one data type and shape, in the order in which unpickling will ask for them.
+
+    Of tensors the members are the storages: a tensor may be given another one at any time, by another thread or while
+    an object behind it is pickled, and only what keeps the storage keeps its bytes.
+    """
 
     def __init__(self, of_tensors: bool, dtype: str, shape: tuple[int, ...], writable: bool = True) -> None:
         self.of_tensors, self.dtype, self.shape, self.writable = of_tensors, dtype, shape, writable
@@ -89,10 +105,10 @@ class Group:
         # The same for every member: the pickle holds its arguments once. An iterator takes the place of the token.
         self.reduction = next, (self.token,)
 
-    @functools.cached_property
-    def addresses(self) -> np.ndarray[Any, Any]:
-        """Where the bytes of each tensor are, once all are members."""
-        return np.fromiter(map(Tensor.data_ptr, self.members), np.int64, len(self.members))
+    def addresses(self, part: slice = slice(None)) -> np.ndarray[Any, Any]:
+        """Where the bytes of tensors are now: `share_memory_` and `resize_` move them."""
+        storages = self.members[part]
+        return np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.int64, len(storages))
 
     def gather(self) -> list[Gathered]:
         """The buffers of all members."""
@@ -163,7 +179,7 @@ class Groups:
                 return None
         except (RuntimeError, NotImplementedError):  # nested or sparse: without a shape, or without a storage
             return None
-        group.members.append(tensor)
+        group.members.append(storage)
         return group.reduction
 
     def _view(self, tensor: Tensor, storage: torch.UntypedStorage, kind: tuple[Any, ...]) -> Any:
@@ -219,6 +235,14 @@ def _group(of_tensors: bool, dtype: str | None, shape: tuple[int, ...], writable
     return group if 0 < group.nbytes <= _SMALL else None
 
 
+def resized() -> ValueError:
+    """The error for memory that is gone, or is less than it was when its tensor or array was pickled."""
+    return ValueError(
+        "a tensor or array was resized while it was being sent to the workers, so its values are gone; resize none in "
+        "__getstate__, nor in a thread while iter() runs, but assign new ones"
+    )
+
+
 def not_alone(groups: Sequence[Group], mappings: Mappings, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The tensors that share their storage or lie in a file: numbers of the group, and in it.
 
@@ -231,7 +255,7 @@ def not_alone(groups: Sequence[Group], mappings: Mappings, storages: Iterable[in
     if not of_tensors:
         return
     counts = [len(groups[number].members) for number in of_tensors]
-    addresses = np.concatenate([groups[number].addresses for number in of_tensors])
+    addresses = np.concatenate([groups[number].addresses() for number in of_tensors])
     sizes = np.repeat([groups[number].nbytes for number in of_tensors], counts)
     ascending = np.sort(addresses)
     shared = np.concatenate([ascending[1:][np.diff(ascending) == 0], np.fromiter(storages, np.int64)])

@@ -136,6 +136,8 @@ def encode(
         if span is None:
             raw, start = reference.raw(), -1
         elif span.index is None:
+            if span.end > span.storage.nbytes():
+                raise bulk.resized()
             span.index, start = len(buffers), span.start & -_ALIGN
             raw = memoryview(memory(span.storage.data_ptr() + start, span.end - start, span.storage))
             if span.shared:
@@ -333,8 +335,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         replaced = []
         storages = [span.storage.data_ptr() for span in self.spans.values()]
         for group, place in bulk.not_alone(groups, self.mapped, storages):
-            tensor = groups[group].members[place]
-            replaced.append((group, place, self._token(tensor.untyped_storage(), 0, tensor.nbytes)))
+            token = self._token(groups[group].members[place], 0, groups[group].nbytes)
+            replaced.append((group, place, token))
         return replaced
 
     def _tensor(self, tensor: Tensor) -> Any:

@@ -357,6 +357,59 @@ def test_a_storage_that_was_shrunk_is_not_read_past_its_end():
     assert groups.tensor(shrunk) is None
 
 
+class Changes:
+    """Calls something while it is pickled, as an object that drops its cache does."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __getstate__(self):
+        self.change()
+        return {}
+
+
+GIVEN = {
+    "data": lambda tensor: setattr(tensor, "data", torch.empty(0)),
+    "set": lambda tensor: tensor.set_(torch.zeros(1)),
+    "moved": torch.Tensor.share_memory_,
+    "grown": lambda tensor: tensor.resize_(4096),
+}
+
+
+@pytest.mark.parametrize("change", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("when", ["pickled", "encoded"])
+def test_a_tensor_that_is_given_other_memory_arrives_as_it_was_pickled(change, when):
+    tensors = [torch.full((512,), float(number)) for number in range(MANY)]
+    views = list(torch.arange(4.0 * MANY).view(MANY, 4))
+    expected = [tensor.clone() for tensor in (*tensors, *views)]
+    changed = [tensors[70]] if change in (GIVEN["moved"], GIVEN["grown"]) else [tensors[3], tensors[70], views[71]]
+
+    def change_all():
+        for tensor in changed:
+            change(tensor)
+
+    encoded, mappings = take([tensors, views, Changes(change_all if when == "pickled" else bool)])
+    if when == "encoded":
+        change_all()
+    found = read(Image.write(encoded, mappings))
+    assert all(torch.equal(*pair) for pair in zip([*found[0], *found[1]], expected, strict=True))
+
+
+@pytest.mark.parametrize("number", [70])
+@pytest.mark.parametrize("make", [torch.ones, np.ones])
+def test_what_is_resized_meanwhile_is_an_error(make, number):
+    some = [make(512) for _ in range(MANY)]
+
+    def resize():
+        if make is np.ones:
+            some[number].resize((1,), refcheck=False)
+        else:
+            some[number].untyped_storage().resize_(0)
+
+    with pytest.raises(ValueError, match="was resized while it was being sent"):
+        write([some, Changes(resize)])
+
+
 def test_a_few_that_have_a_gradient_keep_it():
     tensors, views = [torch.ones(3) for _ in range(MANY)], list(torch.ones(MANY, 3))
     tensors[80].grad, views[90].grad = torch.zeros(3), torch.zeros(3)
