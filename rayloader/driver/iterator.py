@@ -284,12 +284,15 @@ class EpochIterator(BaseIterator):
     def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
         replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, changed_collate_fn_map())
         try:
-            return codec.encode(replica, carry=CARRY, mapped=mappings)
+            encoded = codec.encode(replica, carry=CARRY, mapped=mappings)
         except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
             for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
                 if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
                     add_note(error, f"It cannot be sent to the workers: {explanation}")
             raise
+        if encoded.overlap is not None:
+            _warn_of_overlap(*encoded.overlap)
+        return encoded
 
     def __next__(self) -> Any:
         asked = perf_counter()
@@ -407,6 +410,16 @@ def _shorten(error: BaseException, says_all: bool) -> None:
         theirs = theirs.tb_next
     if theirs is not None or says_all:
         first.tb_next = theirs
+
+
+@functools.cache  # says it once
+def _warn_of_overlap(one: str, other: str) -> None:
+    logger.warning(
+        "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if they "
+        "are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it there too",
+        one,
+        other,
+    )
 
 
 def _leave(crew: Crew, epoch: Epoch | None, *, reuse: bool) -> None:

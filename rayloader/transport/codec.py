@@ -74,6 +74,8 @@ class Encoded(NamedTuple):
         carried: Parts of the object that travel as they are.
         gathered: Of a replica: more buffers, behind the others.
         shared: Of a replica: the storages in torch's shared memory, whole, by the number of their buffer.
+        overlap: Of a replica: two arrays, or an array and a tensor, that share memory and will not do so when decoded,
+            in words; there may be more, and of many of a kind only the first few are looked at.
     """
 
     skeleton: bytes
@@ -81,6 +83,7 @@ class Encoded(NamedTuple):
     carried: list[Any]
     gathered: Sequence[bulk.Gathered] = ()
     shared: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
+    overlap: tuple[str, str] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +160,7 @@ def encode(
     header = pickle.dumps((uses, places, *of_bulk), _PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
-    return Encoded(file.getvalue(), buffers, pickler.carried_objects, list(chain(*gathered)), shared)
+    return Encoded(file.getvalue(), buffers, pickler.carried_objects, list(chain(*gathered)), shared, pickler.overlap())
 
 
 def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], carried: Sequence[Any] = ()) -> Any:
@@ -273,6 +276,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.carried_objects: list[Any] = []
         self.spans: dict[int, _Span] = {}
         self.tokens: dict[pickle.PickleBuffer, _Span] = {}
+        self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -338,6 +342,32 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             token = self._token(groups[group].members[place], 0, groups[group].nbytes)
             replaced.append((group, place, token))
         return replaced
+
+    def overlap(self) -> tuple[str, str] | None:
+        """As `Encoded.overlap`. Memory that is a file's is shared by all that refer to it.
+
+        Raises:
+            ValueError: an array was resized after it was pickled.
+        """
+        stretches = []
+        for array, low, nbytes in self.arrays:
+            if (_address(array), array.nbytes) != (low, nbytes):
+                raise bulk.resized()
+            dense = array.flags.forc  # else only its first item is sure not to be a gap
+            high = low + (nbytes if dense else min(nbytes, array.itemsize))
+            stretches.append((low, high, f"an array of shape {array.shape}"))
+        if not stretches:
+            return None
+        for span in self.spans.values():
+            low = span.storage.data_ptr()
+            stretches.append((low + span.start, low + span.end, "a tensor"))
+        farthest, before = 0, ""
+        for low, high, what in sorted(stretches):
+            if low < min(high, farthest) and low not in cast("Mappings", self.mapped):
+                return before, what
+            if high > farthest:
+                farthest, before = high, what
+        return None
 
     def _tensor(self, tensor: Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -416,6 +446,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dtype, strides = array.dtype, None
         writable = True  # as all arrays are after the pickling between torch's processes
         if self.mapped is not None:
+            self.arrays.append((array, _address(array), array.nbytes))
             writable = array.flags.writeable
         if dtype.hasobject or dtype.itemsize == 0:
             if dtype.hasobject and not writable:

@@ -91,6 +91,20 @@ def test_workers_share_one_copy_and_writes_are_their_own(kind):
         assert total == MIB
 
 
+def test_arrays_that_share_memory_are_warned_of_once(caplog):
+    array = np.zeros(7)
+
+    def write_to_one(data):
+        data[0][:] = 1
+        return data[1].tolist()
+
+    for _ in range(2):
+        assert list(holding([array, array[:2]], write_to_one)) == [[0, 0]] * 2
+    told = [record.getMessage() for record in caplog.records if "shares memory with" in record.getMessage()]
+    assert len(told) == 1
+    assert "an array of shape (2,) shares memory with an array of shape (7,)" in told[0]
+
+
 def test_what_is_kept_of_an_old_dataset_stays_and_the_rest_goes():
     kept = "rayloader_kept_array"  # in a module that all loaders of a warm process see
 

@@ -458,6 +458,33 @@ def test_a_replicas_read_only_arrays_stay_so(name):
     assert (got.dtype, got.shape) == (source.dtype, source.shape)
 
 
+def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
+    array, tensor, table = np.zeros(6), torch.zeros(5), np.zeros((300, 300))
+    mapped = np.memmap(tmp_path / "file", np.float64, "w+", shape=(20,))
+    shares = [
+        [array[:3], array],
+        [array, torch.from_numpy(array)[1:]],
+        [tensor.numpy(), tensor],
+        [table[:, 3], table],
+        [table.T, table[::-1]],
+        [table[first : first + 2] for first in range(200)],
+    ]
+    own = [
+        [array[:3], array[3:], array[3:].copy()],
+        [array[:3], torch.from_numpy(array[3:])],
+        [array, array],
+        [tensor[:3], tensor[1:]],
+        [table[:, 3], table[:, 4]],
+        [*table],
+        [mapped, mapped[:3], np.asarray(mapped)[1:]],
+        [np.zeros(0), array[:0], array],
+    ]
+    assert [encode(some, mapped=Mappings()).overlap is None for some in shares] == [False] * len(shares)
+    assert [encode(some, mapped=Mappings()).overlap for some in own] == [None] * len(own)
+    assert encode([array[:3], array]).overlap is None  # a batch
+    assert encode(shares[0], mapped=Mappings()).overlap == ("an array of shape (3,)", "an array of shape (6,)")
+
+
 def test_other_arrays():
     masked = np.ma.array(np.arange(100.0), mask=np.arange(100) % 2 == 0)
     objects = np.array([{"a": 1}, None, "x"], object)

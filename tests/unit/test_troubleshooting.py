@@ -338,6 +338,9 @@ TESTS = {
         "test_other_loaders_are_refused": ["progress() takes"],
         "test_without_tqdm_the_error_names_the_extra": ["rayloader.progress needs"],
     },
+    "integration/test_replicas.py": {
+        "test_arrays_that_share_memory_are_warned_of_once": ["rayloader: in the dataset"],
+    },
     "unit/test_bulk.py": {"test_what_is_resized_meanwhile_is_an_error": ["a tensor or array was resized"]},
     "unit/test_codec.py": {
         "test_known_classes_need_not_be_picklable_here": ["a class of this batch"],
