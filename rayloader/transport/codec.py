@@ -283,7 +283,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is Tensor:
             if self.groups is not None and not obj.__dict__ and (reduction := self.groups.tensor(obj)) is not None:
                 return reduction
-            return self._with_autograd(obj, self._tensor(obj))
+            if self.mapped is not None:
+                return self._with_autograd(obj, self._tensor(obj))
+            if obj._backward_hooks:
+                warn_if_has_hooks(obj)  # as between torch's processes
+            return self._tensor(obj)
         if kind in self.ordinary:
             return NotImplemented
         if kind is np.ndarray:
@@ -291,7 +295,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduction
             return self._array(obj)
         if issubclass(kind, Tensor):
-            return self._with_autograd(obj, self._subclass(obj, kind))
+            reduction = self._subclass(obj, kind)
+            if self.mapped is not None:
+                return self._with_autograd(obj, reduction)
+            with no_torch_function():
+                warn_if_has_hooks(obj)
+            return reduction
         if kind in self.carry:
             token = pickle.PickleBuffer(bytearray())
             self.carried[token] = len(self.carried_objects)
@@ -381,11 +390,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return NotImplemented
 
     def _with_autograd(self, tensor: Tensor, reduction: Any) -> Any:
-        """A reduction of a tensor, with what autograd keeps of it and torch's pickling leaves out."""
+        """A reduction of a replica's tensor, with what autograd keeps of it and torch's pickling leaves out."""
         with no_torch_function():
-            if self.mapped is None:  # a batch: as between torch's processes
-                warn_if_has_hooks(tensor)
-                return reduction
             if not tensor.is_leaf:
                 return reduction
             kept = {name: hooks for name in _HOOKS if (hooks := getattr(tensor, name))}
