@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
+from torch._tensor_str import PRINT_OPTS as print_options
 from torch._utils import ExceptionWrapper
 from torch._utils import _get_obj_state as state_of_subclass
 from torch.utils.data import _DatasetKind as DatasetKind
@@ -35,6 +36,7 @@ __all__ = [
     "no_torch_function",
     "numpy_seed",
     "pin_memory",
+    "print_options",
     "profiler_enabled",
     "rebuild_from_type",
     "set_worker_info",

@@ -7,20 +7,31 @@ process adopts them for as long as it works for that iterator, and is then as Ra
 from __future__ import annotations
 
 import contextlib
+import decimal
 import gc
 import os
 import signal
 import socket
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rayloader._compat import default_collate_fn_map
+from rayloader._compat import default_collate_fn_map, print_options
 from rayloader.state.logging_state import LoggingState
 from rayloader.state.module_globals import ModuleGlobals
+
+
+class _Setting(NamedTuple):
+    """What one call reads and another sets, of the process or of the calling thread; a value can be pickled."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +44,8 @@ class ProcessState:
     argv: list[str]
     sys_path: list[str]
     affinity: set[int]  # cores of the thread that called iter()
-    default_dtype: torch.dtype
-    grad_enabled: bool
     inference_mode: bool
-    deterministic: tuple[bool, bool]  # torch.use_deterministic_algorithms: on, and warn only
-    sharing_strategy: str  # of torch.multiprocessing
+    settings: dict[str, Any]  # values of _SETTINGS
     module_globals: ModuleGlobals
     logging: LoggingState
 
@@ -55,11 +63,8 @@ class ProcessState:
             argv=list(sys.argv),
             sys_path=[os.path.join(cwd, entry) for entry in map(os.fspath, sys.path)],
             affinity=os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(),
-            default_dtype=torch.get_default_dtype(),
-            grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
-            deterministic=_deterministic(),
-            sharing_strategy=torch.multiprocessing.get_sharing_strategy(),
+            settings=_read_settings(),
             module_globals=ModuleGlobals.capture(),
             logging=LoggingState.capture(),
         )
@@ -76,16 +81,11 @@ class Baseline:
         self._argv = list(sys.argv)
         self._sys_path = list(sys.path)
         self._affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-        self._default_dtype = torch.get_default_dtype()
-        self._deterministic = _deterministic()
-        self._sharing_strategy = torch.multiprocessing.get_sharing_strategy()
+        self._settings = _read_settings()
         self._num_threads = torch.get_num_threads()
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._gc = gc.isenabled(), gc.get_threshold()
-        self._recursion_limit = sys.getrecursionlimit()
         self._socket_timeout = socket.getdefaulttimeout()
-        self._umask = os.umask(0o022)
-        os.umask(self._umask)
         self._modes = contextlib.ExitStack()  # what is put back by leaving it
         self._collate_fn_map = dict(default_collate_fn_map)
 
@@ -102,15 +102,11 @@ class Baseline:
         sys.path[:] = [*state.sys_path, *(entry for entry in self._sys_path if entry not in state.sys_path)]
         if here and state.affinity:
             os.sched_setaffinity(0, state.affinity)
-        torch.set_default_dtype(state.default_dtype)
-        _use_deterministic(state.deterministic)
-        torch.multiprocessing.set_sharing_strategy(state.sharing_strategy)
         if alone:
             state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())
-        self._modes.enter_context(np.errstate())
         self._modes.enter_context(torch.inference_mode(state.inference_mode))
-        self._modes.enter_context(torch.set_grad_enabled(state.grad_enabled))
+        _write_settings(state.settings)  # last, for a change of inference mode is one of grad mode too
 
     def _merged_environ(self, driver: dict[str, str], *, here: bool) -> dict[str, str]:
         """The driver's variables; Ray's own and what `runtime_env` or Ray set for this actor stay.
@@ -128,23 +124,43 @@ class Baseline:
         sys.path[:] = self._sys_path
         if self._affinity:
             os.sched_setaffinity(0, self._affinity)
-        torch.set_default_dtype(self._default_dtype)
-        _use_deterministic(self._deterministic)
-        torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)
         torch.set_num_threads(self._num_threads)
         torch.set_default_device(None)
         torch.autograd.set_detect_anomaly(False)
         self._modes.close()
+        _write_settings(self._settings)
+        torch.clear_autocast_cache()
         (gc.enable if self._gc[0] else gc.disable)()
         gc.set_threshold(*self._gc[1])
-        sys.setrecursionlimit(self._recursion_limit)
         socket.setdefaulttimeout(self._socket_timeout)
-        os.umask(self._umask)
         for number, handler in self._signals.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         default_collate_fn_map.clear()
         default_collate_fn_map.update(self._collate_fn_map)
+
+
+def _set_environ(environ: dict[str, str]) -> None:
+    zone = os.environ.get("TZ")
+    for key in os.environ.keys() - environ.keys():
+        del os.environ[key]
+    for key, value in environ.items():
+        if os.environ.get(key) != value:
+            os.environ[key] = value
+    if os.environ.get("TZ") != zone:
+        time.tzset()
+
+
+# ---- settings
+
+
+def _read_settings() -> dict[str, Any]:
+    return {name: setting.read() for name, setting in _SETTINGS.items()}
+
+
+def _write_settings(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        _SETTINGS[name].write(value)
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -156,9 +172,70 @@ def _use_deterministic(mode: tuple[bool, bool]) -> None:
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
-def _set_environ(environ: dict[str, str]) -> None:
-    for key in os.environ.keys() - environ.keys():
-        del os.environ[key]
-    for key, value in environ.items():
-        if os.environ.get(key) != value:
-            os.environ[key] = value
+def _autocast() -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+def _use_autocast(mode: tuple[bool, torch.dtype, bool]) -> None:
+    enabled, dtype, cache = mode
+    torch.set_autocast_enabled("cpu", enabled)
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_cache_enabled(cache)
+
+
+def _flushes_denormal() -> bool:
+    """Whether the processor takes the smallest numbers for zero in this thread; torch only sets that."""
+    return sys.float_info.min / 2 == 0
+
+
+def _matmul_precision() -> str | None:
+    """None where the program has set it by `torch.backends`, for then torch does not tell it."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision not in (None, _matmul_precision()):
+        torch.set_float32_matmul_precision(precision)
+
+
+def _numpy_printing() -> dict[str, Any]:
+    """But for functions, which need not be picklable."""
+    functions = "formatter", "override_repr"
+    return {name: option for name, option in np.get_printoptions().items() if name not in functions}
+
+
+_likely_umask = 0o077
+
+
+def _umask() -> int:
+    """Only setting one tells it: the last that was found, so that files which threads make meanwhile have theirs."""
+    global _likely_umask
+    umask = os.umask(_likely_umask)
+    if umask != _likely_umask:
+        os.umask(umask)
+        _likely_umask = umask
+    return umask
+
+
+_SETTINGS = {
+    "default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "grad mode": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "deterministic algorithms": _Setting(_deterministic, _use_deterministic),
+    "sharing strategy": _Setting(
+        torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy
+    ),
+    "autocast": _Setting(_autocast, _use_autocast),
+    "flush denormal": _Setting(_flushes_denormal, torch.set_flush_denormal),
+    "matmul precision": _Setting(_matmul_precision, _set_matmul_precision),
+    "torch's printing": _Setting(lambda: dict(vars(print_options)), lambda options: torch.set_printoptions(**options)),
+    "NumPy's errors": _Setting(np.geterr, lambda modes: np.seterr(**modes)),
+    "NumPy's printing": _Setting(_numpy_printing, lambda options: np.set_printoptions(**options)),
+    "decimal context": _Setting(
+        lambda: decimal.getcontext().copy(), lambda context: decimal.setcontext(context.copy())
+    ),
+    "recursion limit": _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+    "umask": _Setting(_umask, os.umask),
+}

@@ -286,6 +286,7 @@ add("facts_single", "2", lambda: facts(batch_size=None), sample=NOT_SAMPLED)
 add("surroundings", "0 2 2p", facts, script=scripts.surroundings)
 add("affinity", "2 2p", facts, script=scripts.affinity)
 add("modes", "0 2 2p", facts, script=scripts.modes)
+add("settings", "0 2 2p", facts, script=scripts.settings)
 add("default_dtype", "0 2 2p", facts, script=scripts.default_dtype)
 add(
     "default_dtype_collated",

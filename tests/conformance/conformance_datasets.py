@@ -4,10 +4,12 @@ Imported by the reference process, by pytest and by the worker processes. No glo
 dataset adds at random comes from the generators that a worker is seeded with, or from its own.
 """
 
+import decimal
 import os
 import random
 import sys
 import threading
+import time
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
@@ -113,6 +115,24 @@ class Points(Sized):
         return Point(torch.full((2, 2), float(index)), random.randrange(1000), extra)
 
 
+def settings():
+    """What the settings that a worker takes over from the thread that calls `iter()` do there."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    ones = torch.ones(2, 2)
+    return {
+        "autocast": (str((ones @ ones).dtype), str(torch.get_autocast_dtype("cpu")), torch.is_autocast_cache_enabled()),
+        "denormal": float(torch.tensor(1e-310, dtype=torch.float64) / 2),
+        "NumPy's errors": str(np.geterr()),
+        "third": str(decimal.Decimal(1) / 3),
+        "hour": time.localtime(0).tm_hour,
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "recursion limit": sys.getrecursionlimit(),
+        "umask": umask,
+        "printed": str(torch.tensor(1.23456)) + str(np.array([1.23456])),
+    }
+
+
 class Facts(Sized):
     """What a worker knows about itself and about its process."""
 
@@ -140,6 +160,7 @@ class Facts(Sized):
             "grad": grad.requires_grad,
             "inference": torch.is_inference_mode_enabled(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "settings": settings(),
             "arguments": sys.argv == self.arguments,
             "not on the path": [entry for entry in self.path if entry not in map(os.path.abspath, sys.path)],
         }

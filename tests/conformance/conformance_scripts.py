@@ -4,11 +4,15 @@ A script puts back whatever it changes in the process, so that cases don't depen
 """
 
 import contextlib
+import decimal
 import os
 import pickle
+import sys
 import tempfile
 import threading
+import time
 
+import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -269,6 +273,37 @@ def modes(rec, loader):
         rec.epoch(loader)
     finally:
         torch.use_deterministic_algorithms(False)
+    rec.epoch(loader)
+
+
+def settings(rec, loader):
+    """Settings of torch, NumPy and Python at `iter()` are the workers', and are put back."""
+    rec.epoch(loader)
+    before = sys.getrecursionlimit()
+    umask = os.umask(0o027)
+    try:
+        with (
+            torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+            np.errstate(all="raise"),
+            np.printoptions(precision=2),
+            decimal.localcontext() as context,
+        ):
+            context.prec = 5
+            os.environ["TZ"] = "CONFORMANCE-9"
+            time.tzset()
+            torch.set_flush_denormal(True)
+            torch.set_float32_matmul_precision("medium")
+            torch.set_printoptions(precision=2)
+            sys.setrecursionlimit(before + 1000)
+            rec.epoch(loader)
+    finally:
+        os.umask(umask)
+        del os.environ["TZ"]
+        time.tzset()
+        torch.set_flush_denormal(False)
+        torch.set_float32_matmul_precision("highest")
+        torch.set_printoptions(profile="default")
+        sys.setrecursionlimit(before)
     rec.epoch(loader)
 
 
