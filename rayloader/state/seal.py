@@ -11,6 +11,7 @@ its content is shared by all states where nobody can change it, as nobody can ch
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import operator
@@ -28,6 +29,9 @@ _T = TypeVar("_T")
 _PLAIN = {int, float, complex, str, bool, type(None)}
 _CONSTANT = {*_PLAIN, bytes}
 _TEXT = {str}
+_BINARY = {kind: zlib.crc32(kind.__name__.encode()) for kind in (bytes, bytearray)}
+_SHORT = _PLAIN - {int}
+_LEAST, _MOST = -(10**600), 10**600  # whole numbers beyond have digits that Python may refuse to show
 _REMEMBERED = 64  # names of a dict; the user's own may have millions
 
 
@@ -124,10 +128,11 @@ def check_seal(state: dict[str, Any], names: set[str], *unsealed: str) -> None:
         )
     found = {name: checksum(state[name]) for name in names - {"seal"}}
     saved = state["seal"] if isinstance(state["seal"], dict) else {}
-    damaged = sorted(name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name))
+    names = found.keys() | saved.keys()
+    damaged = sorted(str(name) for name in names if checksum(found.get(name)) != checksum(saved.get(name)))
     if damaged:
         raise StateError(
-            f"the state is not what state_dict() gave: {', '.join(map(str, damaged))} was changed or lost since; load "
+            f"the state is not what state_dict() gave: {', '.join(damaged)} was changed or lost since; load "
             "it as it was saved, or an earlier state"
         )
 
@@ -138,8 +143,11 @@ def checksum(part: Any) -> int:
     if kind is Part:
         return part.checksum  # type: ignore[no-any-return]
     if kind in _PLAIN:
-        return zlib.crc32(repr(part).encode())
+        shown = repr(part) if kind is not int or _LEAST < part < _MOST else hex(part)
+        return zlib.crc32(shown.encode())
     if isinstance(part, dict):
+        if isinstance(part, collections.OrderedDict):
+            return zlib.crc32(_shown((*part, *part.values())), zlib.crc32(b"OrderedDict"))
         if {*map(type, part)} <= _TEXT:
             in_order = _in_order if len(part) <= _REMEMBERED else _in_order.__wrapped__
             names, before = in_order(tuple(part))
@@ -147,19 +155,32 @@ def checksum(part: Any) -> int:
         return zlib.crc32(repr(sorted([(checksum(key), checksum(value)) for key, value in part.items()])).encode())
     if isinstance(part, (list, tuple)):
         return zlib.crc32(_shown(part))
-    if kind is bytes:
-        return zlib.crc32(part)
-    if kind is torch.Tensor and part.layout is torch.strided and not part.is_quantized and not part.is_nested:
-        content = part.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        before = zlib.crc32(f"{part.dtype} {tuple(part.shape)}".encode())
-        return zlib.crc32(content.view(torch.uint8).numpy().data, before)
+    if kind in _BINARY:
+        return zlib.crc32(part, _BINARY[kind])
+    if isinstance(part, torch.Tensor):
+        return _of_tensor(part)
+    if isinstance(part, (set, frozenset)):
+        return zlib.crc32(repr(sorted(map(checksum, part))).encode(), zlib.crc32(b"set"))
+    if isinstance(part, (torch.TypedStorage, torch.UntypedStorage)):
+        return _of_tensor(torch.empty(0, dtype=torch.uint8).set_(getattr(part, "_untyped_storage", part).cpu()))
     return zlib.crc32(b"object")
+
+
+def _of_tensor(tensor: torch.Tensor) -> int:
+    is_simple = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if not is_simple or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        return checksum(tensor.__reduce_ex__(2)[1])  # what pickle takes to build it: simple tensors, sizes, scales
+    content = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    before = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    return zlib.crc32(content.view(torch.uint8).numpy().data, before)
 
 
 def _shown(values: Iterable[Any]) -> bytes:
     """What says all of some values: they themselves, or their checksums."""
     shown = [
-        value if (kind := type(value)) in _PLAIN else [value.checksum if kind is Part else checksum(value)]
+        value
+        if ((kind := type(value)) is int and _LEAST < value < _MOST) or kind in _SHORT
+        else [value.checksum if kind is Part else checksum(value)]
         for value in values
     ]
     return repr(shown).encode()

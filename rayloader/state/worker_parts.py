@@ -19,7 +19,7 @@ from rayloader.state.draws import decoded
 from rayloader.state.journal import Before, Journal, Resumed, Told
 from rayloader.state.local_state import pack_object, unpack_object
 from rayloader.state.random_state import RandomState
-from rayloader.state.seal import Part, are_same
+from rayloader.state.seal import Part, are_same, checksum
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport import codec
 
@@ -32,7 +32,7 @@ class WorkerParts:
     def __init__(self) -> None:
         self._made_of: tuple[Any, ...] = (self,) * 4
         self._begin: dict[str, Any] = {}
-        self._replay, self._checksum, self._count = b"", 0, 0  # packed tasks, and how many
+        self._replay, self._checksum, self._count = b"", checksum(b""), 0  # packed tasks, and how many
         self._whole = Part(())
 
     def of(self, journal: Journal, *, iterable: bool) -> Part:
@@ -45,7 +45,7 @@ class WorkerParts:
         if not are_same(made_of[:2], known):
             self._begin = _pack_begin(journal.base, before)
         if replay is not known[3]:
-            self._replay, self._checksum, self._count = b"", 0, 0
+            self._replay, self._checksum, self._count = b"", checksum(b""), 0
         self._add(replay)
         self._made_of = made_of
         packed = Part(self._replay, self._checksum) if self._replay else None  # see random_state.py: never empty

@@ -1,6 +1,10 @@
 """A seal says whether a state is what it was, also where a file format has made lists of its tuples."""
 
+import collections
+import io
 import json
+import sys
+import warnings
 
 import pytest
 import torch
@@ -38,11 +42,44 @@ def test_a_part_that_has_changed_is_named(name, value):
         check_seal({**sealed(PARTS, NAMES), name: value}, NAMES)
 
 
+class Subclass(torch.Tensor):
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+
+def rare(kind, value):
+    """A tensor of a kind that torch warns of, as new or old."""
+    tensor = torch.tensor([value, 2.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        match kind:
+            case "compressed":
+                return torch.diag(tensor).to_sparse_csr()
+            case "nested":
+                return torch.nested.nested_tensor([tensor, torch.ones(3)])
+            case "quantized":
+                return torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+
+
 OTHERS = {
     "bytes": b"abc",
     "tensor": torch.arange(3),
     "keys": {1: "a", (2, "b"): b"c"},
     "deep": ({"a": [b"x", {"y": 1.5}]}, (torch.zeros(2),)),
+    "set": {1, "a"},
+    "sets": [{(1, b"x"), frozenset([2])}],
+    "array": bytearray(b"abc"),
+    "ordered": collections.OrderedDict(a=1, b=2),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "subclass": torch.ones(2).as_subclass(Subclass),
+    "sparse": torch.eye(2).to_sparse(),
+    "compressed": rare("compressed", 1.0),
+    "nested": rare("nested", 1.0),
+    "quantized": rare("quantized", 1.0),
+    "meta": torch.zeros(3, device="meta"),
+    "storage": torch.ones(2).untyped_storage(),
+    "number": (5,),
+    "huge": [1 << 20000, 10**600],
 }
 
 
@@ -61,6 +98,27 @@ OTHERS = {
         ("deep", ({"a": [b"x", {"y": 1.25}]}, (torch.zeros(2),))),
         ("deep", ({"a": [b"x", {"z": 1.5}]}, (torch.zeros(2),))),
         ("deep", ({"a": [b"x", {"y": 1.5}]}, (torch.zeros(3),))),
+        ("set", {1, "b"}),
+        ("set", [1, "a"]),
+        ("sets", [{(1, b"y"), frozenset([2])}]),
+        ("array", bytearray(b"abd")),
+        ("array", b"abc"),
+        ("ordered", collections.OrderedDict(b=2, a=1)),
+        ("ordered", collections.OrderedDict(a=2, b=1)),
+        ("parameter", torch.nn.Parameter(torch.zeros(2))),
+        ("parameter", torch.ones(2)),
+        ("subclass", torch.zeros(2).as_subclass(Subclass)),
+        ("sparse", torch.ones(2, 2).to_sparse()),
+        ("sparse", 2 * torch.eye(2).to_sparse()),
+        ("compressed", rare("compressed", 0.5)),
+        ("nested", rare("nested", 0.5)),
+        ("quantized", rare("quantized", 0.5)),
+        ("meta", torch.zeros(4, device="meta")),
+        ("storage", torch.zeros(2).untyped_storage()),
+        ("number", (b"5",)),
+        ("number", ({5},)),
+        ("huge", [1 << 20001, 10**600]),
+        ("huge", [1 << 20000, 10**600 + 1]),
     ],
 )
 def test_a_part_of_other_kinds_that_has_changed_is_named(name, value):
@@ -69,6 +127,50 @@ def test_a_part_of_other_kinds_that_has_changed_is_named(name, value):
     check_seal(state, names)
     with pytest.raises(StateError, match=name):
         check_seal({**state, name: value}, names)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (5, b"5"),
+        (None, b"None"),
+        ([1, 2], b"[1, 2]"),
+        ([b"5"], [5]),
+        ({5: 1}, {b"5": 1}),
+        (b"abc", bytearray(b"abc")),
+        (set(), []),
+        ({"a": 1}, collections.OrderedDict(a=1)),
+    ],
+)
+def test_other_kinds_with_the_same_text_have_another_checksum(one, other):
+    assert checksum(one) != checksum(other)
+
+
+@pytest.mark.parametrize("seal", [{1: 2, "zz": 3}, {"numbers": torch.zeros(2)}, {"numbers": None}, [], None])
+def test_whatever_stands_in_place_of_the_seal_is_refused(seal):
+    with pytest.raises(StateError, match="numbers"):
+        check_seal({**PARTS, "seal": seal}, NAMES)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's, where it builds rare kinds of tensors
+def test_what_was_saved_has_the_same_checksum(name):
+    file = io.BytesIO()
+    torch.save(OTHERS[name], file)
+    file.seek(0)
+    assert checksum(torch.load(file, weights_only=False)) == checksum(OTHERS[name])
+
+
+def test_a_huge_number_has_one_checksum_whatever_the_process_shows_of_numbers():
+    before, limit = checksum(OTHERS["huge"]), sys.get_int_max_str_digits()
+    try:
+        sys.set_int_max_str_digits(0)
+        assert checksum(OTHERS["huge"]) == before
+        sys.set_int_max_str_digits(640)
+        assert checksum(OTHERS["huge"]) == before
+        checksum([10**600 - 1])
+    finally:
+        sys.set_int_max_str_digits(limit)
 
 
 def test_a_seal_made_of_parts_is_that_of_what_they_hold():
