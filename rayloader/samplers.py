@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
@@ -33,7 +32,7 @@ from rayloader.state import redeal
 from rayloader.state.generators import KINDS, find_generators, suit
 from rayloader.state.random_state import RandomState
 from rayloader.state.seal import are_same
-from rayloader.state.snapshot import has_state
+from rayloader.state.snapshot import dump_state, has_state
 
 _SIMPLE = (int, float, str, bool, type(None))
 # What makes a DistributedSampler this rank's; another number of ranks may go on, see `redeal.py`.
@@ -336,7 +335,7 @@ def _told(obj: Any, name: str) -> dict[str, Any]:
     if obj is None:
         return {}
     try:
-        return {name: cloudpickle.dumps(obj.state_dict())}
+        return {name: dump_state(obj)}
     except Exception:  # the user's state_dict() may raise anything, and may give what can't be copied
         return {"error": traceback.format_exc()}
 

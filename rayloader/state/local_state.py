@@ -18,7 +18,7 @@ from rayloader.state import plain_state
 from rayloader.state.generators import find_generators, suit
 from rayloader.state.random_state import RandomState
 from rayloader.state.seal import Parts
-from rayloader.state.snapshot import has_state, load_state
+from rayloader.state.snapshot import dump_state, has_state, load_state
 
 
 def generators_of(loader: Any) -> list[Any]:
@@ -103,10 +103,9 @@ def told_by(obj: Any) -> bytes | None:
     if not has_state(obj):
         return None
     try:
-        told: bytes = cloudpickle.dumps(obj.state_dict())
+        return dump_state(obj)
     except Exception:  # the user's own
         raise StateError(f"{type(obj).__name__} could not tell its state:\n{traceback.format_exc()}") from None
-    return told
 
 
 def pack_object(told: bytes | None) -> dict[str, Any] | None:

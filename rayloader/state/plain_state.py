@@ -1,7 +1,8 @@
 """What `state_dict` of the user's objects gives, in types that `torch.load(weights_only=True)` knows.
 
 Promise: `unpack(pack(state))` equals `state`, types included, for dicts, lists, tuples, sets and what is listed below,
-nested in any way. What is of another type is left as it is; whether a file with it can be loaded is torch's to say.
+nested in any way up to `NESTING` levels. What is of another type is left as it is; whether a file with it can be loaded
+is torch's to say.
 """
 
 from __future__ import annotations
@@ -15,12 +16,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayloader.errors import StateError
+
+NESTING = 100  # levels as packed; each takes several nested calls, of which Python allows 1,000 unless it is told else
 _TYPE = "rayloader: type"
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 
 
-def pack(state: Any) -> Any:
-    """The state, with dicts that say what it was in place of what torch refuses."""
+def too_deep() -> StateError:
+    """The error of a state that cannot be taken apart."""
+    return StateError(
+        f"what state_dict() gives must not hold itself, nor be nested more than {NESTING} levels deep; give its parts "
+        "in one list, with their places in it instead of the parts themselves"
+    )
+
+
+def pack(state: Any, depth: int = 0) -> Any:
+    """The state, with dicts that say what it was in place of what torch refuses; `depth`: levels above it there.
+
+    Raises:
+        StateError: there are too many.
+    """
+    if depth > NESTING:
+        raise too_deep()
     match state:
         case np.ndarray() | np.generic() if not state.dtype.hasobject and state.dtype.names is None:
             content = torch.frombuffer(bytearray(state.tobytes()) or bytearray(1), dtype=torch.uint8)
@@ -30,24 +48,25 @@ def pack(state: Any) -> Any:
             return {_TYPE: "dtype", "dtype": state.str}
         case collections.defaultdict() if type(state) is collections.defaultdict and _names_type(state.default_factory):
             factory = state.default_factory
-            return {_TYPE: "defaultdict", "factory": factory and factory.__name__, "items": _items(state)}
+            return {_TYPE: "defaultdict", "factory": factory and factory.__name__, "items": _items(state, depth)}
         case collections.deque() if type(state) is collections.deque:
-            return {_TYPE: "deque", "items": [pack(part) for part in state], "maxlen": state.maxlen}
+            return {_TYPE: "deque", "items": [pack(part, depth + 2) for part in state], "maxlen": state.maxlen}
         case pathlib.PurePath() if type(state).__name__ in _PATHS:
             return {_TYPE: type(state).__name__, "path": str(state)}
         case frozenset() if type(state) is frozenset:
-            return {_TYPE: "frozenset", "items": [pack(part) for part in state]}
+            return {_TYPE: "frozenset", "items": [pack(part, depth + 2) for part in state]}
         case range() | slice():
-            return {_TYPE: type(state).__name__, "items": [pack(p) for p in (state.start, state.stop, state.step)]}
-    return _pack_container(state)
+            parts = state.start, state.stop, state.step
+            return {_TYPE: type(state).__name__, "items": [pack(part, depth + 2) for part in parts]}
+    return _pack_container(state, depth)
 
 
-def _pack_container(state: Any) -> Any:
+def _pack_container(state: Any, depth: int) -> Any:
     if type(state) in (dict, collections.OrderedDict):
         if all(_is_plain_key(key) for key in state) and _TYPE not in state:
-            return type(state)((key, pack(value)) for key, value in state.items())
-        return {_TYPE: type(state).__name__, "items": _items(state)}
-    return type(state)(map(pack, state)) if type(state) in (list, tuple) else state
+            return type(state)((key, pack(value, depth + 1)) for key, value in state.items())
+        return {_TYPE: type(state).__name__, "items": _items(state, depth)}
+    return type(state)([pack(part, depth + 1) for part in state]) if type(state) in (list, tuple) else state
 
 
 def unpack(packed: Any) -> Any:
@@ -98,8 +117,8 @@ def _names_type(factory: Any) -> bool:
     return factory is None or _FACTORIES.get(getattr(factory, "__name__", "")) is factory
 
 
-def _items(state: Any) -> list[Any]:
-    return [(pack(key), pack(value)) for key, value in state.items()]
+def _items(state: Any, depth: int) -> list[Any]:
+    return [(pack(key, depth + 3), pack(value, depth + 3)) for key, value in state.items()]
 
 
 def _is_plain_key(key: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from rayloader.errors import ReplayError
+from rayloader.state import plain_state
 from rayloader.state.generators import Generators, suit
 from rayloader.state.random_state import RandomState
 
@@ -187,11 +188,27 @@ class Recorder:
     def _changed(self, name: str, obj: Any) -> bytes | None:
         if not has_state(obj):
             return None
-        state: bytes = cloudpickle.dumps(obj.state_dict())
+        state = dump_state(obj)
         if state == self._states.get(name):
             return None
         self._states[name] = state
         return state
+
+
+def dump_state(obj: Any) -> bytes:
+    """What an object of the user's tells, pickled.
+
+    Raises:
+        StateError: it is nested too deep for that; the object and pickling may raise anything else.
+    """
+    state = obj.state_dict()
+    try:
+        dumped: bytes = cloudpickle.dumps(state)
+    except (RecursionError, pickle.PicklingError) as error:
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+            raise plain_state.too_deep() from None
+        raise
+    return dumped
 
 
 def load_state(obj: Any, state: bytes | None) -> None:

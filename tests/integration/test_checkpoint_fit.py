@@ -1,6 +1,8 @@
 """What a state holds and whom it fits: samplers of every kind, its size, and loaders that refuse it."""
 
+import collections
 import copy
+import functools
 import random
 
 import numpy as np
@@ -307,3 +309,62 @@ def test_a_state_that_is_ahead_of_what_was_dispatched_is_refused():
     loader = small()
     loader.load_state_dict({**state, "_iterator_finished": False})  # which Accelerate adds
     assert list(batches(loader)) == rest
+
+
+# ---- what a dataset tells
+
+
+class Telling(data.Indices):
+    """Tells what a function gives."""
+
+    def __init__(self, tell):
+        super().__init__()
+        self.tell, self.loaded = tell, None
+
+    def state_dict(self):
+        return {"told": self.tell()}
+
+    def load_state_dict(self, state):
+        self.loaded = state["told"]
+
+
+def cycle():
+    told = []
+    told.append([told])
+    return told
+
+
+def deep(levels):
+    return lambda: functools.reduce(lambda told, _: [told], range(levels), 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tell", [cycle, deep(200), deep(9000)], ids=["cycle", "200 levels", "9000 levels"])
+def test_what_a_dataset_tells_has_no_cycle_and_is_not_too_deep(tell, workers):
+    loader = make(lambda: {"dataset": Telling(tell)}, num_workers=workers)
+    iterator = iter(loader)
+    for _ in range(8):  # until both workers have told
+        next(iterator)
+    with pytest.raises(StateError, match=r"must not hold itself, nor be nested more than 100 levels deep"):
+        loader.state_dict()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_numbers_of_any_size_may_be_told(workers):
+    loader = make(lambda: {"dataset": Telling(lambda: 1 << 20000)}, num_workers=workers)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    loader = make(lambda: {"dataset": Telling(int)}, num_workers=workers)
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == rest
+    assert workers or loader.dataset.loaded == 1 << 20000
+
+
+def test_the_order_of_an_ordered_dict_counts():
+    loader = make(lambda: {"dataset": Telling(lambda: collections.OrderedDict(a=1, b=2))}, num_workers=0)
+    state = copy.deepcopy(loader.state_dict())
+    state["process"]["dataset"]["state"]["told"].move_to_end("a")
+    with pytest.raises(StateError, match="process was changed"):
+        loader.load_state_dict(state)

@@ -1,5 +1,6 @@
 """What `state_dict` of the user's objects gives, in a file that `torch.load(weights_only=True)` reads."""
 
+import copy
 import io
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.state.plain_state import _TYPE, pack, unpack
+from rayloader import StateError
+from rayloader.state.plain_state import _TYPE, NESTING, pack, unpack
+from rayloader.state.seal import checksum
 
 STATES = [
     {"a": 1, "b": [2.5, None, True, (b"x", "y")]},
@@ -67,3 +70,28 @@ def test_what_is_not_known_is_left_as_it_is():
     assert pack(structured) is structured
     assert pack(objects) is objects
     assert pack(factory) is factory
+
+
+def nested(kind, levels):
+    state = 1
+    for _ in range(levels):
+        state = {"next": state} if kind is dict else kind([state])
+    return state
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict, deque, frozenset])
+def test_a_state_is_nested_to_a_limit_and_can_be_used_that_far(kind):
+    levels = NESTING // 2 if kind in (deque, frozenset) else NESTING
+    packed = pack(nested(kind, levels))
+    assert unpack(packed) == nested(kind, levels)
+    assert checksum(packed) == checksum(copy.deepcopy(packed))
+    torch.save(packed, io.BytesIO())
+    with pytest.raises(StateError, match="levels deep"):
+        pack(nested(kind, levels + 1))
+
+
+def test_a_state_that_holds_itself_is_refused():
+    state = [1]
+    state.append({"deque": deque([defaultdict(list, {1: state})])})
+    with pytest.raises(StateError, match="hold itself"):
+        pack(state)

@@ -226,6 +226,7 @@ TESTS = {
         "test_a_damaged_state_is_refused_and_changes_nothing": ["the state is not what"],
         "test_a_state_of_another_loader_is_refused": ["the state is of a loader with"],
         "test_a_state_that_is_ahead_of_what_was_dispatched_is_refused": ["the state tells"],
+        "test_what_a_dataset_tells_has_no_cycle_and_is_not_too_deep": ["what state_dict() gives must not"],
     },
     "integration/test_checkpoint_program.py": {
         "test_other_workers_end_the_epoch_and_then_the_loaders_own_begin": ["rayloader: only"],
