@@ -36,6 +36,7 @@ from rayloader.collate import changed_collate_fn_map
 from rayloader.driver.crew import Crew
 from rayloader.driver.epoch import Epoch
 from rayloader.driver.epoch_plan import Begin, EpochPlan, plan_epoch
+from rayloader.driver.local import OfOneProcess
 from rayloader.driver.opening import Delivery
 from rayloader.driver.pace import Pace
 from rayloader.driver.pool import Pool, get_pool
@@ -60,7 +61,7 @@ from rayloader.transport.memory import no_collection
 logger = logging.getLogger("rayloader")
 
 
-class EpochIterator(BaseIterator):
+class EpochIterator(OfOneProcess, BaseIterator):
     """Iterates over a loader's batches, as torch's iterators do.
 
     There is one for each `iter()`, or one for all with persistent workers. It is not to be pickled, and of no use in a

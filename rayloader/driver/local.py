@@ -36,7 +36,17 @@ from rayloader.state.random_state import RandomState, seed_all
 from rayloader.state.snapshot import has_state, load_state
 
 
-class LocalIterator(SingleProcessIterator):
+class OfOneProcess:
+    """An iterator that cannot be sent to another process; torch's error, with a text that helps."""
+
+    def __getstate__(self) -> Any:
+        raise NotImplementedError(
+            f"cannot pickle {type(self).__name__}: an iterator of a DataLoader belongs to one process; pass on the "
+            "loader in its place and call iter() there, or drop it in __getstate__ of the object that holds it"
+        )
+
+
+class LocalIterator(OfOneProcess, SingleProcessIterator):
     """Iterates over a loader's batches in this process.
 
     Args:
