@@ -120,7 +120,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             worker whose batch is overdue: its process is killed and replaced like one that died.
         on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch gets
             smaller, and is not delivered if nothing is left of it. What `collate_fn` raises is still raised.
-        max_skipped: samples that may be skipped in an epoch, over all workers; see `skipped`.
+        max_skipped: with `on_error="skip"`, samples that may be skipped in an epoch, over all workers; see `skipped`.
         arenas: drive workers on this machine over local sockets, and have them build batches in memory that this
             process has mapped, so that large tensors arrive without a copy; drive those elsewhere by TCP. If False,
             every task and every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all
@@ -244,6 +244,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
         if isinstance(self.batch_sampler, Shard):
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for one that is told the epoch
+        if self.num_workers != 0:
+            checked_num_workers(self.num_workers)
         check(self)
         note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:
@@ -443,7 +445,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
         if isinstance(num_workers, bool):  # torch accepts one as a number; here it can only be a mistake
             raise TypeError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
-        num_workers = checked_num_workers(num_workers)
+        num_workers = checked_num_workers(num_workers, least=1)
         self._note_num_workers()
         self.num_workers = self._known_workers = num_workers
         self._sign_num_workers()
@@ -484,10 +486,9 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: an argument is of the wrong type.
+        TypeError: an argument is of the wrong type, or `ray.init` has none of that name.
     """
-    if num_workers != 0:
-        num_workers = checked_num_workers(num_workers)
+    num_workers = checked_num_workers(num_workers)
     check_remote_args(ray_remote_args)
     from rayloader.driver import pool
 

@@ -174,18 +174,18 @@ def check_name(name: Any) -> None:
         raise TypeError(f"name must be a text that is not empty, or None, got {name!r}")
 
 
-def checked_num_workers(num_workers: Any) -> int:
-    """The number of workers of a loader that has some; NumPy's integers too, and True, as in torch.
+def checked_num_workers(num_workers: Any, least: int = 0) -> int:
+    """The number of workers of a loader; NumPy's integers too, and True, as in torch.
 
     Raises:
-        ValueError: it is less than 1.
+        ValueError: it is less than `least`.
         TypeError: it is not a whole number.
     """
     number = _as_index(num_workers)
     if number is None:
-        raise TypeError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
-    if number < 1:
-        raise ValueError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
+        raise TypeError(f"num_workers must be a whole number >= {least}, got {num_workers!r}")
+    if number < least:
+        raise ValueError(f"num_workers must be a whole number >= {least}, got {num_workers!r}")
     return number
 
 

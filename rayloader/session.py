@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import random
@@ -144,6 +145,18 @@ def check_options(options: dict[str, Any]) -> None:
         raise RaySessionError(
             f"Ray is running already, so its options {', '.join(options)} would have no effect; call rayloader.init() "
             "before anything else starts Ray, or leave them out"
+        )
+
+
+def check_names(options: dict[str, Any]) -> None:
+    """Raises TypeError if `ray.init` has no options of such names."""
+    known = inspect.signature(ray.init).parameters
+    # Of those that Ray hides, all but one begin with an underscore, and only Ray itself knows which there are.
+    unknown = [name for name in options if name not in known and name[0] != "_" and name != "object_spilling_directory"]
+    if unknown:
+        raise TypeError(
+            f"init() takes num_workers, ray_remote_args and what ray.init() takes, got {', '.join(unknown)}; choose "
+            f"from {', '.join(name for name in known if name != 'kwargs')}"
         )
 
 
@@ -271,13 +284,16 @@ def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead
         if ahead and current() is not None and not options:
             return None  # the program has called ray.init() meanwhile: that Ray is joined
         named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
+        remedy = "call iter() again, or run `ray start --head` before the program and set RAY_ADDRESS=auto"
+        if options:
+            given = ", ".join(options)
+            remedy = f"check the options that rayloader.init() was given ({given}); if they are right, {remedy}"
         raise RaySessionError(
             f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it to "
             "have one started on this machine. A running Ray takes no options for its start, and may ask for a token "
             f"(RAY_AUTH_MODE=token). Ray said: {error}"
             if joins
-            else "Ray could not be started on this machine: call iter() again, or run `ray start --head` before the "
-            f"program and set RAY_ADDRESS=auto. Ray said: {error}"
+            else f"Ray could not be started on this machine: {remedy}. Ray said: {error}"
         ) from error
     finally:
         handlers.restore()

@@ -387,6 +387,7 @@ def _get_pool(session_name: session.SessionName) -> Pool:
 
 def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, Any]) -> None:
     """Starts Ray and so many actors in a thread that holds the lock: whoever needs the pool waits for it."""
+    session.check_names(ray_options)
     session.check_options(ray_options)
     lock = _pool_lock
 

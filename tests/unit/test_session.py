@@ -6,6 +6,7 @@ import threading
 import pytest
 import ray
 
+import rayloader
 from rayloader import RaySessionError, session
 
 
@@ -32,6 +33,21 @@ def test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do(address, m
         session.ensure()
     assert str(caught.value).endswith("Ray said: The current node timed out during startup.")
     assert str(caught.value.__cause__) == "The current node timed out during startup."
+
+
+def test_options_that_ray_refuses_are_named(monkeypatch):
+    monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
+    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RaySessionError, match=r"check the options .* was given \(num_cpus\); if"):
+        session.ensure({"num_cpus": -1})
+
+
+def test_an_option_that_ray_does_not_know_is_an_error_at_once():
+    with pytest.raises(TypeError, match=r"got foo; choose from address, num_cpus, .*, runtime_env"):
+        rayloader.init(foo=3, num_cpus=1)
+    session.check_names({"_system_config": {}, "object_spilling_directory": "here", "namespace": "mine"})
 
 
 class Shared:

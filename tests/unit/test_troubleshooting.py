@@ -197,6 +197,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "seed=...": lambda: DataLoader(range(4), seed=1),
     "... attribute should not": set_rank,
     "closed": closed_archive,
+    "init() takes": lambda: rayloader.init(foo=3),
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
     "share() takes": lambda: rayloader.share([1], consumers=1),
     "share() needs": lambda: rayloader.share(DataLoader(range(4)), consumers=0),
