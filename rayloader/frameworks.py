@@ -14,14 +14,13 @@ import contextlib
 import functools
 import sys
 import warnings
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from rayloader.errors import StateError
-from rayloader.loader import DataLoader, WorkerCount
+from rayloader.loader import DataLoader, WorkerCount, lost_state, source_of
 from rayloader.options import OwnArguments
+from rayloader.readers import callers
 from rayloader.sharding import Ranks, check_once
 
 if TYPE_CHECKING:
@@ -137,10 +136,7 @@ def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
     if source is None:
         return _defaults()
     if source._state is not None:
-        raise StateError(
-            "load_state_dict() was called on a loader that a framework now makes anew, and the state would be lost; "
-            "load it into the new loader, for instance into what prepare() returns"
-        )
+        raise lost_state()
     _check_dispatch(source)
     names = _OWN if source._ranks is not None else _OWN - set(Ranks._fields)
     return {name: getattr(source, name) for name in names}
@@ -155,9 +151,8 @@ def _check_dispatch(source: DataLoader[Any]) -> None:
     module = sys.modules.get("accelerate.data_loader")
     if module is None or source._ranks is None or source._ranks.num_replicas == 1:
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if issubclass(type(frame.f_locals.get("self")), module.DataLoaderDispatcher):
+    for caller in callers():
+        if issubclass(type(caller), module.DataLoaderDispatcher):
             if module.PartialState().num_processes == 1:
                 return
             raise ValueError(
@@ -166,7 +161,6 @@ def _check_dispatch(source: DataLoader[Any]) -> None:
                 f"{source._ranks.num_replicas}: the other parts would never be read. Leave num_replicas and rank out, "
                 "for Accelerate divides the data itself, or do not give this loader to prepare()"
             )
-        frame = frame.f_back
 
 
 class _Watched:
@@ -185,6 +179,8 @@ class _Watched:
             if source is not None and source._ranks is not None:
                 check_once(loader._index_sampler)
                 _check_dispatch(source)
+            if (same := source_of(loader.num_workers, loader.dataset)()) is not None:
+                same._read_anew = True
             _warn_once(type(loader))
         return self._method.__get__(loader, loader_class)
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -34,6 +34,7 @@ from rayloader.options import (
     checked_num_workers,
 )
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
+from rayloader.readers import Before, ReadAhead, reader_ahead
 from rayloader.samplers import note_first_attributes
 from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.state import checkpoint
@@ -53,6 +54,29 @@ class WorkerCount(int):
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
+
+
+def no_loader() -> None:
+    """As a weak reference whose loader is gone."""
+
+
+def source_of(num_workers: Any, dataset: Any) -> Callable[[], DataLoader[Any] | None]:
+    """The loader whose number of workers this is, if it has the same dataset: then a new one is made in its place.
+
+    Accelerate wraps iterable datasets.
+    """
+    source = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
+    if source is None or not any(source.dataset is own for own in (dataset, getattr(dataset, "dataset", None))):
+        return no_loader
+    return num_workers.loader  # type: ignore[no-any-return]
+
+
+def lost_state() -> StateError:
+    """What is raised where a loader is to be read that was made of one with a state that was loaded."""
+    return StateError(
+        "load_state_dict() was called on a loader that a framework makes anew, and the state would be lost; load it "
+        "into the new loader, for instance into what prepare() returns"
+    )
 
 
 class DataLoader(TorchDataLoader[_T_co]):
@@ -199,6 +223,10 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._state: dict[str, Any] | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
+        self._before: Before | None = None  # of the last iterator, if its reader may be ahead of the program
+        # The loader of which a framework has made this one anew; and whether such a one was read since this one was.
+        self._source = source_of(num_workers, dataset)
+        self._read_anew = False
         self._same_order = SameOrder()
         self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' were not yet
         self.ray_remote_args = ray_remote_args
@@ -273,7 +301,23 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self._ranks is not None:
             finished = self._state is None and self._position is not None and self._position.finished
             self._same_order.begins(self._index_sampler, finished=finished)
-        return super().__iter__()
+        self._note_reading()
+        reads_ahead = reader_ahead()
+        self._before = None if reads_ahead is None else Before()
+        iterator = super().__iter__()
+        if self._before is None or reads_ahead is None:
+            return iterator
+        return cast(BaseIterator, ReadAhead(iterator, self._before, reads_ahead, self._tell_state))
+
+    def _note_reading(self) -> None:
+        """From now on the position is this loader's, and not that of one of which it was made anew."""
+        self._read_anew = False
+        source = self._source()
+        while source is not None:
+            if source._state is not None:
+                raise lost_state()
+            source._read_anew = True
+            source = source._source()
 
     def _get_iterator(self) -> BaseIterator:
         if self.num_workers == 0:
@@ -389,8 +433,21 @@ class DataLoader(TorchDataLoader[_T_co]):
         many batches as after few, so that it may be made before each.
 
         Raises:
-            StateError: the state of a dataset or sampler could not be determined.
+            StateError: the state of a dataset or sampler could not be determined; or a framework has made this loader
+                anew, and reads the new one.
         """
+        if self._read_anew:
+            raise StateError(
+                "a framework has made this loader anew and reads the new one, which alone knows the position: call "
+                "state_dict() of that one, which Accelerate's prepare() has returned under rayloader.patch(). Under "
+                "Ray Train make the loader with num_replicas and rank, and it is read itself"
+            )
+        if self._state is None and self._before is not None and self._before.is_known:
+            return self._before.state()
+        return self._tell_state()
+
+    def _tell_state(self) -> dict[str, Any]:
+        """The position behind the last batch that was drawn from this loader."""
         self._note_num_workers()
         if self._state is not None:
             return checkpoint.still(self, self._state)
@@ -428,7 +485,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
         self._state = checkpoint.load(self, state_dict) if state_dict != {} else None
-        self._iterator = None
+        self._iterator = self._before = None
+        self._read_anew = False
 
     def resize(self, num_workers: int) -> None:
         """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.
@@ -465,7 +523,8 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is this process's, and what this object has measured.
-        return {**self.__dict__, "_position": None, "_last_iterator": None, "_recorder": Recorder()}
+        own = {"_position": None, "_last_iterator": None, "_before": None, "_source": no_loader, "_read_anew": False}
+        return {**self.__dict__, **own, "_recorder": Recorder()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -1,13 +1,20 @@
 """Trainers that have loops of their own: Hugging Face Transformers, Lightning, Ray Train."""
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import ray
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import rayloader
-from framework_data import Model, Sums, seed
+from framework_data import Augmented, Model, Numbers, Sums, seed
+
+HANG_LIMIT = 300  # seconds for a script; on expiry it is killed and the test fails
 
 full = pytest.mark.full
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -134,11 +141,53 @@ def test_lightning_deals_the_samples_out_to_the_ranks():
     assert (anew.sampler, anew.on_error) == (sampler, "skip")
 
 
+@full
+@pytest.mark.filterwarnings("default")
+def test_lightning_goes_on_in_mid_epoch(tmp_path):
+    """With a stream, whose length it does not know, it is a batch ahead."""
+    lightning = importlib.import_module("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, saves):
+            super().__init__()
+            self.model, self.saves, self.seen = Model(), saves, []
+
+        def training_step(self, batch, _):
+            self.seen.append(batch.tolist())
+            return 0 * self.model(torch.zeros(1, 4), torch.zeros(1))["loss"]
+
+        def on_train_batch_end(self, *_):
+            if self.saves:
+                self.trainer.save_checkpoint(tmp_path / f"{self.global_step}")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def fit(path=None):
+        module = Module(path is None)
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, rayloader.DataLoader(Numbers(), 3, num_workers=2), ckpt_path=path)
+        return module.seen
+
+    batches = fit()
+    assert len(batches) == 16
+    for step in (1, 7, 8, 11):
+        assert fit(tmp_path / f"{step}") == batches[step:], step
+
+
 # ---- Ray Train: with several trainers it makes a loader anew, with a DistributedSampler
 
 
-@pytest.mark.filterwarnings("default")
-def test_ray_train(monkeypatch):
+@pytest.fixture
+def trainer(monkeypatch):
+    """The second of two."""
     utilities = importlib.import_module("ray.train.torch.train_loop_utils")
     monkeypatch.setattr(utilities.session, "get_world_size", lambda: 2)
     monkeypatch.setattr(utilities.session, "get_world_rank", lambda: 1)
@@ -146,8 +195,11 @@ def test_ray_train(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
-    trainer = utilities._TorchAccelerator(amp=False)
+    return utilities._TorchAccelerator(amp=False)
 
+
+@pytest.mark.filterwarnings("default")
+def test_ray_train(trainer, monkeypatch):
     def batches(loader):
         seed(1)
         return [batch["inputs"].tolist() for batch in trainer.prepare_data_loader(loader)]
@@ -162,3 +214,51 @@ def test_ray_train(monkeypatch):
         assert batches(rayloader.DataLoader(Sums(), 8, shuffle=True, num_workers=2)) == expected
         assert batches(DataLoader(Sums(), 8, shuffle=True, num_workers=2)) == expected
     assert kinds == [rayloader.DataLoader] * 2
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_ray_train_goes_on_in_mid_epoch(trainer, num_workers):
+    """What it prepares is a batch ahead."""
+
+    def prepared(dataset):
+        seed(1)
+        stream = isinstance(dataset, Numbers)
+        ranks = {} if stream else {"num_replicas": 2, "rank": 1}
+        loader = rayloader.DataLoader(dataset, 3, None if stream else True, num_workers=num_workers, **ranks)
+        return loader, trainer.prepare_data_loader(loader)
+
+    for dataset in (Augmented(), Numbers()):
+        loader, read = prepared(dataset)
+        states, batches = [], []
+        for batch in read:
+            batches.append(batch.tolist())
+            states.append(loader.state_dict())
+        following = [batch.tolist() for batch in read]
+        assert len(batches) == loader.stats().total.batches // 2 == (4 if isinstance(dataset, Augmented) else 8)
+        for taken in (1, 3, len(batches)):
+            loader, read = prepared(dataset)
+            loader.load_state_dict(states[taken - 1])
+            assert [batch.tolist() for batch in read] == (batches[taken:] or following)
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_loader_that_ray_train_makes_anew_has_no_position(trainer):
+    with rayloader.patch():
+        loader = rayloader.DataLoader(Sums(), 8)
+        next(iter(trainer.prepare_data_loader(loader)))
+        with pytest.raises(rayloader.StateError, match="Under Ray Train make the loader with num_replicas"):
+            loader.state_dict()
+
+
+@full
+def test_trainers_that_ray_train_starts_again_go_on_in_mid_epoch(tmp_path):
+    """See the script."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "script_ray_train.py", tmp_path],
+        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["the end"]), done.stdout + done.stderr

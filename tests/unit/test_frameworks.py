@@ -201,6 +201,59 @@ def test_a_state_that_was_loaded_is_not_lost_in_silence():
         imported("framework").make_anew(loader)
 
 
+def test_a_state_that_is_loaded_afterwards_is_not_lost_either():
+    loader = rayloader.DataLoader(DATASET)
+    state = loader.state_dict()
+    anew = type(loader)(loader.dataset, num_workers=loader.num_workers)  # as Lightning does
+    loader.load_state_dict(state)
+    with pytest.raises(rayloader.StateError, match="load it into the new loader"):
+        iter(anew)
+    loader.load_state_dict({})
+    assert len(list(anew)) == 10
+
+
+class Shard(IterableDataset):
+    """As Accelerate's."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        return iter(self.dataset)
+
+
+def test_a_loader_whose_batches_come_from_another_one_has_no_position():
+    framework = imported("framework")
+    loader = rayloader.DataLoader(DATASET)
+    with rayloader.patch():
+        anew = framework.make_anew(loader)
+        skipping = framework.make_anew(anew)
+        other = DataLoader(range(5), num_workers=loader.num_workers)
+    assert loader.state_dict()["position"] is None
+    next(iter(other))
+    assert loader.state_dict()["position"] is None
+    next(iter(skipping))
+    assert pickle.loads(pickle.dumps(loader)).state_dict()["position"] is None
+    for source in (loader, anew):
+        with pytest.raises(rayloader.StateError, match=r"reads the new one, .* make the loader with num_replicas"):
+            source.state_dict()
+    next(iter(anew))
+    assert anew.state_dict()["position"]["delivered"] == 1
+    with pytest.raises(rayloader.StateError, match="reads the new one"):
+        loader.state_dict()
+    next(iter(loader))
+    assert loader.state_dict()["position"]["delivered"] == 1
+
+
+@pytest.mark.parametrize("wrapped", [lambda dataset: dataset, Shard])
+def test_nor_has_one_whose_batches_come_from_torchs(wrapped):
+    loader = rayloader.DataLoader(Stream())
+    with pytest.warns(UserWarning, match="was made anew"):
+        DataLoader(wrapped(loader.dataset), num_workers=loader.num_workers)
+    with pytest.raises(rayloader.StateError, match=r"under rayloader\.patch"):
+        loader.state_dict()
+
+
 @pytest.mark.parametrize(
     ("defaults", "error", "text"),
     [

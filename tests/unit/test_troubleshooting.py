@@ -352,6 +352,7 @@ TESTS = {
     },
     "unit/test_frameworks.py": {
         "test_a_state_that_was_loaded_is_not_lost_in_silence": ["load_state_dict() was called"],
+        "test_a_loader_whose_batches_come_from_another_one_has_no_position": ["a framework has made this loader"],
         "test_one_warning_tells_of_the_first_loader_that_is_made_anew": ["a rayloader.DataLoader was"],
     },
     "unit/test_generators.py": {
