@@ -217,6 +217,7 @@ def test_ray_train(trainer, monkeypatch):
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore:this epoch has the same random order")  # set_epoch is not what is tested here
 @pytest.mark.parametrize("num_workers", [2, 0])
 def test_ray_train_goes_on_in_mid_epoch(trainer, num_workers):
     """What it prepares is a batch ahead."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 from torch.utils.data import IterableDataset
 
 import rayloader.sharing.link
@@ -16,6 +16,7 @@ from rayloader.sharing.link import Link
 from rayloader.sharing.messages import Connection, Kind, Reply
 from rayloader.transport import codec
 from rayloader.transport.lanes import to_wire
+from rayloader.waiting import NONE_YET
 
 BATCHES = [10, 11, 12, 13, 14]
 
@@ -101,31 +102,28 @@ def test_batches_are_asked_for_when_the_epoch_has_begun(consumer):
 
 
 class FakeProducer:
-    """Each call gives its answers, one after the other; exceptions are raised."""
+    """Each call gives its answers, one after the other."""
 
     def __init__(self, **answers):
         for method, given in answers.items():
             setattr(self, method, SimpleNamespace(remote=functools.partial(lambda given, *_: given, iter(given))))
 
 
-def get(answers, timeout=None):
-    """What stands for `ray.get`."""
-    answer = next(answers)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+def wait_for(calls, count, timeout):
+    """As if each wait ended with the next answer of each call."""
+    return [next(answers) for answers in calls]
 
 
 @pytest.fixture
 def link(monkeypatch):
     """As if Ray ran; the third batch is long in coming."""
-    monkeypatch.setattr(rayloader.sharing.link.ray, "get", get)
+    monkeypatch.setattr(rayloader.sharing.link, "wait_for", wait_for)
     for name in ("ensure", "current"):
         monkeypatch.setattr(rayloader.sharing.link.session, name, lambda: ("session", "job"))
     connection = Connection("share", 1, 2, 0, 0, 5, False, "", None)
     producer = FakeProducer(
         connect=[Reply(Kind.DONE, connection)],
-        take=[GetTimeoutError(), GetTimeoutError(), Reply(Kind.END)],
+        take=[NONE_YET, NONE_YET, Reply(Kind.END)],
         held_up_by=[[1, 3], []],
     )
     return Link(producer, "numbers", 0)
@@ -151,7 +149,7 @@ def test_a_producer_that_takes_long_to_start_is_told(caplog):
         return rayloader.sharing.link._opened(FakeProducer(open=answers), "numbers", None)
 
     with caplog.at_level(logging.WARNING, "rayloader"):
-        assert opened(GetTimeoutError(), True)
+        assert opened(NONE_YET, True)
     assert "the producer of the share 'numbers' has not opened the loader within 60 s" in caplog.text
     with pytest.raises(ShareError, match="the producer of the share 'numbers' is gone"):
         opened(ActorDiedError())
