@@ -237,9 +237,9 @@ def test_a_batch_that_kills_whoever_builds_it(where, how, kind, lane, faults, un
     assert batches == undisturbed[kind][0][0][:number]
     pids = faults.struck()
     # A process that exits says that the batch ended it: two are enough. Else the worker may lose as many in a row as
-    # `max_worker_restarts` says. The first time it may have built another batch of the same call before.
+    # `max_worker_restarts` says. One that has built another batch before is not counted: there are two of these.
     enough = KILLS if how in EXITS else 1 + loader.max_worker_restarts
-    assert len(set(pids)) in (enough, enough + 1)
+    assert enough <= len(set(pids)) <= enough + number // 2
     check_died(error, pids[-1:])
     assert error.__notes__[0].startswith(f"batch {number} from worker {STRUCK} (pid ")
     if kind == "map":

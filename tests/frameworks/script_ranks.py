@@ -4,6 +4,7 @@ python -m torch.distributed.run --standalone --nproc-per-node=2 script_ranks.py
 """
 
 import copy
+import multiprocessing
 import warnings
 
 import pytest
@@ -59,34 +60,42 @@ def of_all_kinds():
     return found
 
 
-expected = of_all_kinds()
-assert len(expected["losses"]) == 10
-with rayloader.patch(ray_remote_args={"num_cpus": 0}):
-    found = of_all_kinds()
-    assert type(prepared(Augmented())[1].base_dataloader) is rayloader.DataLoader
-for kind, batches in expected.items():
-    assert found[kind] == batches, (kind, found[kind], batches)
+def compare():
+    expected = of_all_kinds()
+    assert len(expected["losses"]) == 10
+    with rayloader.patch(ray_remote_args={"num_cpus": 0}):
+        found = of_all_kinds()
+        assert type(prepared(Augmented())[1].base_dataloader) is rayloader.DataLoader
+    for kind, batches in expected.items():
+        assert found[kind] == batches, (kind, found[kind], batches)
 
-with rayloader.patch(ray_remote_args={"num_cpus": 0}):
-    for configuration in ({}, {"even_batches": False}, {"use_seedable_sampler": False}, {"dispatch_batches": True}):
-        accelerator, loader = prepared(Augmented(24), **configuration)
-        states, batches = [], []
-        for batch in loader:
-            batches.append(batch.tolist())
-            states.append(copy.deepcopy(loader.state_dict()))
-        following = epoch(loader)
-        assert len(states) == 4
-        for taken in (1, 3, 4):
-            _, loader = prepared(Augmented(24), **configuration)
-            if taken < 4 and "dispatch_batches" in configuration and accelerator.is_main_process:
-                with pytest.raises(rayloader.StateError, match="one process fetches the batches of all"):
-                    loader.load_state_dict(states[taken - 1])
-                continue
-            loader.load_state_dict(states[taken - 1])
-            loader.iteration = taken // 4
-            if "dispatch_batches" not in configuration or taken == 4:
-                assert epoch(loader) == (batches[taken:] if taken < 4 else following), (configuration, taken)
+    with rayloader.patch(ray_remote_args={"num_cpus": 0}):
+        for configuration in ({}, {"even_batches": False}, {"use_seedable_sampler": False}, {"dispatch_batches": True}):
+            accelerator, loader = prepared(Augmented(24), **configuration)
+            states, batches = [], []
+            for batch in loader:
+                batches.append(batch.tolist())
+                states.append(copy.deepcopy(loader.state_dict()))
+            following = epoch(loader)
+            assert len(states) == 4
+            for taken in (1, 3, 4):
+                _, loader = prepared(Augmented(24), **configuration)
+                if taken < 4 and "dispatch_batches" in configuration and accelerator.is_main_process:
+                    with pytest.raises(rayloader.StateError, match="one process fetches the batches of all"):
+                        loader.load_state_dict(states[taken - 1])
+                    continue
+                loader.load_state_dict(states[taken - 1])
+                loader.iteration = taken // 4
+                if "dispatch_batches" not in configuration or taken == 4:
+                    assert epoch(loader) == (batches[taken:] if taken < 4 else following), (configuration, taken)
 
-torch.distributed.destroy_process_group()
-rayloader.shutdown()
-print("the end")
+    torch.distributed.destroy_process_group()
+    rayloader.shutdown()
+    print("the end")
+
+
+if __name__ == "__main__":
+    # For torch's workers: a child of this process can deadlock at its fork, by the threads of gloo.
+    multiprocessing.set_forkserver_preload(["torch", "framework_data"])
+    multiprocessing.set_start_method("forkserver")
+    compare()
