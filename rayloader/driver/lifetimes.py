@@ -83,7 +83,7 @@ class Lifetimes:
         new = [actor for actor in actors if actor.stopped is None]  # made in advance: nothing to prove
         actors = [actor for actor in actors if actor.stopped is not None]
         calls = [ref for actor in actors for ref in (actor.stopped, actor.handle.hello.remote())]
-        answers = wait_for(calls, len(calls), STOP_TIMEOUT_S) if calls else []
+        answers = wait_for(calls, len(calls), STOP_TIMEOUT_S)
         alive = new
         for actor, stopped, probed in zip(actors, answers[::2], answers[1::2], strict=True):
             if any(answer is NONE_YET or isinstance(answer, RayError) for answer in (stopped, probed)):

@@ -15,6 +15,14 @@ import rayloader
 from framework_data import Augmented, Model, Numbers, Sums, seed
 
 HANG_LIMIT = 300  # seconds for a script; on expiry it is killed and the test fails
+# Of Lightning's trainers: nothing is shown or saved by itself.
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 full = pytest.mark.full
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -100,15 +108,7 @@ def lightning_losses(loader_class, **arguments):
 
     seed(1)
     module = Module()
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = lightning.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET)
     trainer.fit(module)
     return module.losses
 
@@ -165,14 +165,7 @@ def test_lightning_goes_on_in_mid_epoch(tmp_path):
 
     def fit(path=None):
         module = Module(path is None)
-        trainer = lightning.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = lightning.Trainer(max_epochs=2, **QUIET)
         trainer.fit(module, rayloader.DataLoader(Numbers(), 3, num_workers=2), ckpt_path=path)
         return module.seen
 
