@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import random
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -14,6 +15,10 @@ from typing import Any
 
 # Loggers of Ray that say at its start what a program that has not asked for Ray need not know.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
+# The ports of the dashboard's agent. The last has a default, which is the same for every Ray of a machine.
+DASHBOARD_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
+# The ports of all agents of a node: the arguments of `services.start_raylet`, and the names of the files with them.
+AGENT_PORTS = "runtime_env_agent_port", *DASHBOARD_PORTS
 
 
 def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
@@ -85,7 +90,7 @@ def authenticate(ray: ModuleType) -> None:
 
 
 @contextlib.contextmanager
-def own_start(ray: ModuleType, worker_path: str | None, *, dashboard: bool) -> Iterator[None]:
+def own_start(ray: ModuleType, worker_path: str | None, *, dashboard: bool) -> Iterator[list[socket.socket]]:
     """A Ray of one machine and one program, that is started meanwhile, starts no processes that are of no use to it.
 
     Args:
@@ -93,15 +98,46 @@ def own_start(ray: ModuleType, worker_path: str | None, *, dashboard: bool) -> I
         worker_path: the script that it is to run for its worker processes; None: its own.
         dashboard: whether the dashboard was asked for. Where it was not, Ray would start its process nevertheless, with
             nothing to serve, and wait for it; and that of the autoscaler.
+
+    Yields:
+        Where sockets will be that keep ports for the agents of that Ray, which may bind them much later. Whoever ends
+        that Ray closes them.
     """
     parameters, services = ray._private.parameter.RayParams, ray._private.services
-    before, start_dashboard = parameters.__init__, services.start_api_server
+    before, start_dashboard, start_raylet = parameters.__init__, services.start_api_server, services.start_raylet
     known = inspect.signature(before).parameters
     wanted = {"worker_path": worker_path, "no_monitor": not dashboard}
     parameters.__init__ = functools.partialmethod(before, **{key: wanted[key] for key in wanted if key in known})
     if not dashboard:
         services.start_api_server = lambda *_, **__: (None, None)
+    reserved: list[socket.socket] = []
+    if hasattr(ray._raylet, "persist_port"):  # versions without it do not wait for these files
+        services.start_raylet = functools.partial(_start_raylet_with_ports, ray, start_raylet, reserved)
     try:
-        yield
+        yield reserved
     finally:
-        parameters.__init__, services.start_api_server = before, start_dashboard
+        parameters.__init__ = before
+        services.start_api_server, services.start_raylet = start_dashboard, start_raylet
+
+
+def _start_raylet_with_ports(
+    ray: ModuleType, start_raylet: Callable[..., Any], reserved: list[socket.socket], *args: Any, **options: Any
+) -> Any:
+    """Starts a node's raylet with ports for its agents, in the files in which it looks for them.
+
+    Without these files it waits until the agents have written them, and aborts after 15 s. On a busy machine the agents
+    need longer than that for their imports.
+    """
+    call = inspect.signature(start_raylet).bind(*args, **options)
+    chosen = call.arguments
+    unused = DASHBOARD_PORTS if ray._private.utils.get_dashboard_dependency_error() is not None else ()
+    open_ = None, 0, ray._private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+    for name in AGENT_PORTS:
+        if name not in unused and chosen.get(name) in open_:
+            reserved.append(socket.socket())
+            reserved[-1].bind(("", 0))
+            reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # agents bind with this option as well
+            chosen[name] = reserved[-1].getsockname()[1]
+        port = -1 if name in unused else chosen[name]  # what the dashboard's agent writes without its packages
+        ray._raylet.persist_port(chosen["session_dir"], chosen["node_id"], name, port)
+    return start_raylet(*call.args, **call.kwargs)

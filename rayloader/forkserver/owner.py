@@ -27,6 +27,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,7 @@ def start_ray(ray: ModuleType, options: dict[str, Any]) -> ForkServer:
     try:
         with (
             with_variables(server.environment),
-            own_start(ray, server.worker_path, dashboard=bool(options.get("include_dashboard"))),
+            own_start(ray, server.worker_path, dashboard=bool(options.get("include_dashboard"))) as server.ports,
         ):
             ray.init(**options)
     except BaseException:  # whatever it is, nobody else would end the fork server
@@ -80,11 +81,13 @@ class ForkServer:
     Attributes:
         environment: for the Ray whose processes are to use it; empty without a fork server.
         worker_path: the script with which that Ray is to start its workers; None without a fork server.
+        ports: sockets that keep the ports of that Ray's agents, whether there is a fork server or not.
     """
 
     def __init__(self) -> None:
         self.environment: dict[str, str] = {}
         self.worker_path: str | None = None
+        self.ports: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # what it has printed
         if sys.platform != "linux":
@@ -120,10 +123,14 @@ class ForkServer:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").splitlines()
             _warn(lines[-1] if lines else f"it has died, with exit status {self._process.returncode}")
-            self.close()
+            self._end()
 
     def close(self) -> None:
-        """Ends it; the processes that it has made live on. Callable more than once."""
+        """Ends it, and gives up the ports; the processes that it has made live on. Callable more than once."""
+        self._end()
+        self._give_up_ports()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -134,9 +141,14 @@ class ForkServer:
 
     def forget(self) -> None:
         """To be called in a forked child, whose child it is not."""
+        self._give_up_ports()
         if self._process is not None:
             self._process.returncode = 0  # so that nobody waits for it, or warns of it
             self._process = None
+
+    def _give_up_ports(self) -> None:
+        for port in self.ports:
+            port.close()
 
 
 def _warn(why: object) -> None:

@@ -72,6 +72,31 @@ def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_pa
     check_gone(processes(output[0]))
 
 
+def test_ray_starts_before_its_agents_have_imported_all_that_they_need(tmp_path, monkeypatch):
+    """Which takes them long on a busy machine; here until the script has had its batches."""
+    held, gate = tmp_path / "held", tmp_path / "gate"
+    held.mkdir()
+    os.mkfifo(gate)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib\n"
+        "command = pathlib.Path('/proc/self/cmdline').read_text().split(chr(0))\n"
+        "if (agent := {'agent.py', 'main.py'} & {pathlib.Path(word).name for word in command}):\n"
+        f"    (pathlib.Path({str(held)!r}) / agent.pop()).touch()\n"
+        f"    open({str(gate)!r}).close()\n"
+    )
+    (program := tmp_path / "program.py").write_text(
+        "import pathlib\n"
+        "from rayloader import DataLoader\n"
+        "batches = [batch.tolist() for batch in DataLoader(range(4), batch_size=2, num_workers=1)]\n"
+        f"print(batches, len(list(pathlib.Path({str(held)!r}).iterdir())), flush=True)\n"
+        f"open({str(gate)!r}, 'w').close()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output, errors = finish(script := start(program))
+    assert (script.returncode, output) == (0, ["[[0, 1], [2, 3]] 2"]), errors
+    assert errors == ""
+
+
 @pytest.mark.full
 def test_a_script_that_joins_a_running_ray_ends_and_takes_its_actors_along(ray_session, tmp_path):
     output, errors = finish(script := start("script_exit.py", tmp_path, joined=True))

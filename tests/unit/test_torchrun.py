@@ -37,7 +37,8 @@ def get_runtime_context():
 class RayParams:
     pass
 
-services = SimpleNamespace(start_api_server=None)
+_raylet = SimpleNamespace()
+services = SimpleNamespace(start_api_server=None, start_raylet=None)
 _private = SimpleNamespace(parameter=SimpleNamespace(RayParams=RayParams), services=services)
 
 def shutdown():
