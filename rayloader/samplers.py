@@ -29,7 +29,8 @@ from rayloader.errors import StateError
 from rayloader.prefetch import QUIET_SAMPLERS
 from rayloader.sharding import Shard, chain_of, order_of, part_of
 from rayloader.state import redeal
-from rayloader.state.generators import KINDS, find_generators, suit
+from rayloader.state.generator_kinds import KINDS, suit
+from rayloader.state.generators import find_generators
 from rayloader.state.random_state import RandomState
 from rayloader.state.seal import are_same
 from rayloader.state.snapshot import dump_state, has_state

@@ -15,7 +15,8 @@ import cloudpickle
 
 from rayloader.errors import StateError
 from rayloader.state import plain_state
-from rayloader.state.generators import find_generators, suit
+from rayloader.state.generator_kinds import suit
+from rayloader.state.generators import find_generators
 from rayloader.state.random_state import RandomState
 from rayloader.state.seal import Parts
 from rayloader.state.snapshot import dump_state, has_state, load_state

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rayloader.state.generators import Later, set_state, state_of
+from rayloader.state.generator_kinds import set_state, state_of
+from rayloader.state.generators import Later
 
 _Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
 
@@ -34,7 +35,7 @@ class RandomState(NamedTuple):
         """As they are now; 0.01 ms without `others`.
 
         Args:
-            others: further generators, as `generators.distinct` gives them.
+            others: further generators, as `generator_kinds.distinct` gives them.
             before: an earlier capture, to share what has not changed.
             only_torch: leave out those of Python and NumPy.
         """

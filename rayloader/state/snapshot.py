@@ -21,7 +21,8 @@ import cloudpickle
 
 from rayloader.errors import ReplayError
 from rayloader.state import plain_state
-from rayloader.state.generators import Generators, suit
+from rayloader.state.generator_kinds import suit
+from rayloader.state.generators import Generators
 from rayloader.state.random_state import RandomState
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].

@@ -42,7 +42,8 @@ from torch.multiprocessing import reductions
 from torch.utils.hooks import RemovableHandle, warn_if_has_hooks
 
 from rayloader._compat import DataPipeWrapper, no_torch_function, rebuild_from_type, state_of_subclass
-from rayloader.state import generators
+from rayloader.state.generator_kinds import KINDS
+from rayloader.state.generators import reduce_generator
 from rayloader.transport import bulk, classes, handles, plain
 from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, storage_over
 
@@ -325,8 +326,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise TypeError(f"cannot pickle {kind.__name__!r} object: an open file")
         if self.mapped is not None and issubclass(kind, DataPipeWrapper):
             return kind, (obj._datapipe,)  # its own way is plain pickle's, which leaves what __main__ has to __main__
-        if self.mapped is not None and issubclass(kind, generators.KINDS):
-            return generators.reduce_generator(obj, self._reduced)
+        if self.mapped is not None and issubclass(kind, KINDS):
+            return reduce_generator(obj, self._reduced)
         if issubclass(kind, type):
             if self.known_classes:
                 return classes.reduce_by_id(obj, super().reducer_override)

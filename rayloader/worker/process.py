@@ -40,8 +40,8 @@ from rayloader.protocol import (
 from rayloader.replica.image import Image, image_from_contents
 from rayloader.replica.opening import ImageAddress
 from rayloader.shard_info import nobody_reads
-from rayloader.state.generators import freeze, note_modules
 from rayloader.state.journal import Resumed
+from rayloader.state.living_generators import freeze, note_modules
 from rayloader.state.process_state import Baseline
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport import local_line, sqlite_handle, tcp_line

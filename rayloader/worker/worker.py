@@ -49,8 +49,9 @@ from rayloader.replica.opening import open_image
 from rayloader.shard_info import Reader
 from rayloader.spent import pack
 from rayloader.state.digest import chain, digest
-from rayloader.state.generators import Generators, alive, noting
+from rayloader.state.generators import Generators, noting
 from rayloader.state.journal import Resumed
+from rayloader.state.living_generators import living_generators
 from rayloader.state.process_state import Baseline
 from rayloader.state.random_state import RandomState, Rewind, seed_all
 from rayloader.state.snapshot import Recorder, WorkerState, has_state, load_state
@@ -119,7 +120,7 @@ class Worker:
         """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process, alone=alone)
-            before = alive()
+            before = living_generators()
             # As after a fork: the program has imported these modules, and made these objects, already.
             with noting() as noted, warnings.catch_warnings():
                 warnings.simplefilter("ignore")

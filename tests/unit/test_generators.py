@@ -13,20 +13,23 @@ import pytest
 import torch
 
 from rayloader.errors import ReplayError
-from rayloader.state import generators
+from rayloader.state import generators, living_generators, object_paths
+from rayloader.state.generator_kinds import engine, state_of
 from rayloader.state.generators import Generators, find_generators, noting
 from rayloader.transport import codec
 
 
 @pytest.fixture(autouse=True)
 def modules_noted(monkeypatch):
-    monkeypatch.setattr(generators, "_MODULES_AT_START", set())
-    generators.note_modules()
-    generators._MODULES_AT_START.remove(__name__)
-    monkeypatch.setattr(generators, "_namespaces", generators._Namespaces())
-    generators.freeze()  # as a worker's process does when it has started
+    before = set(living_generators.MODULES_AT_START)
+    living_generators.note_modules()
+    living_generators.MODULES_AT_START.remove(__name__)
+    monkeypatch.setattr(living_generators, "_namespaces", living_generators._Namespaces())
+    living_generators.freeze()  # as a worker's process does when it has started
     yield
     gc.unfreeze()
+    living_generators.MODULES_AT_START.clear()
+    living_generators.MODULES_AT_START.update(before)
 
 
 class Holder:
@@ -94,7 +97,7 @@ def set_slot(generator):
 def test_generators_are_found_wherever_they_are(place, kind):
     generator = make(kind)
     (found,) = find_generators(PLACES[place](generator))
-    assert generators.engine(found) is generators.engine(generator)
+    assert engine(found) is engine(generator)
 
 
 def test_the_search_ends_at_modules_classes_and_circles():
@@ -129,7 +132,7 @@ def test_the_pickler_meets_each(place, kind):
     original = make(kind)
     _, copy = travelled(PLACES[place](original))
     (found,) = copy.given
-    assert repr(generators.state_of(found)) == repr(generators.state_of(find_generators([original])[0]))
+    assert repr(state_of(found)) == repr(state_of(find_generators([original])[0]))
 
 
 class Own(random.Random):
@@ -276,7 +279,7 @@ def test_one_in_a_module_that_another_worker_of_this_process_has_imported(monkey
     """Where no other can be put in its place: the default of an argument."""
     module = types.ModuleType("imported_for_a_replica")
     monkeypatch.setitem(sys.modules, "imported_for_a_replica", module)
-    elsewhere = Generators({"dataset": None}, [], generators.alive())
+    elsewhere = Generators({"dataset": None}, [], living_generators.living_generators())
 
     def draws(*, source):
         return source.random()
@@ -285,7 +288,7 @@ def test_one_in_a_module_that_another_worker_of_this_process_has_imported(monkey
     module.draws = draws
     later = elsewhere.look()
     expected = draws()
-    second = Generators({"dataset": None}, [], generators.alive())
+    second = Generators({"dataset": None}, [], living_generators.living_generators())
     second.put_back(later)
     assert draws() == expected
     assert [one.paths for one in second.look()] == [one.paths for one in later]
@@ -295,7 +298,7 @@ def test_what_another_loader_has_left_in_a_module_is_not_followed(monkeypatch):
     module = types.ModuleType("used_by_two_loaders")
     monkeypatch.setitem(sys.modules, "used_by_two_loaders", module)
     module.left = Holder(make("numpy"))
-    before = generators.alive()
+    before = living_generators.living_generators()
     mine = Generators({"dataset": None}, [], before)
     assert mine.look() == ()
     module.own = make("numpy")
@@ -306,7 +309,7 @@ def test_those_of_other_workers_in_this_process_are_not_searched_for(monkeypatch
     held = [random.Random(seed) for seed in range(2)]
     mine, theirs = (Generators({"dataset": Holder(generator)}, [generator]) for generator in held)
     walks = []
-    monkeypatch.setattr(generators, "_walk", lambda roots: walks.append(roots) or [])
+    monkeypatch.setattr(generators, "walk", lambda roots: walks.append(roots) or [])
     assert mine.look() == theirs.look() == ()
     assert walks == []
     del mine, theirs
@@ -350,9 +353,9 @@ def test_containers_of_the_users_are_looked_into_without_their_code():
         ]
     }
     for base, container in containers.items():
-        found = [value for _, value in generators._children(container, {}) if value is held]
+        found = [value for _, value in object_paths._children(container, {}) if value is held]
         assert found == [held], base
-    assert list(generators._children(lazy(set)([1]), {}))[-1:] != [held]
+    assert list(object_paths._children(lazy(set)([1]), {}))[-1:] != [held]
 
 
 def bind_name(module, generator):
@@ -383,8 +386,8 @@ def test_generators_in_modules_that_an_earlier_epoch_has_imported_are_found(monk
     module.nothing, module.by_name = None, {}
     monkeypatch.setitem(sys.modules, "late", module)
     for _ in range(2):  # epochs
-        generators.freeze()
-        followed = Generators({}, [], generators.alive())
+        living_generators.freeze()
+        followed = Generators({}, [], living_generators.living_generators())
         assert followed.look() == ()
         made = torch.Generator().manual_seed(1)
         bind(module, made)
@@ -400,8 +403,8 @@ def test_a_module_that_was_imported_anew_is_watched_instead_of_the_old_one(monke
     for _ in range(2):
         module = types.ModuleType("late")
         monkeypatch.setitem(sys.modules, "late", module)
-        generators.freeze()
-        followed = Generators({}, [], generators.alive())
+        living_generators.freeze()
+        followed = Generators({}, [], living_generators.living_generators())
         module.generator = torch.Generator()
         assert len(followed.look()) == 1
 
@@ -425,9 +428,9 @@ def test_what_packages_and_their_classes_name_is_found_without_looking_into_thei
     package.generator = make(kind)
     package.Class = type("Class", (), {"__module__": "package", "generator": make(kind)})
     walked = []
-    walk = generators._walk
-    monkeypatch.setattr(generators, "_walk", lambda roots: walk(walked.append(root) or root for root in roots))
-    assert sorted(generators.in_words(later.paths[0]) for later in followed.look()) == [
+    walk = generators.walk
+    monkeypatch.setattr(generators, "walk", lambda roots: walk(walked.append(root) or root for root in roots))
+    assert sorted(object_paths.in_words(later.paths[0]) for later in followed.look()) == [
         "package.Class.generator",
         "package.generator",
     ]

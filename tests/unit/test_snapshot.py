@@ -8,7 +8,8 @@ import random
 import pytest
 
 from rayloader import ReplayError
-from rayloader.state.generators import Generators, alive
+from rayloader.state.generators import Generators
+from rayloader.state.living_generators import living_generators
 from rayloader.state.random_state import RandomState
 from rayloader.state.snapshot import HURRIED_SHARE, SHARE, Recorder, WorkerState
 
@@ -36,7 +37,9 @@ class Counts:
 
 
 def recorder(dataset=None, *generators: random.Random) -> Recorder:
-    found = Generators({"dataset": dataset}, list(generators), alive())  # other tests have left some in this process
+    found = Generators(
+        {"dataset": dataset}, list(generators), living_generators()
+    )  # other tests have left some in this process
     return Recorder(dataset, found, RandomState.capture([]))
 
 

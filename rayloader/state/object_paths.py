@@ -1,0 +1,216 @@
+"""Paths that lead from an object to the random generators that it holds, and along them in another process.
+
+Promise: `walk` meets whatever an object holds, however many and however deep, without running code of the user's.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import gc
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayloader.state.generator_kinds import KINDS, is_a
+from rayloader.state.living_generators import is_imported
+
+Step = tuple[str, Any] | None  # None: a step that can't be taken in another process
+Path = tuple[Step, ...]
+Node = tuple[Any, Step] | None  # the parent's node, and the step from there
+
+_ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
+_ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, property, np.dtype}
+_SEQUENCES = list, tuple, collections.deque
+
+
+def walk(roots: Iterable[tuple[Node, Any]]) -> Iterator[tuple[Path, Any]]:
+    """The generators that are reached from some objects, with each path to them, the shortest first."""
+    queue = collections.deque(roots)
+    seen: set[int] = set()
+    slots: dict[type, list[str]] = {}
+    keep: list[Any] = []  # what was made on the way, so that no identity is used twice
+    while queue:
+        node, obj = queue.popleft()
+        if is_a(obj, KINDS):
+            yield _path(node), obj
+        if id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        keep.append(obj)
+        queue.extend(((node, step), child) for step, child in _children(obj, slots) if type(child) not in _ATOMS)
+
+
+def _path(node: Node) -> Path:
+    steps: list[Step] = []
+    while node is not None:
+        node, step = node
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
+def _children(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, Any]]:
+    kind = type(obj)
+    if is_a(obj, (type, types.ModuleType)):
+        if is_a(obj, type) and not is_imported(obj):
+            yield from ((("attribute", name), value) for name, value in list(vars(obj).items()))
+        return
+    if is_a(obj, (torch.Tensor, *KINDS[1:])):
+        return
+    if not is_imported(kind):
+        yield ("class", None), kind
+    if is_a(obj, dict):
+        yield from ((("key", k) if _is_plain(k) else None, value) for k, value in list(dict.items(obj)))
+        if is_a(obj, collections.defaultdict):
+            yield ("factory", None), obj.default_factory
+    elif (items := _iterator(obj)) is not None:
+        if not _ATOMS.issuperset(map(type, items)):  # a long list of numbers is passed over in C
+            named = is_a(obj, _SEQUENCES)
+            yield from (
+                (("item", number) if named else None, value) for number, value in enumerate(_iterator(obj) or ())
+            )
+    elif is_a(obj, np.ndarray):
+        if obj.dtype.hasobject:
+            yield from ((None, value) for value in obj.flat)
+        return
+    elif is_a(obj, types.FunctionType):
+        yield from _of_function(obj)
+    elif is_a(obj, types.CellType):
+        with contextlib.suppress(ValueError):  # empty
+            yield ("contents", None), obj.cell_contents
+    elif is_a(obj, (types.MethodType, types.BuiltinMethodType)):
+        yield ("self", None), obj.__self__
+        yield ("function", None), getattr(obj, "__func__", None)
+        return
+    elif is_a(obj, (staticmethod, classmethod)):
+        yield ("function", None), obj.__func__
+        return
+    elif is_a(obj, functools.partial):
+        yield ("partial", "func"), obj.func
+        yield ("partial", "args"), obj.args
+        yield ("partial", "keywords"), obj.keywords
+    attributes = _attributes(obj)
+    if kind not in slots:
+        slots[kind] = [
+            name
+            for base in kind.__mro__
+            for name, member in vars(base).items()
+            if is_a(member, types.MemberDescriptorType) and "__slots__" in vars(base)
+        ]
+    for name in slots[kind]:
+        with contextlib.suppress(AttributeError):  # not set
+            yield ("attribute", name), object.__getattribute__(obj, name)
+    if attributes is not None:
+        yield from ((("attribute", name), value) for name, value in list(attributes.items()))
+    elif not slots[kind] and not is_a(obj, (dict, list, tuple, set, frozenset)):
+        yield from ((None, value) for value in gc.get_referents(obj) if not is_a(value, type))
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
+    yield from ((("closure", n), cell) for n, cell in enumerate(function.__closure__ or ()))
+    yield from ((("default", n), value) for n, value in enumerate(function.__defaults__ or ()))
+    yield from ((("kwdefault", name), value) for name, value in (function.__kwdefaults__ or {}).items())
+    module = sys.modules.get(function.__globals__.get("__name__", ""))
+    if module is None or vars(module) is not function.__globals__:  # it was pickled by value
+        globals_ = list(function.__globals__.items())
+        yield from ((("global", name), value) for name, value in globals_ if name != "__builtins__")
+
+
+def _iterator(obj: Any) -> Iterator[Any] | None:
+    """Over what a list, tuple, deque or set holds; None of anything else.
+
+    A class of the user's may do anything when it is iterated over: packages fill lazy containers then, with imports.
+    """
+    for container in (*_SEQUENCES, set, frozenset):
+        if is_a(obj, container):
+            return container.__iter__(obj)
+    return None
+
+
+def _attributes(obj: Any) -> dict[str, Any] | None:
+    try:
+        attributes = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if is_a(attributes, dict) else None
+
+
+def _is_plain(key: Any) -> bool:
+    return type(key) in (str, int, float, bool, bytes, type(None)) or (
+        type(key) is tuple and all(map(_is_plain, key))
+    )  # fmt: skip
+
+
+# What a step of each kind leads to.
+GET: dict[str, Callable[[Any, Any], Any]] = {
+    "attribute": lambda obj, name: _get_attribute(obj, name),
+    "key": lambda obj, key: dict.__getitem__(obj, key),
+    "item": lambda obj, number: next(itertools.islice(_iterator(obj) or (), number, None)),
+    "closure": lambda obj, number: obj.__closure__[number],
+    "contents": lambda obj, _: obj.cell_contents,
+    "default": lambda obj, number: obj.__defaults__[number],
+    "kwdefault": lambda obj, name: obj.__kwdefaults__[name],
+    "global": lambda obj, name: obj.__globals__[name],
+    "self": lambda obj, _: obj.__self__,
+    "function": lambda obj, _: obj.__func__,
+    "partial": getattr,
+    "factory": lambda obj, _: obj.default_factory,
+    "class": lambda obj, _: type(obj),
+}
+
+
+def _get_attribute(obj: Any, name: str) -> Any:
+    if isinstance(obj, (type, types.ModuleType)):
+        return vars(obj)[name]
+    attributes = _attributes(obj)
+    return attributes[name] if attributes and name in attributes else object.__getattribute__(obj, name)
+
+
+def put(obj: Any, step: Step, value: Any) -> None:
+    """Has the step from an object lead to a value.
+
+    Raises:
+        TypeError: it can't be put there.
+    """
+    match step:
+        case ("attribute", name):
+            if isinstance(obj, (type, types.ModuleType)) or _attributes(obj) is None:
+                setattr(obj, name, value)
+            else:
+                _attributes(obj)[name] = value  # type: ignore[index]
+        case ("key", key) if isinstance(obj, dict):
+            dict.__setitem__(obj, key, value)
+        case ("item", number) if isinstance(obj, list):
+            obj[number] = value
+        case ("contents", None):
+            obj.cell_contents = value
+        case ("global", name):
+            obj.__globals__[name] = value
+        case _:
+            raise TypeError("it can't be put there")
+
+
+def in_words(path: Path) -> str:
+    """A path as the user would write it."""
+    words = ""
+    for step in path:
+        match step:
+            case None:
+                words += ".?"
+            case ("root" | "module", name):
+                words += name
+            case ("attribute", name):
+                words += f".{name}"
+            case ("key" | "item", key):
+                words += f"[{key!r}]"
+            case (kind, None):
+                words += f".<{kind}>"
+            case (kind, key):
+                words += f".<{kind} {key}>"
+    return words
