@@ -24,7 +24,7 @@ from rayloader.state.seal import Parts, check_seal, sealed
 from rayloader.state.snapshot import WorkerState
 from rayloader.state.worker_parts import new_worker
 
-FORMAT, VERSION = "rayloader", 9
+FORMAT, VERSION = "rayloader", 10
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
 # Batches taken of the epoch that is under way, by torchdata's name: Accelerate lowers it where it has fetched batches
 # that are not dispatched to other processes yet.
@@ -63,8 +63,9 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         **_program(loader, samplers, parts, stateful=stateful),
         "position": packed,
         "redeal": None,
+        TAKEN: _taken(packed),
     }
-    return {**sealed(state, KEYS), TAKEN: _taken(packed)}
+    return sealed(state, KEYS)
 
 
 def _taken(position: dict[str, Any] | None) -> int:

@@ -114,7 +114,14 @@ def owned(part: Any) -> Any:
 
 def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
     """The state, with the checksums of the parts of these names in place of earlier ones; others are the program's."""
-    return {**owned(state), "seal": {name: checksum(state[name]) for name in names if name != "seal"}}
+    return {**owned(state), "seal": _seals(state, names)}
+
+
+def _seals(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """What says all of each of these parts: a number or text itself, else its checksum."""
+    return {
+        name: part if type(part := state[name]) in _PLAIN else checksum(part) for name in names if name != "seal"
+    }
 
 
 def check_seal(state: dict[str, Any], names: set[str], *unsealed: str) -> None:
@@ -126,7 +133,7 @@ def check_seal(state: dict[str, Any], names: set[str], *unsealed: str) -> None:
         raise StateError(
             f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}; load it as it was saved"
         )
-    found = {name: checksum(state[name]) for name in names - {"seal"}}
+    found = _seals(state, names)
     saved = state["seal"] if isinstance(state["seal"], dict) else {}
     names = found.keys() | saved.keys()
     damaged = sorted(str(name) for name in names if checksum(found.get(name)) != checksum(saved.get(name)))
