@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from rayloader.transport import codec
+from rayloader.transport import codec, raw
 
 
 class Drawn(NamedTuple):
@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
 
 def decoded(encoded: codec.Encoded) -> Any:
     """What was encoded, made again in memory of its own."""
-    return codec.decode(encoded.skeleton, codec.writable_copies(encoded.buffers), encoded.carried)
+    return codec.decode(encoded.skeleton, raw.writable_copies(encoded.buffers), encoded.carried)
 
 
 def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:

@@ -119,9 +119,7 @@ def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 def _seals(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
     """What says all of each of these parts: a number or text itself, else its checksum."""
-    return {
-        name: part if type(part := state[name]) in _PLAIN else checksum(part) for name in names if name != "seal"
-    }
+    return {name: part if type(part := state[name]) in _PLAIN else checksum(part) for name in names if name != "seal"}
 
 
 def check_seal(state: dict[str, Any], names: set[str], *unsealed: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any
 
-from rayloader.transport import codec
+from rayloader.transport import codec, raw
 from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, leased_slot
 
 logger = logging.getLogger("rayloader")
@@ -132,7 +132,7 @@ def leased_bytes(wire: Wire) -> int:
 
 
 def _fresh_copy(buffer: memoryview) -> memoryview:
-    return codec.writable_copies([buffer])[0]
+    return raw.writable_copies([buffer])[0]
 
 
 def pack(message: Any, wires: Sequence[Wire]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ _FROM_BUFFER = {
     getattr(torch, name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 }
+_MAPPED = 1 << 20  # bytes; copies from this size on are not taken from the heap
 
 
 class _Memory:
@@ -89,3 +92,30 @@ def flat_bytes(buffer: Buffer, nbytes: int, number: int) -> memoryview:
     if view.nbytes != nbytes:
         raise ValueError(f"buffer {number} must have {nbytes} bytes, got {view.nbytes}")
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """Copies each buffer once, for readers of read-only memory such as Ray's object store.
+
+    One allocation a buffer, so that a small tensor that is kept does not keep a whole batch.
+    """
+    copies = []
+    for buffer in buffers:
+        source = np.frombuffer(memoryview(buffer), np.uint8)
+        copy = new_memory(source.nbytes)
+        np.frombuffer(copy, np.uint8)[:] = source
+        copies.append(copy)
+    return copies
+
+
+def new_memory(nbytes: int) -> memoryview:
+    """Writable bytes of their own, with whatever was there.
+
+    Many are mapped: the heap would cut what is kept out of the room that they leave, and could give nothing of it back.
+    """
+    memory: Any
+    if nbytes >= _MAPPED:
+        memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    else:  # torch's allocator aligns to 64 bytes and does not fill with zeros first
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
+    return memoryview(memory)

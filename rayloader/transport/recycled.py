@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 
-from rayloader.transport import codec, lanes
+from rayloader.transport import lanes, raw
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
 
 
@@ -37,7 +37,7 @@ class Recycled:
                 leased = self._leased(nbytes)
             if leased is not None:
                 return leased
-        return codec.new_memory(nbytes)
+        return raw.new_memory(nbytes)
 
     def _leased(self, nbytes: int) -> memoryview | None:
         if self._arena is not None:

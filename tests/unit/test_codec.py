@@ -27,8 +27,9 @@ from hypothesis import strategies as st
 
 from rayloader.replica import unpicklable
 from rayloader.transport import raw
-from rayloader.transport.codec import decode, encode, writable_copies
+from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
+from rayloader.transport.raw import writable_copies
 
 ROOT = Path(__file__).parents[2]
 STRIDED = list(raw.NAMES)
@@ -652,7 +653,8 @@ DRIVER = '''
 import collections, dataclasses, enum, pickle, subprocess, sys
 import torch
 from cloudpickle import cloudpickle
-from rayloader.transport.codec import decode, encode, writable_copies
+from rayloader.transport.codec import decode, encode
+from rayloader.transport.raw import writable_copies
 
 CHILD = """
 import pickle, sys

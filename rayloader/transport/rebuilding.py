@@ -1,0 +1,91 @@
+"""Makes tensors and arrays over a skeleton's buffers: the functions that skeletons name. No state.
+
+A span arrives as (storage, the byte of the original storage at which it starts).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from rayloader._compat import no_torch_function, rebuild_from_type
+from rayloader.transport.raw import DTYPES
+
+HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # of a tensor: dicts by number
+
+
+def make_tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad: bool, kind: Any = Tensor) -> Tensor:
+    """A view of a span."""
+    dtype = DTYPES[name]
+    storage, start = span or (torch.UntypedStorage(0), 0)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")  # the user may have set another default device
+    tensor.set_(storage, offset - start // dtype.itemsize, size, stride)
+    if kind is not Tensor:
+        tensor = tensor.as_subclass(kind)
+    if grad:
+        with no_torch_function():
+            tensor.requires_grad_()
+    return tensor
+
+
+def itself(obj: Any) -> Any:
+    """What was carried beside the skeleton."""
+    return obj
+
+
+def set_state(tensor: Tensor, state: object) -> None:
+    """Gives a tensor its attributes."""
+    rebuild_from_type(lambda: tensor, type(tensor), (), state)
+
+
+def set_autograd(tensor: Tensor, both: tuple[object, dict[str, Any]]) -> None:
+    """The same, and what autograd keeps of it."""
+    state, kept = both
+    if state is not None:
+        set_state(tensor, state)
+    with no_torch_function():
+        for name, value in kept.items():
+            setattr(tensor, name, value)
+            if name in HOOKS:  # the next hook gets another number
+                RemovableHandle.next_id = max(RemovableHandle.next_id, *(number + 1 for number in value))
+
+
+def make_sparse(layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:
+    """A sparse tensor of others."""
+    # Not torch's own function: that also appends the tensor to a list which only torch.load empties.
+    if layout is torch.sparse_coo:
+        *data, coalesced = parts
+        return torch.sparse_coo_tensor(*data, check_invariants=False, is_coalesced=coalesced)
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
+
+
+def make_array(
+    buffer: Any,
+    shape: tuple[int, ...],
+    dtype: Any,
+    strides: tuple[int, ...] | None,
+    offset: int = 0,
+    writable: bool = True,
+) -> Any:
+    """A view of a buffer."""
+    array = np.ndarray(shape, dtype, buffer, offset, strides)
+    if not writable:
+        array.flags.writeable = False
+    return array
+
+
+def set_read_only(array: np.ndarray[Any, Any], state: Any) -> None:
+    """Gives an array of objects its content."""
+    array.__setstate__(state)
+    array.flags.writeable = False
+
+
+def make_memmap(attributes: dict[str, object], *place: Any) -> Any:
+    """A view of a buffer that was a view of a file."""
+    array = make_array(*place).view(np.memmap)
+    vars(array).update(attributes)
+    return array
