@@ -45,9 +45,9 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     Raises:
         StateError: the dataset or the sampler could not tell its state.
     """
-    parts, packed, stateful = Parts(), None, False
+    packed, stateful = None, False
     if position is None:
-        samplers = Samplers(loader)
+        parts, samplers = Parts(), Samplers(loader)
     else:
         parts, samplers = position.parts, position.samplers_of(loader)
         with position.lock:

@@ -106,7 +106,10 @@ def owned(part: Any) -> Any:
     if kind is Part:
         return part.own()
     if kind is dict:
-        return {key: value if type(value) in _PLAIN else owned(value) for key, value in part.items()}
+        return {
+            key: value if (kind := type(value)) in _PLAIN else value.own() if kind is Part else owned(value)
+            for key, value in part.items()
+        }
     if kind is list:
         return [value if type(value) in _PLAIN else owned(value) for value in part]
     return part
@@ -119,7 +122,15 @@ def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 def _seals(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
     """What says all of each of these parts: a number or text itself, else its checksum."""
-    return {name: part if type(part := state[name]) in _PLAIN else checksum(part) for name in names if name != "seal"}
+    return {
+        name: part
+        if (kind := type(part := state[name])) in _PLAIN
+        else part.checksum
+        if kind is Part
+        else checksum(part)
+        for name in names
+        if name != "seal"
+    }
 
 
 def check_seal(state: dict[str, Any], names: set[str], *unsealed: str) -> None:
