@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, get_args
 from torch.utils.data import IterableDataset
 
 from rayloader.prefetch import AutomaticPrefetch
+from rayloader.sharding import is_whole
 
 Seeding = Literal["worker", "batch"]
 Scheduling = Literal["static", "dynamic"]
@@ -128,7 +129,7 @@ def check(loader: Any) -> None:
         TypeError: one is of the wrong type.
     """
     check_remote_args(loader.ray_remote_args)
-    if not _is_whole(loader.prefetch_bytes) or loader.prefetch_bytes < 1:
+    if not is_whole(loader.prefetch_bytes) or loader.prefetch_bytes < 1:
         raise ValueError(
             f"prefetch_bytes must be a whole number of bytes >= 1, got {loader.prefetch_bytes!r}; "
             "to fix the depth use prefetch_factor"
@@ -137,10 +138,10 @@ def check(loader: Any) -> None:
         if not isinstance(value := getattr(loader, name), bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
     for name in ("max_worker_restarts", "max_skipped"):
-        if not _is_whole(value := getattr(loader, name)) or value < 0:
+        if not is_whole(value := getattr(loader, name)) or value < 0:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
     steps = loader.snapshot_every_n_steps
-    if steps is not None and (not _is_whole(steps) or steps < 1):
+    if steps is not None and (not is_whole(steps) or steps < 1):
         raise ValueError(f"snapshot_every_n_steps must be a whole number >= 1 or None, got {steps!r}; it has no effect")
     _check_choice(loader, "on_timeout", get_args(OnTimeout))
     _check_choice(loader, "on_error", get_args(OnError))
@@ -237,10 +238,6 @@ def _check_choice(loader: Any, name: str, values: tuple[str, ...]) -> None:
     value = getattr(loader, name)
     if value not in values:
         raise ValueError(f"{name} must be {values[0]!r} or {values[1]!r}, got {value!r}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _as_index(value: Any) -> int | None:

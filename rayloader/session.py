@@ -85,7 +85,7 @@ SessionName = tuple[str, str]
 _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
 _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first need of a Ray until that Ray is shut down
-_forked = False  # whether this process was forked from one that was connected to Ray
+_forked = False  # whether this process was forked from one that was connected to Ray, or about to be
 logger = logging.getLogger("rayloader")
 _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
 
@@ -166,8 +166,8 @@ class _Starter(threading.Thread):
     Attributes:
         error: why there is no Ray.
         session: of that Ray.
-        fork_server: of that Ray, if it has one.
-        done: one of the two is known.
+        fork_server: of that Ray, if it is started in this process; from before that.
+        done: `error` or `session` is known.
         ending: the keeper of a Ray of several ranks has died, and Ray with it: it must not be called any more.
     """
 
@@ -212,7 +212,7 @@ class _Starter(threading.Thread):
     def run(self) -> None:
         """Starts Ray, then waits for its end."""
         try:
-            self.fork_server = _init(self._options, self._membership, self._ahead)
+            self._init()
             self.session = current()
         except BaseException as error:  # whatever it is, it is raised where Ray was asked for
             self.error = error
@@ -235,6 +235,49 @@ class _Starter(threading.Thread):
             finally:
                 self.ending = False
 
+    def _init(self) -> None:
+        """Joins or starts Ray."""
+        global _started
+        options = self._options
+        address = _address(options)
+        give_own_random(ray)
+        state = random.getstate()  # for modules of Ray's that are imported only now
+        handlers = SignalHandlers()
+        joins = bool(address) and address != "local"
+        try:
+            with _quiet(_SIGNAL_LINES if joins else _START_LINES):
+                if joins:
+                    ray.init(**{**options, "address": address})
+                else:
+                    resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
+                    own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
+                    with with_variables(LOCAL_RAY_ENVIRONMENT):
+                        if self._membership is None:
+                            self.fork_server = ForkServer()
+                            start_ray(ray, self.fork_server, own)
+                        else:
+                            ray.init(**_shared(own, self._membership))
+                    _started = current()
+        except Exception as error:  # Ray's own have no type in common
+            if self._ahead and current() is not None and not options:
+                return  # the program has called ray.init() meanwhile: that Ray is joined
+            named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
+            remedy = "call iter() again, or run `ray start --head` before the program and set RAY_ADDRESS=auto"
+            if options:
+                given = ", ".join(options)
+                remedy = f"check the options that rayloader.init() was given ({given}); if they are right, {remedy}"
+            raise RaySessionError(
+                f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it "
+                "to have one started on this machine. A running Ray takes no options for its start, and may ask for a "
+                f"token (RAY_AUTH_MODE=token). Ray said: {error}"
+                if joins
+                else f"Ray could not be started on this machine: {remedy}. Ray said: {error}"
+            ) from error
+        finally:
+            handlers.restore()
+            if not self._ahead:  # the program may have drawn, or seeded it
+                random.setstate(state)
+
 
 def _start(options: dict[str, Any], ahead: bool) -> None:
     global _starter
@@ -256,50 +299,6 @@ def _let_starter_go() -> None:
 
 def _address(options: dict[str, Any]) -> str | None:
     return options.get("address") or os.environ.get("RAY_ADDRESS")
-
-
-def _init(options: dict[str, Any], membership: torchrun.Membership | None, ahead: bool) -> ForkServer | None:
-    """Joins or starts Ray; the fork server of a Ray that was started."""
-    global _started
-    fork_server = None
-    address = _address(options)
-    give_own_random(ray)
-    state = random.getstate()  # for modules of Ray's that are imported only now
-    handlers = SignalHandlers()
-    joins = bool(address) and address != "local"
-    try:
-        with _quiet(_SIGNAL_LINES if joins else _START_LINES):
-            if joins:
-                ray.init(**{**options, "address": address})
-            else:
-                resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
-                own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
-                with with_variables(LOCAL_RAY_ENVIRONMENT):
-                    if membership is None:
-                        fork_server = start_ray(ray, own)
-                    else:
-                        ray.init(**_shared(own, membership))
-                _started = current()
-    except Exception as error:  # Ray's own have no type in common
-        if ahead and current() is not None and not options:
-            return None  # the program has called ray.init() meanwhile: that Ray is joined
-        named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
-        remedy = "call iter() again, or run `ray start --head` before the program and set RAY_ADDRESS=auto"
-        if options:
-            given = ", ".join(options)
-            remedy = f"check the options that rayloader.init() was given ({given}); if they are right, {remedy}"
-        raise RaySessionError(
-            f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it to "
-            "have one started on this machine. A running Ray takes no options for its start, and may ask for a token "
-            f"(RAY_AUTH_MODE=token). Ray said: {error}"
-            if joins
-            else f"Ray could not be started on this machine: {remedy}. Ray said: {error}"
-        ) from error
-    finally:
-        handlers.restore()
-        if not ahead:  # the program may have drawn, or seeded it
-            random.setstate(state)
-    return fork_server
 
 
 def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:
@@ -357,10 +356,11 @@ def forget() -> None:
     """To be called in a forked child, which must neither end nor use its parent's Ray."""
     global _started, _starter, _forked, _shutdown_lock
     _shutdown_lock = threading.RLock()  # the parent's may have been held
+    is_starting = _starter is not None and not _starter.done
     if _starter is not None:
         _starter.forget()
     _started = _starter = None
-    _forked = ray.is_initialized()
+    _forked = ray.is_initialized() or is_starting
 
 
 def node_id() -> str:

@@ -107,7 +107,7 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
     Raises:
         ValueError: one is out of range, or missing where torch.distributed can't tell it.
     """
-    if not _is_whole(seed) or seed < 0:
+    if not is_whole(seed) or seed < 0:
         raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
     if num_replicas is None and rank is None:
         if seed:
@@ -124,14 +124,15 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
         )
     num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
     rank = dist.get_rank() if rank is None else rank
-    if not _is_whole(num_replicas) or num_replicas < 1:
+    if not is_whole(num_replicas) or num_replicas < 1:
         raise ValueError(f"num_replicas must be a whole number >= 1, got {num_replicas!r}")
-    if not _is_whole(rank) or not 0 <= rank < num_replicas:
+    if not is_whole(rank) or not 0 <= rank < num_replicas:
         raise ValueError(f"rank must be a whole number from 0 to {num_replicas - 1}, got {rank!r}")
     return Ranks(num_replicas, rank, seed)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, which True is not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

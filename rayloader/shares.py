@@ -20,6 +20,7 @@ from rayloader.loader import DataLoader
 from rayloader.options import check_name, check_remote_args
 from rayloader.prefetch import PREFETCH_BYTES
 from rayloader.shard_info import ranks_told
+from rayloader.sharding import is_whole
 
 if TYPE_CHECKING:
     from rayloader.sharing.link import Link
@@ -65,7 +66,7 @@ def share(
     if not isinstance(loader, DataLoader):
         raise TypeError(f"share() takes a rayloader.DataLoader, got {type(loader).__name__}; make the loader as one")
     for argument, value in (("consumers", consumers), ("buffer", buffer), ("buffer_bytes", buffer_bytes)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_whole(value) or value < 1:
             raise ValueError(f"share() needs {argument} >= 1, a whole number, got {value!r}")
     if consumer_timeout is not None and not consumer_timeout > 0:
         raise ValueError(f"consumer_timeout must be a number of seconds > 0, or None, got {consumer_timeout!r}")
@@ -123,7 +124,7 @@ class SharedLoader:
         Raises:
             ShareError: the share has ended.
             ConsumerDroppedError: this consumer was dropped.
-            ValueError: the share has fewer consumers.
+            ValueError: the share has no consumer of this rank.
         """
         return Consumer(self._producer, self.name, rank)
 

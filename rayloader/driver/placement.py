@@ -73,7 +73,7 @@ class Placement:
         others hold become available, time will tell: see `verdict`.
         """
         total = ray.cluster_resources()
-        if session.OVERSUBSCRIBE_RESOURCE in total or self._others_have_the_cpus:
+        if session.OVERSUBSCRIBE_RESOURCE in total or self._others_have_the_cpus or not total:  # no node lives
             return 0
         own = session.cpus_of_this_process()
         cpus = total.get("CPU", 0) - own
@@ -165,7 +165,9 @@ class Placement:
     def error(self, number: int, of: int, options: dict[str, Any]) -> WorkerStartError:
         """The error that says what was asked for and what is free."""
         remedies = ["lower num_workers", "ask in ray_remote_args for what the nodes have"]
-        if options.get("num_cpus"):
+        if not ray.cluster_resources():
+            remedies = ["call ray.shutdown(), after which iter() joins or starts another Ray"]
+        elif options.get("num_cpus"):
             remedies[1:] = [
                 "leave CPUs free for the workers (training may hold them all)",
                 'ask for less with ray_remote_args={"num_cpus": 0}',

@@ -48,9 +48,8 @@ BACKLOG = 512
 logger = logging.getLogger("rayloader")
 
 
-def start_ray(ray: ModuleType, options: dict[str, Any]) -> ForkServer:
-    """Starts a Ray whose worker processes are forks; `options` are the arguments of `ray.init`."""
-    server = ForkServer()
+def start_ray(ray: ModuleType, server: ForkServer, options: dict[str, Any]) -> None:
+    """Starts a Ray whose worker processes are forks of the server's; `options` are the arguments of `ray.init`."""
     try:
         with (
             with_variables(server.environment),
@@ -60,7 +59,6 @@ def start_ray(ray: ModuleType, options: dict[str, Any]) -> ForkServer:
     except BaseException:  # whatever it is, nobody else would end the fork server
         server.close()
         raise
-    return server
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +31,9 @@ def keep(listener: socket.socket, settings: dict[str, Any]) -> None:
     try:
         import ray
 
-        fork_server = import_start_ray()(ray, settings)
+        owner = import_owner()
+        fork_server = owner.ForkServer()
+        owner.start_ray(ray, fork_server, settings)
     except BaseException as error:  # whatever it is, it is raised where Ray was asked for
         disappointed = let_in(listener)
         listener.close()  # who tries again finds no trace of this Ray
@@ -45,13 +46,13 @@ def keep(listener: socket.socket, settings: dict[str, Any]) -> None:
     fork_server.close()
 
 
-def import_start_ray() -> Callable[[ModuleType, dict[str, Any]], Any]:
-    """The function of this name."""
+def import_owner() -> ModuleType:
+    """The module that starts a Ray."""
     package = sys.modules["rayloader"] = ModuleType("rayloader")
     package.__path__ = [str(Path(__file__).parents[1])]
-    from rayloader.forkserver.owner import start_ray
+    from rayloader.forkserver import owner
 
-    return start_ray
+    return owner
 
 
 def serve(listener: socket.socket, answer: dict[str, str]) -> None:

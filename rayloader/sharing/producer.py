@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rayloader.errors import ConsumerDroppedError, ShareError, StateError
+from rayloader.sharding import is_whole
 from rayloader.sharing.hosted import HostedLoader
 from rayloader.sharing.ledger import End, Ledger, Passed, Place, Step
 from rayloader.sharing.messages import Connection, Kind, Pipeline, Reply, Terms
@@ -58,10 +59,10 @@ class Producer:
     async def connect(self, rank: int) -> Reply:
         """Makes the caller this consumer, in place of whoever was it; waits until the loader is open."""
         await self._opened.wait()
-        if not 0 <= rank < self._terms.consumers:
+        if not is_whole(rank) or not 0 <= rank < self._terms.consumers:
             number = self._terms.consumers
-            text = f"rank must be a whole number from 0 to {number - 1}, got {rank}: this share has {number} consumers"
-            return Reply(Kind.REFUSED, ValueError(text))
+            rule = f"rank must be a whole number from 0 to {number - 1}, got {rank!r}"
+            return Reply(Kind.REFUSED, ValueError(f"{rule}: this share has {number} consumers"))
         self._connections[rank] += 1
         if (refusal := self._refusal(rank, self._connections[rank])) is not None:
             return refusal

@@ -121,9 +121,9 @@ def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _seals(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """What says all of each of these parts: a number or text itself, else its checksum."""
+    """What says all of each of these parts: a number or text itself, in a list, else its checksum."""
     return {
-        name: part
+        name: [part]
         if (kind := type(part := state[name])) in _PLAIN
         else part.checksum
         if kind is Part

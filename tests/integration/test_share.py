@@ -166,8 +166,9 @@ def test_a_rank_belongs_to_the_last_that_has_connected():
         assert len(rest) in (5, 6)
         assert equal(rest[-5:], list(make())[1:])
         assert len(first) == 2
-        with pytest.raises(ValueError, match="this share has 1 consumers"):
-            shared_loader.consumer(1)
+        for rank in (1, -1, "0", True):
+            with pytest.raises(ValueError, match=f"from 0 to 0, got {rank!r}: this share has 1 consumers"):
+                shared_loader.consumer(rank)
 
 
 @pytest.mark.parametrize("workers", [0, full(1)])

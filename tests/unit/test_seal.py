@@ -146,6 +146,14 @@ def test_other_kinds_with_the_same_text_have_another_checksum(one, other):
     assert checksum(one) != checksum(other)
 
 
+def test_a_part_that_its_own_seal_stands_in_for_is_named():
+    names = {*PARTS, "seal"}
+    state = sealed(PARTS, names)
+    for name, seal in state["seal"].items():
+        with pytest.raises(StateError, match=name):
+            check_seal({**state, name: seal}, names)
+
+
 @pytest.mark.parametrize("seal", [{1: 2, "zz": 3}, {"numbers": torch.zeros(2)}, {"numbers": None}, [], None])
 def test_whatever_stands_in_place_of_the_seal_is_refused(seal):
     with pytest.raises(StateError, match="numbers"):

@@ -1,13 +1,18 @@
 """A Ray that cannot be joined or started: what happened, and what to do."""
 
+import importlib
 import os
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 
 import rayloader
 from rayloader import RaySessionError, session
+
+HANG_LIMIT = 60  # seconds
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,40 @@ def test_an_option_that_ray_does_not_know_is_an_error_at_once():
     with pytest.raises(TypeError, match=r"got foo; choose from address, num_cpus, .*, runtime_env"):
         rayloader.init(foo=3, num_cpus=1)
     session.check_names({"_system_config": {}, "object_spilling_directory": "here", "namespace": "mine"})
+
+
+def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(monkeypatch):
+    importlib.import_module("rayloader.driver.pool")  # where forks are noticed
+    starts, forked = threading.Event(), threading.Event()
+
+    def begin(**_):
+        starts.set()
+        assert forked.wait(HANG_LIMIT)
+        raise Exception("enough")
+
+    monkeypatch.setattr(ray, "init", begin)
+    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(session.ensure)
+        assert starts.wait(HANG_LIMIT)
+        fork_server = session._starter.fork_server
+        fork_server.ports.append(socket.socket())  # of one of Ray's agents
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                session.ensure()
+            except RaySessionError as error:
+                status = 0 if "forked from one that uses it" in str(error) and fork_server.ports[0].fileno() < 0 else 2
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        forked.set()
+        with pytest.raises(RaySessionError, match="enough"):
+            outcome.result(HANG_LIMIT)
+    assert status == 0
+    assert fork_server.ports[0].fileno() < 0
 
 
 class Shared:
