@@ -90,12 +90,15 @@ def authenticate(ray: ModuleType) -> None:
 
 
 @contextlib.contextmanager
-def own_start(ray: ModuleType, worker_path: str | None, *, dashboard: bool) -> Iterator[list[socket.socket]]:
+def own_start(
+    ray: ModuleType, worker_path: str | None, starting: contextlib.AbstractContextManager[Any], *, dashboard: bool
+) -> Iterator[list[socket.socket]]:
     """A Ray of one machine and one program, that is started meanwhile, starts no processes that are of no use to it.
 
     Args:
         ray: the module.
         worker_path: the script that it is to run for its worker processes; None: its own.
+        starting: to be entered around the start of each process.
         dashboard: whether the dashboard was asked for. Where it was not, Ray would start its process nevertheless, with
             nothing to serve, and wait for it; and that of the autoscaler.
 
@@ -105,11 +108,19 @@ def own_start(ray: ModuleType, worker_path: str | None, *, dashboard: bool) -> I
     """
     parameters, services = ray._private.parameter.RayParams, ray._private.services
     before, start_dashboard, start_raylet = parameters.__init__, services.start_api_server, services.start_raylet
+    start_process = services.start_ray_process
     known = inspect.signature(before).parameters
     wanted = {"worker_path": worker_path, "no_monitor": not dashboard}
     parameters.__init__ = functools.partialmethod(before, **{key: wanted[key] for key in wanted if key in known})
     if not dashboard:
         services.start_api_server = lambda *_, **__: (None, None)
+
+    @functools.wraps(start_process)
+    def start_alone(*args: Any, **options: Any) -> Any:
+        with starting:
+            return start_process(*args, **options)
+
+    services.start_ray_process = start_alone
     reserved: list[socket.socket] = []
     if hasattr(ray._raylet, "persist_port"):  # versions without it do not wait for these files
         services.start_raylet = functools.partial(_start_raylet_with_ports, ray, start_raylet, reserved)
@@ -118,6 +129,7 @@ def own_start(ray: ModuleType, worker_path: str | None, *, dashboard: bool) -> I
     finally:
         parameters.__init__ = before
         services.start_api_server, services.start_raylet = start_dashboard, start_raylet
+        services.start_ray_process = start_process
 
 
 def _start_raylet_with_ports(

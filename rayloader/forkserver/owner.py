@@ -31,6 +31,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -47,13 +48,20 @@ BACKLOG = 512
 
 logger = logging.getLogger("rayloader")
 
+# Held while a process is started, and taken to fork this one. `Popen` waits for the end of a pipe of its own, which a
+# fork that another thread makes at that moment would keep open for as long as it lives.
+_starting = threading.RLock()
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
+
 
 def start_ray(ray: ModuleType, server: ForkServer, options: dict[str, Any]) -> None:
     """Starts a Ray whose worker processes are forks of the server's; `options` are the arguments of `ray.init`."""
     try:
         with (
             with_variables(server.environment),
-            own_start(ray, server.worker_path, dashboard=bool(options.get("include_dashboard"))) as server.ports,
+            own_start(
+                ray, server.worker_path, _starting, dashboard=bool(options.get("include_dashboard"))
+            ) as server.ports,
         ):
             ray.init(**options)
     except BaseException:  # whatever it is, nobody else would end the fork server
@@ -104,14 +112,17 @@ class ForkServer:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
         with LocalSocket() as listener:  # the fork server has the other copy: nobody is to wait for one that has died
             address = listen(listener, "fork-server", BACKLOG)
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                env=dict(os.environ),  # what Ray gives its processes: C code, readline's, may have set other variables
-                pass_fds=[listener.fileno()],
-            )
+            with _starting:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._errors,
+                    env=dict(
+                        os.environ
+                    ),  # as Ray's processes have it: C code, readline's, may have set other variables
+                    pass_fds=[listener.fileno()],
+                )
         self.environment = {VARIABLE: address.name}
         self.worker_path = str(HERE / "default_worker.py")
 

@@ -94,7 +94,6 @@ def test_ray_starts_before_its_agents_have_imported_all_that_they_need(tmp_path,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     output, errors = finish(script := start(program))
     assert (script.returncode, output) == (0, ["[[0, 1], [2, 3]] 2"]), errors
-    assert errors == ""
 
 
 @pytest.mark.full

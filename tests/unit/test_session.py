@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import select
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ import ray
 
 import rayloader
 from rayloader import RaySessionError, session
+from rayloader._compat_ray import own_start
+from rayloader.forkserver import owner
 
 HANG_LIMIT = 60  # seconds
 
@@ -87,6 +90,35 @@ def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(monkeypatch):
             outcome.result(HANG_LIMIT)
     assert status == 0
     assert fork_server.ports[0].fileno() < 0
+
+
+def test_a_process_that_is_started_for_ray_has_no_fork_beside_it(monkeypatch):
+    """Which would keep the pipe open whose end `Popen` waits for."""
+    reader, writer = os.pipe()
+    forking = threading.Event()
+    children = []
+
+    def fork():
+        forking.set()
+        if (child := os.fork()) == 0:
+            os.write(writer, b"forked")
+            os._exit(0)
+        children.append(child)
+
+    def start_process():
+        beside.start()
+        assert forking.wait(HANG_LIMIT)
+        return select.select([reader], [], [], 0.2)[0]  # long enough for a fork that nothing keeps from it
+
+    beside = threading.Thread(target=fork)
+    monkeypatch.setattr(ray._private.services, "start_ray_process", start_process)
+    with own_start(ray, None, owner._starting, dashboard=False):
+        assert ray._private.services.start_ray_process() == []
+    beside.join(HANG_LIMIT)
+    assert os.read(reader, 10) == b"forked"
+    os.waitpid(children[0], 0)
+    os.close(reader), os.close(writer)
+    assert ray._private.services.start_ray_process is start_process
 
 
 class Shared:

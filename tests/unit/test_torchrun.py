@@ -38,7 +38,7 @@ class RayParams:
     pass
 
 _raylet = SimpleNamespace()
-services = SimpleNamespace(start_api_server=None, start_raylet=None)
+services = SimpleNamespace(start_api_server=None, start_raylet=None, start_ray_process=os.getpid)
 _private = SimpleNamespace(parameter=SimpleNamespace(RayParams=RayParams), services=services)
 
 def shutdown():
