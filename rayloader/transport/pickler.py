@@ -6,7 +6,9 @@ the storages inside. Anything else is cloudpickle's.
 
 from __future__ import annotations
 
+import copyreg
 import io
+import mmap
 import operator
 import pickle
 import sys
@@ -31,11 +33,10 @@ from rayloader.transport.rebuilding import (
     HOOKS,
     itself,
     make_array,
-    make_memmap,
     make_sparse,
     make_tensor,
+    set_array,
     set_autograd,
-    set_read_only,
     set_state,
 )
 
@@ -45,7 +46,10 @@ if TYPE_CHECKING:
 PROTOCOL = 5
 _OF_SKELETONS = make_tensor.__module__
 _SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not this machine's
+_TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's processes: 5 since Python 3.14, before it 4
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
+_USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
+_PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -93,7 +97,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind in self.ordinary:
             return NotImplemented
         if kind is np.ndarray:
-            if self.groups is not None and (reduction := self.groups.array(obj)) is not None:
+            if self.groups is None:
+                if _TORCHS_PROTOCOL >= 5 and not (obj.flags.carray and obj.dtype.byteorder != _SWAPPED):
+                    return NotImplemented  # NumPy keeps more in that protocol than `_array` does for older ones
+            elif (reduction := self.groups.array(obj)) is not None:
                 return reduction
             return self._array(obj)
         if issubclass(kind, Tensor):
@@ -113,8 +120,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
         if kind is torch.TypedStorage and obj._untyped_storage.device.type == "cpu":
             return reductions.rebuild_typed_storage, (obj._untyped_storage, obj.dtype)
-        if kind is np.memmap and (reduced := self._array(obj.view(np.ndarray))) is not NotImplemented:
-            return make_memmap, ({k: v for k, v in vars(obj).items() if k != "_mmap"}, *reduced[1])
+        if kind is np.memmap or (self.mapped is not None and issubclass(kind, np.ndarray)):
+            return self._subclass_of_array(obj)
         if kind is types.FunctionType and obj.__module__ == _OF_SKELETONS:
             return NotImplemented  # spares our own functions cloudpickle's search
         if self.mapped is not None and (reduction := handles.reduce(obj, kind)) is not None:
@@ -251,46 +258,62 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             span.start, span.end = min(span.start, start), max(span.end, end)
         return span.token
 
-    def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        dtype, strides = array.dtype, None
+    def _subclass_of_array(self, array: np.ndarray[Any, Any]) -> Any:
+        """With the attributes, which NumPy's pickling leaves out. The mask of a masked array is one of them."""
+        kind = type(array)
+        base = np.ma.MaskedArray if issubclass(kind, np.ma.MaskedArray) else np.ndarray
+        pickling = [(getattr(kind, name, None), getattr(base, name, None)) for name in _PICKLING]
+        if kind in self.dispatch_table or any(own is not numpys for own, numpys in pickling):
+            return NotImplemented
+        attributes = _without_map(getattr(array, "__dict__", {}))
+        if base is np.ma.MaskedArray:  # which copies the attributes of the array that it is made of
+            copies = "_optinfo", "_basedict"
+            attributes = attributes | {name: _without_map(attributes[name]) for name in copies if name in attributes}
+        names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+        return self._array(array, (attributes, {name: getattr(array, name) for name in names if hasattr(array, name)}))
+
+    def _array(self, array: np.ndarray[Any, Any], attributes: tuple[dict[str, Any], ...] = ()) -> Any:
+        """Attributes: only of a subclass, those in `__dict__` and those in `__slots__`."""
+        kind, dtype = type(array), array.dtype
         writable = True  # as all arrays are after the pickling between torch's processes
         if self.mapped is not None:
             self.arrays.append((array, _address(array), array.nbytes))
             writable = array.flags.writeable
+        array = np.ndarray.view(array, np.ndarray) if attributes else array
         if dtype.hasobject or dtype.itemsize == 0:
-            if dtype.hasobject and not writable:
-                return *self._reduced(array), None, None, set_read_only
-            return NotImplemented
+            if writable and not attributes:
+                return NotImplemented
+            make, place, content = cast("tuple[Any, ...]", array.__reduce__())
+            return make, (kind, *place[1:]), (content, attributes, writable), None, None, set_array
         if self.mapped is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
             dtype = dtype.newbyteorder("=")
-            array = array.astype(dtype)
-        if self.mapped is not None and array.nbytes and not array.flags.c_contiguous:
-            low, high = byte_bounds(array)
-            if low in self.mapped or high - low <= array.nbytes:
-                content = memory(low, high - low, array)
-                offset = _address(array) - low
-                return make_array, (
-                    pickle.PickleBuffer(content),
-                    array.shape,
-                    dtype,
-                    array.strides,
-                    offset,
-                    writable,
-                )
-        if not array.flags.c_contiguous:
-            # As in NumPy's pickling: memory that is dense in some order of the axes keeps it, else C order.
-            axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-            if array.transpose(axes).flags.c_contiguous:
-                strides = array.strides
-            else:
+            array = array.astype(dtype, "A")
+        strides, offset, order = None, 0, "C"
+        low, nbytes = _address(array), array.nbytes
+        if self.mapped is None and array.flags.fnc:
+            order = "F"  # that pickling keeps this order and C order, and makes C order of all else
+        elif not array.flags.c_contiguous:
+            if self.mapped is not None:
+                first, end = byte_bounds(array)
+                if first in self.mapped or end - first <= nbytes:
+                    strides, offset = array.strides, low - first
+                    low, nbytes = first, end - first
+            if strides is None:
                 array = array.copy("C")
-        address = _address(array)
-        content = memory(address, array.nbytes, array)
-        in_band = array.nbytes <= _IN_BAND and (self.mapped is None or address not in self.mapped)
+                low = _address(array)
+        content = memory(low, nbytes, array)
+        in_band = nbytes <= _IN_BAND and (self.mapped is None or low not in self.mapped)
         buffer = bytearray(content) if in_band else pickle.PickleBuffer(content)
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
-        place = buffer, array.shape, dtype.str if by_name else dtype, strides
-        return make_array, (place if writable else (*place, 0, False))
+        place = buffer, array.shape, dtype.str if by_name else dtype
+        layout = strides, offset, order, writable, kind
+        reduction = make_array, place if layout == _USUAL else (*place, *layout)
+        return (*reduction, (None, attributes, writable), None, None, set_array) if attributes else reduction
+
+
+def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those of an array that may be a view of a file, without the map of the file, which cannot be pickled."""
+    return {**attributes, "_mmap": None} if isinstance(attributes.get("_mmap"), mmap.mmap) else attributes
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:

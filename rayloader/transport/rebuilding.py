@@ -5,7 +5,7 @@ A span arrives as (storage, the byte of the original storage at which it starts)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -67,25 +67,30 @@ def make_array(
     buffer: Any,
     shape: tuple[int, ...],
     dtype: Any,
-    strides: tuple[int, ...] | None,
+    strides: tuple[int, ...] | None = None,
     offset: int = 0,
+    order: Literal["C", "F"] = "C",
     writable: bool = True,
+    kind: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
     """A view of a buffer."""
-    array = np.ndarray(shape, dtype, buffer, offset, strides)
+    array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides, order)
     if not writable:
         array.flags.writeable = False
     return array
 
 
-def set_read_only(array: np.ndarray[Any, Any], state: Any) -> None:
-    """Gives an array of objects its content."""
-    array.__setstate__(state)
-    array.flags.writeable = False
-
-
-def make_memmap(attributes: dict[str, object], *place: Any) -> Any:
-    """A view of a buffer that was a view of a file."""
-    array = make_array(*place).view(np.memmap)
-    vars(array).update(attributes)
-    return array
+def set_array(array: np.ndarray[Any, Any], state: tuple[Any, tuple[dict[str, Any], ...], bool]) -> None:
+    """Gives an array of objects its content, and one of a subclass its attributes."""
+    content, attributes, writable = state
+    if content is not None:
+        np.ndarray.__setstate__(array, content)
+    if attributes:
+        own, slots = attributes
+        if hasattr(array, "__dict__"):
+            vars(array).clear()  # what `__array_finalize__` has set
+            vars(array).update(own)
+        for name, value in slots.items():
+            object.__setattr__(array, name, value)
+    if not writable:
+        array.flags.writeable = False

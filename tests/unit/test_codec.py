@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayloader.replica import unpicklable
-from rayloader.transport import raw
+from rayloader.transport import pickler, raw
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.raw import writable_copies
@@ -407,6 +407,11 @@ def test_storages():
 
 # NumPy
 
+
+def between_torchs_processes(obj, protocol=None):
+    return pickle.loads(ForkingPickler.dumps(obj, protocol))
+
+
 ARRAYS = {
     "floats": np.arange(120.0).reshape(10, 12),
     "small": np.arange(3),
@@ -436,15 +441,52 @@ def test_arrays(name, writable):
     source = ARRAYS[name].view()
     source.flags.writeable = writable and source.flags.writeable
     got, again = through([source, source])
-    want = pickle.loads(pickle.dumps(source, 5))
+    want = between_torchs_processes(source)
     assert got is again
     assert type(got) is np.ndarray
     assert got.dtype == want.dtype
     assert got.dtype.isalignedstruct == want.dtype.isalignedstruct
     assert (got.shape, got.strides) == (want.shape, want.strides)
     assert got.tobytes() == want.tobytes()
-    assert got.flags.writeable
-    got[...] = got
+    assert got.flags.writeable == want.flags.writeable
+
+
+@st.composite
+def arrays(draw):
+    """Views with the axes in any order, and with reversed, left out, repeated, empty and new axes."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(["f4", ">i2", "i1, f8", "U2"]))
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    array = array.transpose(draw(st.permutations(range(len(shape)))))
+    steps = [slice(None), slice(None, None, -1), slice(1, None), slice(None, None, 2), slice(None, 1)]
+    array = array[(*(draw(st.sampled_from(steps)) for _ in shape), ...)]
+    repeated = tuple(draw(st.sampled_from([1, count])) if count else 0 for count in array.shape)
+    array = np.broadcast_to(array[(*map(slice, repeated), ...)], array.shape)
+    array = array.copy("K") if draw(st.booleans()) else array.view()
+    return array[..., None] if draw(st.booleans()) else array
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+@settings(max_examples=150, deadline=None)
+@given(source=arrays())
+def test_batches_have_the_strides_that_torchs_have(protocol, source):
+    want = between_torchs_processes(source, protocol)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickler, "_TORCHS_PROTOCOL", protocol)
+        got = through(source)
+    assert (got.shape, got.strides, got.dtype) == (want.shape, want.strides, want.dtype)
+    assert got.tobytes() == want.tobytes()
+    assert got.flags.writeable == want.flags.writeable
+
+
+@given(order=st.permutations(range(3)), steps=st.lists(st.sampled_from([1, -1]), min_size=3, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_a_replicas_arrays_without_gaps_keep_their_strides(order, steps):
+    base = np.arange(24.0).reshape(4, 3, 2).transpose(order)[tuple(slice(None, None, step) for step in steps)]
+    for source in (base, base.astype("i1"), np.broadcast_to(base[..., None], (*base.shape, 3))):
+        got = as_replica(source)
+        assert got.strides == source.strides
+        assert got.tolist() == source.tolist()
 
 
 @pytest.mark.parametrize("name", [*ARRAYS, "objects", "bytes"])
@@ -459,8 +501,112 @@ def test_a_replicas_read_only_arrays_stay_so(name):
     assert (got.dtype, got.shape) == (source.dtype, source.shape)
 
 
+class InfoArray(np.ndarray):
+    """As in NumPy's page "Subclassing ndarray"."""
+
+    def __new__(cls, values, info=None):
+        self = np.asarray(values).view(cls)
+        self.info = info
+        return self
+
+    def __array_finalize__(self, other):
+        if other is not None:
+            self.info = getattr(other, "info", None)
+
+
+class SlottedArray(np.ndarray):
+    __slots__ = "missing", "note"
+
+
+class PickledArray(InfoArray):
+    def __reduce__(self):
+        return type(self), (np.asarray(self), "its own")
+
+
+def subclasses():
+    """Sources, and which parts of them have to be what they were."""
+    info, objects = InfoArray(np.arange(120.0).reshape(10, 12).T, ["x"]), InfoArray([None, {}], "objects")
+    info.info.append(info)
+    slotted = np.arange(3).view(SlottedArray)
+    slotted.note = "x"
+    hard = np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0], fill_value=7.0)
+    hard.harden_mask()
+    hard.note = "x"
+    records = np.ma.array([(1, 2.0), (3, 4.0)], mask=[(0, 1), (1, 0)], dtype="i4, f8")
+    masked_objects = np.ma.array([None, {}], mask=[True, False], dtype=object)
+    masked_objects.harden_mask()
+    return {
+        "attributes": info,
+        "read-only": InfoArray(np.frombuffer(bytes(600), np.uint8), 1),
+        "objects": objects,
+        "nothing": InfoArray(np.arange(0).reshape(0, 3), 1),
+        "slots": slotted,
+        "matrix": np.arange(6).reshape(2, 3).view(np.matrix),
+        "records": np.rec.array([(1, 2.0)] * 40, [("a", "i4"), ("b", "f8")]),
+        "chars": np.char.array(["a", "bc"]),
+        "masked": np.ma.array([1, 2]),
+        "hard": hard,
+        "masked rows": np.ma.array(np.arange(100.0).reshape(10, 10), mask=np.eye(10)).T,
+        "masked records": records,
+        "masked record": records[0],
+        "masked objects": masked_objects,
+    }
+
+
+@pytest.mark.parametrize("name", subclasses())
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_replicas_arrays_of_subclasses_keep_what_numpys_pickling_drops(name, writable):
+    source = subclasses()[name]
+    source.flags.writeable = writable and source.flags.writeable
+    before = dict(getattr(source, "__dict__", {}))
+    got, again = as_replica([source, source])
+    assert got is again
+    assert type(got) is type(source)
+    assert (got.dtype, got.strides, got.tolist()) == (source.dtype, source.strides, source.tolist())
+    assert got.flags.writeable == source.flags.writeable
+    now = dict(getattr(got, "__dict__", {}))
+    assert (list(now), repr(now)) == (list(before), repr(before))
+    assert getattr(got, "note", None) == getattr(source, "note", None)
+    if name == "attributes":
+        assert got.info[1] is got
+    if isinstance(source, np.ma.MaskedArray):
+        assert got.hardmask == source.hardmask
+        assert (got.mask is np.ma.nomask) == (source.mask is np.ma.nomask)
+        assert np.array_equal(np.ma.getmaskarray(got), np.ma.getmaskarray(source))
+
+
+def test_an_array_that_pickles_itself_has_the_last_word():
+    assert as_replica(PickledArray([1], "lost")).info == "its own"
+    assert as_replica(np.ma.masked) is np.ma.masked
+
+
+@pytest.mark.parametrize("name", ["attributes", "objects", "hard", "masked rows", "records"])
+def test_a_batchs_arrays_of_subclasses_arrive_as_torchs_do(name):
+    source = subclasses()[name]
+    source.flags.writeable = False
+    got, want = through(source), between_torchs_processes(source)
+    assert repr((type(got), got, vars(got))) == repr((type(want), want, vars(want)))
+    assert (got.strides, got.flags.writeable) == (want.strides, want.flags.writeable)
+
+
+def test_a_replicas_views_of_memory_maps_have_their_attributes(tmp_path):
+    np.arange(1000.0).tofile(tmp_path / "values")
+    mapped = np.memmap(tmp_path / "values", np.float64, "r", shape=(10, 100))
+    masked = np.ma.masked_array(mapped, mask=mapped > 500)
+    assert masked._mmap is not None
+    encoded = encode([mapped, masked, InfoArray(mapped[3], "x")], mapped=Mappings())
+    assert encoded.overlap is None
+    rows, hidden, row = decode(encoded.skeleton, [bytearray(b) for b in encoded.buffers])
+    assert (type(rows), rows.mode, rows.filename) == (np.memmap, "r", mapped.filename)
+    assert type(hidden.data) is np.memmap
+    assert hidden.sum() == masked.sum()
+    assert (row.info, row.tolist()) == ("x", list(range(300, 400)))
+    assert masked._mmap is not None
+
+
 def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
     array, tensor, table = np.zeros(6), torch.zeros(5), np.zeros((300, 300))
+    masked = np.ma.array(np.zeros(6), mask=[0, 1] * 3, fill_value=3.0)
     mapped = np.memmap(tmp_path / "file", np.float64, "w+", shape=(20,))
     shares = [
         [array[:3], array],
@@ -469,6 +615,8 @@ def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
         [table[:, 3], table],
         [table.T, table[::-1]],
         [table[first : first + 2] for first in range(200)],
+        [array, array[2:].view(InfoArray)],
+        [masked[:3], masked],
     ]
     own = [
         [array[:3], array[3:], array[3:].copy()],
@@ -479,6 +627,7 @@ def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
         [*table],
         [mapped, mapped[:3], np.asarray(mapped)[1:]],
         [np.zeros(0), array[:0], array],
+        [masked[:3], masked[3:], masked.copy()],
     ]
     assert [encode(some, mapped=Mappings()).overlap is None for some in shares] == [False] * len(shares)
     assert [encode(some, mapped=Mappings()).overlap for some in own] == [None] * len(own)
@@ -638,7 +787,7 @@ def test_excessive_depth_is_a_pickling_error():
 def test_byte_order_is_what_pickling_between_torchs_processes_makes_of_it(dtype, shape):
     array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     for one in (array, array[::2], np.asfortranarray(array), array.T):
-        want = pickle.loads(pickle.dumps(one, 4))
+        want = between_torchs_processes(one)
         got = through(one)
         assert (got.dtype, got.shape, got.strides) == (want.dtype, want.shape, want.strides)
         assert np.array_equal(got, want)
