@@ -15,8 +15,11 @@ in the run that was never interrupted. A state that was saved between two epochs
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import pickle
 import traceback
+import types
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -29,9 +32,11 @@ from rayloader.errors import StateError
 from rayloader.prefetch import QUIET_SAMPLERS
 from rayloader.sharding import Shard, chain_of, order_of, part_of
 from rayloader.state import redeal
-from rayloader.state.generator_kinds import KINDS, suit
+from rayloader.state.draws import drawn
+from rayloader.state.generator_kinds import KINDS, distinct, suit
 from rayloader.state.generators import find_generators
 from rayloader.state.random_state import RandomState
+from rayloader.state.sampler_parts import DATA, attributes_of, named_generators, own_classes, set_attributes
 from rayloader.state.seal import are_same
 from rayloader.state.snapshot import dump_state, has_state
 
@@ -41,6 +46,7 @@ RANK = ("num_replicas", "rank")
 _OF_RANK = (*RANK, "num_samples", "total_size")
 _DISTRIBUTED = (*RANK, "seed", "shuffle", "drop_last")
 _END = object()
+_ASKED_FOR = 100  # batches by which two orders are compared: few samples have the same order by chance
 
 # Simple attributes of samplers when a loader first had them, by id: what has changed since is the sampler's progress.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
@@ -154,15 +160,17 @@ class Samplers:
     def _held_generators(self) -> list[Any]:
         found: list[Any] = []
         for sampler in self._chain:
-            inner = {k: v for k, v in _vars(sampler).items() if type(v) not in _SIMPLE and not self._is_searched(k, v)}
+            attributes = attributes_of(sampler).items()
+            inner = {k: v for k, v in attributes if type(v) not in _SIMPLE and not self._is_searched(k, v)}
             if inner:  # torch's own have none, and a state is made before every batch by some frameworks
-                found += [g for g in find_generators(inner) if all(g is not known for known in found)]
+                found += find_generators(inner)
                 self._is_shallow &= all(isinstance(value, KINDS) for value in inner.values())
-        return found
+            found += named_generators(sampler)
+        return distinct(found)
 
     def _is_searched(self, name: str, value: Any) -> bool:
         """Whether an attribute of a sampler is looked at elsewhere."""
-        return name in ("data_source", "dataset", "sampler") or any(value is sampler for sampler in self._chain)
+        return name in (*DATA, "sampler") or any(value is sampler for sampler in self._chain)
 
     def _has_made(self, moment: Moment) -> None:
         """Samplers that make their generator when they are first asked have one, or none, as at that moment."""
@@ -215,7 +223,7 @@ class Samplers:
             if "epoch" in simple and hasattr(sampler, "set_epoch") and sampler.epoch != simple["epoch"]:
                 sampler.set_epoch(simple["epoch"])
             if sampler is not self._stateful:  # else its state_dict() says what it is
-                _vars(sampler).update(simple)
+                set_attributes(sampler, simple)
         self._check_generators(moment)
         moment.random.restore(self._generators)
 
@@ -265,6 +273,43 @@ class Samplers:
                 elif matters and not (any_rank and name in _OF_RANK) and not _same(own[name], simple[name]):
                     _refuse(sampler, name, simple[name], own[name])
         return both
+
+    def keep_more(self, dataset: Any, others: list[Any]) -> bool:
+        """Whether samplers of the user's keep what neither a `Moment` holds nor they tell, and draw by it.
+
+        Copies of them are asked twice from the same moment on. They share the dataset, which may be large. What can't
+        be copied or asked is not known to keep anything.
+
+        Args:
+            dataset: that the samplers sample from.
+            others: generators that are put to what they were beside the samplers' own.
+        """
+        if self._stateful is not None or not any(map(own_classes, self._chain)):
+            return False
+        shared = [dataset, *(getattr(sampler, name, None) for sampler in self._chain for name in DATA)]
+        given = types.SimpleNamespace(batch_size=self._batch_size, drop_last=self._drop_last)
+        before = RandomState.capture(followed := distinct([*self._generators, *others]))
+        try:
+            given._index_sampler, given.generator = copy.deepcopy(
+                (self.index_sampler, self._loaders_own), {id(one): one for one in shared}
+            )
+            copies = Samplers(given)
+            moment = copies.capture()
+            first = copies._draw()
+            before.restore(followed)
+            copies.move_to(moment)
+            return first != copies._draw()
+        except Exception:  # the user's own, which may raise anything
+            return False
+        finally:
+            before.restore(followed)
+
+    def _draw(self) -> int:
+        """A checksum of the first batches that the sampler gives."""
+        checksum = 0
+        for indices in itertools.islice(self.index_sampler, _ASKED_FOR):
+            checksum = drawn(indices, checksum).checksum
+        return checksum
 
     # ---- what the user's samplers tell themselves
 
@@ -327,8 +372,8 @@ def _contents(loader: Any) -> list[Any]:
     """All that `Samplers` looks at, but for what is within a sampler's attributes."""
     contents = [loader.generator, loader.batch_size, loader.drop_last]
     for sampler in chain_of(loader._index_sampler):
-        attributes = _vars(sampler)
-        contents += (sampler, *attributes, *attributes.values())
+        attributes = attributes_of(sampler)
+        contents += (sampler, *attributes, *attributes.values(), *named_generators(sampler))
     return contents
 
 
@@ -352,13 +397,8 @@ def _first_attributes(sampler: Any) -> dict[str, Any]:
     return _first_seen[key][1]
 
 
-def _vars(obj: Any) -> dict[str, Any]:
-    attributes: dict[str, Any] = getattr(obj, "__dict__", {})
-    return attributes
-
-
 def _simple(sampler: Any) -> dict[str, Any]:
-    return {name: value for name, value in _vars(sampler).items() if type(value) in _SIMPLE}
+    return {name: value for name, value in attributes_of(sampler).items() if type(value) in _SIMPLE}
 
 
 def _makes_generator(sampler: Any) -> bool:

@@ -11,6 +11,7 @@ import copy
 import itertools
 import operator
 import reprlib
+import warnings
 from typing import Any
 
 from rayloader.errors import StateError
@@ -60,7 +61,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         "version": VERSION,
         "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
         "fits": parts.part("fits", fits, lambda: _fits(loader, samplers), operator.eq),
-        **_program(loader, samplers, parts, stateful=stateful),
+        **_program(loader, samplers, parts, stateful=stateful, asked=position is not None),
         "position": packed,
         "redeal": None,
         TAKEN: _taken(packed),
@@ -74,11 +75,12 @@ def _taken(position: dict[str, Any] | None) -> int:
 
 def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
-    program = _program(loader, Samplers(loader), Parts(), stateful=state["sampler"]["tells"])
+    sampler = state["sampler"]
+    program = _program(loader, Samplers(loader), Parts(), stateful=sampler["tells"], asked=sampler["asked"])
     return sealed({**copy.deepcopy(state), **program}, KEYS)
 
 
-def _program(loader: Any, samplers: Samplers, parts: Parts, *, stateful: bool) -> dict[str, Any]:
+def _program(loader: Any, samplers: Samplers, parts: Parts, *, stateful: bool, asked: bool) -> dict[str, Any]:
     """What is the program's own: the generators and samplers as they are now; without workers the dataset too."""
     own, now, tells = samplers.own_state(), samplers.random(), stateful or samplers.is_stateful(None)
     if own.error:
@@ -93,6 +95,7 @@ def _program(loader: Any, samplers: Samplers, parts: Parts, *, stateful: bool) -
                 "attributes": pack_attributes(samplers.attributes()),
                 "progress": samplers.progress(),
                 "tells": tells,
+                "asked": asked,
             },
             operator.eq,
         ),
@@ -121,13 +124,28 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
     samplers, own = Samplers(loader), unpack_object(state["sampler"]["own"])
     if loader.num_workers == 0 and state["process"] is not None:
         local_state.restore(loader, state["process"])
-    if state["redeal"] is None and (state["position"] is None or state["position"]["finished"]):
+    is_between = state["redeal"] is None and (state["position"] is None or state["position"]["finished"])
+    if is_between:
         samplers.load_between_epochs(own)
     else:
         samplers.load(own)
     samplers.restore(_now(state), progress)
+    if is_between and state["sampler"]["asked"] and not state["sampler"]["tells"]:
+        _warn_of_more(loader, samplers)
     accepted: dict[str, Any] = copy.deepcopy(state)
     return accepted
+
+
+def _warn_of_more(loader: Any, samplers: Samplers) -> None:
+    """In the middle of an epoch a sampler that does not draw the same again is an error; here nothing is drawn."""
+    if samplers.keep_more(loader.dataset, [] if loader.num_workers else local_state.generators_of(loader)):
+        warnings.warn(
+            f"the sampler ({samplers.name}) gives another order each time that it is asked, with the same random "
+            "generators, numbers, texts and booleans: what else its order depends on is not in the state, so the "
+            "next epoch may have another order than in the saved run; give the sampler state_dict() and "
+            "load_state_dict(), or set_epoch() by which it draws",
+            stacklevel=4,
+        )
 
 
 def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tuple[dict[str, Any] | None, int]:
@@ -215,7 +233,8 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
     # One that has asked the sampler knows what that has drawn from its generators, which is the same in all ranks.
     lead = next((rank for rank, position in enumerate(positions) if position is not None and position["draws"]), 0)
     state["now"], state["sampler"]["attributes"] = samplers.of_this_rank(_now(states[lead])).pack()
-    state["sampler"]["progress"] = states[lead]["sampler"]["progress"]
+    for name in ("progress", "asked"):
+        state["sampler"][name] = states[lead]["sampler"][name]
     if all(position is None or position["finished"] for position in positions):
         return sealed(state, KEYS)
     if any(position is None for position in positions) or len({str(_epoch_of(p)) for p in positions}) > 1:

@@ -97,12 +97,7 @@ def _children(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, An
         yield ("partial", "keywords"), obj.keywords
     attributes = _attributes(obj)
     if kind not in slots:
-        slots[kind] = [
-            name
-            for base in kind.__mro__
-            for name, member in vars(base).items()
-            if is_a(member, types.MemberDescriptorType) and "__slots__" in vars(base)
-        ]
+        slots[kind] = slots_of(kind)
     for name in slots[kind]:
         with contextlib.suppress(AttributeError):  # not set
             yield ("attribute", name), object.__getattribute__(obj, name)
@@ -110,6 +105,17 @@ def _children(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, An
         yield from ((("attribute", name), value) for name, value in list(attributes.items()))
     elif not slots[kind] and not is_a(obj, (dict, list, tuple, set, frozenset)):
         yield from ((None, value) for value in gc.get_referents(obj) if not is_a(value, type))
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names of the attributes that objects of a class have in `__slots__`."""
+    return [
+        name
+        for base in kind.__mro__
+        if vars(base).get("__slots__")
+        for name, member in vars(base).items()
+        if is_a(member, types.MemberDescriptorType)
+    ]
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:

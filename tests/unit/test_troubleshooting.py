@@ -235,6 +235,9 @@ TESTS = {
         "test_of_a_text_or_a_fraction_that_differs_there_is_a_warning": ["the state was saved with"],
         "test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks": ["the sampler could not"],
     },
+    "integration/test_checkpoint_samplers.py": {
+        "test_a_sampler_that_keeps_more_than_a_state_holds_is_warned_of": ["the sampler (...) gives another order"],
+    },
     "integration/test_class.py": {
         "test_an_iterator_refuses_to_be_pickled_with_torchs_type_of_error": ["cannot pickle ...: an iterator"],
     },

@@ -1,0 +1,96 @@
+"""What a sampler keeps: its attributes, and the random generators that its code names.
+
+Promise: no code of the user's runs. Torch's own samplers, which a state is often made of, cost a few microseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from rayloader.state.generator_kinds import KINDS, is_a
+from rayloader.state.object_paths import slots_of
+
+DATA = ("data_source", "dataset")  # by these names samplers hold what they sample from
+_STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes keep nothing
+
+
+def attributes_of(obj: Any) -> dict[str, Any]:
+    """The attributes of an object by their names, those in `__slots__` too."""
+    attributes: dict[str, Any] = getattr(obj, "__dict__", {})
+    if _is_stock(type(obj).__module__) or not (slots := slots_of(type(obj))):
+        return attributes
+    attributes = dict(attributes)
+    for name in slots:
+        with contextlib.suppress(AttributeError):  # not set
+            attributes[name] = object.__getattribute__(obj, name)
+    return attributes
+
+
+def set_attributes(obj: Any, values: dict[str, Any]) -> None:
+    """Sets attributes that `attributes_of` gave."""
+    slots = slots_of(type(obj))
+    for name, value in values.items():
+        if name in slots:
+            object.__setattr__(obj, name, value)
+        else:
+            vars(obj)[name] = value
+
+
+def own_classes(sampler: Any) -> list[type]:
+    """Those of a sampler's classes that torch and Python do not have."""
+    if _is_stock(type(sampler).__module__):
+        return []
+    return [kind for kind in type(sampler).__mro__ if not _is_stock(kind.__module__)]
+
+
+def named_generators(sampler: Any) -> list[Any]:
+    """The generators that a sampler does not hold itself, and that its methods can name.
+
+    They are attributes of its classes, cells, defaults and module globals of its methods, and attributes of the dataset
+    whose names are in the methods' code.
+    """
+    if not (classes := own_classes(sampler)):
+        return []
+    found: list[Any] = []
+    names: set[str] = set()
+    for kind in classes:
+        for value in list(vars(kind).values()):
+            found.append(value)
+            if is_a(function := _function(value), types.FunctionType):
+                for cell in function.__closure__ or ():
+                    with contextlib.suppress(ValueError):  # empty
+                        found.append(cell.cell_contents)
+                found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+                in_code = list(_names(function.__code__))
+                found += map(function.__globals__.get, in_code)
+                names.update(in_code)
+    held = attributes_of(sampler)
+    for data in (held[name] for name in DATA if name in held):
+        found += [value for name, value in attributes_of(data).items() if name in names]
+    return [value for value in found if is_a(value, KINDS)]
+
+
+@functools.lru_cache(maxsize=256)
+def _is_stock(module: str) -> bool:
+    return module.partition(".")[0] in _STOCK
+
+
+def _function(value: Any) -> Any:
+    """The function behind an attribute of a class, if it is one."""
+    if is_a(value, (staticmethod, classmethod)):
+        return value.__func__
+    if is_a(value, property):
+        return value.fget
+    return value.func if is_a(value, functools.cached_property) else value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function, and in those within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if is_a(constant, types.CodeType):
+            yield from _names(constant)

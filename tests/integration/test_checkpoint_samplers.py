@@ -1,0 +1,215 @@
+"""Samplers of the user's that have no `state_dict`, in a state saved between two epochs.
+
+In the middle of an epoch its indices are drawn again and compared; here nothing is. What a sampler draws by is found in
+whatever place it is, or the sampler is warned of.
+"""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from probes import oversubscribed
+from rayloader import DataLoader
+
+pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
+
+LENGTH = 24
+GLOBAL = random.Random(0)
+
+
+class Data(Dataset):
+    def __init__(self):
+        self.draw = random.Random(0)
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return index
+
+
+class Sized(Sampler):
+    __slots__ = ()
+
+    def __len__(self):
+        return LENGTH
+
+
+class InSlots(Sized):
+    __slots__ = ("generator_of_mine",)
+
+    def __init__(self, data):
+        self.generator_of_mine = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.generator_of_mine.permutation(LENGTH).tolist())
+
+
+class CountsInSlots(Sized):
+    __slots__ = ("count",)
+
+    def __init__(self, data):
+        self.count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter(random.Random(self.count).sample(range(LENGTH), LENGTH))
+
+
+class OfTheClass(Sized):
+    generator = random.Random(0)
+
+    def __init__(self, data):
+        """Keeps nothing."""
+
+    def __iter__(self):
+        for _ in range(LENGTH):
+            yield self.generator.randrange(LENGTH)
+
+
+class OfTheModule(OfTheClass):
+    generator = property(lambda self: GLOBAL)
+
+
+class OfItsData(Sized):
+    def __init__(self, data):
+        self.data_source = data
+
+    def __iter__(self):
+        return iter([self.data_source.draw.randrange(LENGTH) for _ in range(LENGTH)])
+
+
+def in_a_closure(data):
+    generator = torch.Generator().manual_seed(0)
+
+    class InAClosure:
+        def __len__(self):
+            return LENGTH
+
+        def __iter__(self):
+            return iter(torch.randperm(LENGTH, generator=generator).tolist())
+
+    return InAClosure()
+
+
+def in_a_default(data):
+    own = random.Random(0)
+
+    class InADefault(Sized):
+        def __iter__(self, generator=own):
+            return iter(generator.sample(range(LENGTH), LENGTH))
+
+    return InADefault()
+
+
+class InAList(Sized):
+    def __init__(self, data):
+        self.count = [0]
+
+    def __iter__(self):
+        self.count[0] += 1
+        return iter(random.Random(self.count[0]).sample(range(LENGTH), LENGTH))
+
+
+class InPlace(Sized):
+    def __init__(self, data):
+        self.order = list(range(LENGTH))
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+class DeepInTheClass(Sized):
+    counts = itertools.count()
+
+    def __init__(self, data):
+        """Keeps nothing."""
+
+    def __iter__(self):
+        return iter(random.Random(next(self.counts)).sample(range(LENGTH), LENGTH))
+
+
+class Unseeded(Sized):
+    def __init__(self, data):
+        """Keeps nothing."""
+
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(LENGTH).tolist())
+
+
+RESTORED = [InSlots, CountsInSlots, OfTheClass, OfTheModule, OfItsData, in_a_closure, in_a_default]
+NOTICED = [InAList, InPlace, DeepInTheClass, Unseeded]
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+def loader_of(kind, num_workers):
+    random.seed(1)
+    data = Data()
+    return DataLoader(data, batch_size=4, sampler=kind(data), num_workers=num_workers)
+
+
+def read(loader):
+    return torch.cat(list(loader)).tolist()
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", RESTORED)
+def test_the_next_epochs_have_the_orders_that_they_would_have_had(kind, num_workers):
+    loader = loader_of(kind, num_workers)
+    first = read(loader)
+    state = loader.state_dict()
+    rest = read(loader), read(loader)
+    assert first != rest[0]
+    again = loader_of(kind, num_workers)
+    again.load_state_dict(state)
+    assert (read(again), read(again)) == rest
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", NOTICED)
+def test_a_sampler_that_keeps_more_than_a_state_holds_is_warned_of(kind, num_workers):
+    loader = loader_of(kind, num_workers)
+    read(loader)
+    state = loader.state_dict()
+    again = loader_of(kind, num_workers)
+    with pytest.warns(UserWarning, match=rf"BatchSampler of {kind.__name__}\) gives another order .*load_state_dict"):
+        again.load_state_dict(state)
+    assert again.state_dict()["sampler"] == state["sampler"]
+
+
+@pytest.mark.parametrize("kind", [InSlots, CountsInSlots, OfTheClass, OfTheModule, OfItsData, in_a_closure])
+def test_in_the_middle_of_an_epoch_too(kind):
+    loader = loader_of(kind, 0)
+    read(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = read(iterator), read(loader)
+    again = loader_of(kind, 0)
+    again.load_state_dict(state)
+    assert (read(again), read(again)) == rest
+
+
+def test_a_generator_that_takes_the_place_of_another_is_seen():
+    """Between two states of one epoch."""
+
+    class Sampler(OfTheClass):
+        generator = random.Random(0)
+
+    loader = loader_of(Sampler, 0)
+    iterator = iter(loader)
+    next(iterator)
+    loader.state_dict()
+    Sampler.generator = random.Random(5)
+    assert len(list(iterator)) == 5
+    state = loader.state_dict()
+    rest = read(loader)
+    loader.load_state_dict(state)
+    list(loader)
+    loader.load_state_dict(state)
+    assert read(loader) == rest
