@@ -192,8 +192,8 @@ def put(obj: Any, step: Step, value: Any) -> None:
                 _attributes(obj)[name] = value  # type: ignore[index]
         case ("key", key) if isinstance(obj, dict):
             dict.__setitem__(obj, key, value)
-        case ("item", number) if isinstance(obj, list):
-            obj[number] = value
+        case ("item", number) if isinstance(obj, list) and number <= len(obj):
+            obj[number : number + 1] = [value]  # one that is an item short gets it
         case ("contents", None):
             obj.cell_contents = value
         case ("global", name):

@@ -253,6 +253,21 @@ def test_a_global_of_a_module_that_was_there_at_the_start(kind, monkeypatch):
     assert draw(string.generator) == expected
 
 
+def test_those_that_a_list_has_got_since_are_its_again():
+    (old, mine), (new, others) = two_workers(Holder([make("numpy")]))
+    old.held += [make("python"), make("torch")]
+    others.put_back(mine.look())
+    assert list(map(draw, new.held)) == list(map(draw, old.held))
+
+
+def test_a_list_that_lacks_something_else_too_is_left_alone():
+    (old, mine), (new, others) = two_workers(Holder([]))
+    old.held += ["something", make("python")]
+    with pytest.raises(ReplayError, match=r"generator at dataset\.held\[1\] was made while loading"):
+        others.put_back(mine.look())
+    assert new.held == []
+
+
 def test_one_whose_place_is_missing_is_an_error():
     (old, mine), (_, others) = two_workers(Holder())
     old.held = Holder(make("numpy"))
