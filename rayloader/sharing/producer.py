@@ -61,8 +61,11 @@ class Producer:
         await self._opened.wait()
         if not is_whole(rank) or not 0 <= rank < self._terms.consumers:
             number = self._terms.consumers
-            rule = f"rank must be a whole number from 0 to {number - 1}, got {rank!r}"
-            return Reply(Kind.REFUSED, ValueError(f"{rule}: this share has {number} consumers"))
+            text = (
+                f"rank must be a whole number from 0 to {number - 1}, got {rank!r}: this share has {number} consumers, "
+                "numbered from 0"
+            )
+            return Reply(Kind.REFUSED, ValueError(text))
         self._connections[rank] += 1
         if (refusal := self._refusal(rank, self._connections[rank])) is not None:
             return refusal
