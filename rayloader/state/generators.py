@@ -25,8 +25,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from rayloader.errors import ReplayError
 from rayloader.state.generator_kinds import (
     KINDS,
@@ -43,7 +41,7 @@ from rayloader.state.generator_kinds import (
     suits,
 )
 from rayloader.state.living_generators import MODULES_AT_START, is_imported, living_generators
-from rayloader.state.module_globals import Place, bound_at, is_own, module_places
+from rayloader.state.module_globals import is_own
 from rayloader.state.object_paths import GET, Node, Path, in_words, put, walk
 
 _OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that is nobody else's
@@ -70,12 +68,11 @@ def noting() -> Iterator[list[Any]]:
         _noted = None
 
 
-def reduce_generator(obj: Any, reduced: Callable[[Any], Any], places: Iterable[Place]) -> Any:
+def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
     """How a replica's pickler reduces a generator: as usual (`reduced`), and noted where it is unpickled.
 
     The global ones are pickled by name: what is bound to one of them in the driver is bound to the worker's there, as
-    after a fork. So is one that a module of the program's holds (`places`), with the state that it has in the driver:
-    else the module and the replica would draw the same from two generators.
+    after a fork.
     """
     for one, owner, name in global_generators():
         if obj is one:
@@ -86,7 +83,7 @@ def reduce_generator(obj: Any, reduced: Callable[[Any], Any], places: Iterable[P
     if not isinstance(usual, tuple):
         return usual
     make, arguments, *rest = usual
-    return _note, (tuple(places), make, *arguments), *rest
+    return _note, (make, *arguments), *rest
 
 
 def _without_state(kind: Any, attributes: dict[str, Any]) -> Any:
@@ -95,25 +92,11 @@ def _without_state(kind: Any, attributes: dict[str, Any]) -> Any:
     return generator
 
 
-def _note(places: tuple[Place, ...], make: Callable[..., Any], *arguments: Any) -> Any:
+def _note(make: Callable[..., Any], *arguments: Any) -> Any:
     generator = make(*arguments)
-    if not isinstance(generator, KINDS):
-        return generator
-    for bound in bound_at(places):
-        held = engine(bound) if is_a(bound, KINDS) and is_a(generator, np.random.BitGenerator) else bound
-        if _can_be(held, generator):
-            generator = held
-            break
-    if _noted is not None:
+    if _noted is not None and isinstance(generator, KINDS):
         _noted.append(generator)
     return generator
-
-
-def _can_be(held: Any, generator: Any) -> bool:
-    """Whether what a module holds can be this generator: it is of its type, over the same one, and no other one yet."""
-    if type(held) is not type(generator) or any(held is one for one in _noted or ()):
-        return False
-    return engine(generator) is generator or engine(generator) is engine(held)
 
 
 # ---- later ones
@@ -138,15 +121,12 @@ class Generators:
 
     Attributes:
         given: of the replica.
-        shared: those of them that modules of the program's hold too, for all workers of this process.
         settled: whether the last look found none that the one before it had not.
     """
 
     def __init__(self, replica: dict[str, Any], noted: list[Any], before: Iterable[Any] = ()) -> None:
         self._replica = replica
         self.given = distinct(noted)
-        places = module_places() if noted else {}
-        self.shared = [generator for generator in self.given if id(generator) in places]
         self.settled = True
         self._others = [*noted, *before]  # keeps their identities
         self._known = engines(self._others)

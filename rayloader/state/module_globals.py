@@ -5,19 +5,14 @@ and namespaces of these are what they were in the driver at `iter()`, and so are
 instance, whose attributes are such values. Of anything else it is said by name where its kind, its size or, of
 functions and classes, its name differs. Modules of the standard library and of installed packages are as the worker
 imports them, and so is `__main__`, whose functions bring along what they use.
-
-Functions of other modules that travel by value (transport/functions.py) bring it along too, and `bind` puts it into
-the module. Generators and bare objects, which are known by their identities, are those of a module: `module_places`.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import enum
 import functools
-import importlib
 import importlib.abc
 import importlib.machinery
 import itertools
@@ -29,14 +24,12 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-
-from rayloader.state.generator_kinds import KINDS, engine, is_a
 
 logger = logging.getLogger("rayloader")
 
@@ -104,54 +97,6 @@ class ModuleGlobals:
                 _finder.set(name, module)
 
 
-def bind(namespace: dict[str, Any], values: dict[str, Any]) -> None:
-    """In a worker: has a module's globals be these, which its functions in a replica have brought from the driver.
-
-    What `ModuleGlobals` carries stays, and so does what is equal: others may refer to it.
-    """
-    plain, objects, others = _finder.pending.get(namespace["__name__"], ({}, {}, {}))
-    for name, value in values.items():
-        if name in namespace:
-            held = namespace[name]
-            if name in plain or (name in objects and _is_all_content(value) and _described(held) == others[name]):
-                continue
-            with contextlib.suppress(RecursionError):  # it contains itself, or is deep
-                if _same(held, value):
-                    continue
-        namespace[name] = value
-
-
-Place = tuple[str, str]  # a module of the program's, and a name in it
-
-
-def module_places() -> dict[int, list[Place]]:
-    """Where the random generators and the bare objects of the program's modules are bound, by their identities.
-
-    NumPy's generators are over another one, which is found at the same place.
-    """
-    found: dict[int, list[Place]] = {}
-    for module_name, attributes in _own_modules():
-        for name, value in list(attributes.items()):
-            if type(value) is object:
-                found.setdefault(id(value), []).append((module_name, name))
-            elif is_a(value, KINDS):
-                for identity in {id(value), id(engine(value))}:
-                    found.setdefault(identity, []).append((module_name, name))
-    return found
-
-
-def bound_at(places: Iterable[Place]) -> Iterator[Any]:
-    """In a worker: what is bound there, first in modules that it has; other modules are imported."""
-    for module_name, name in sorted(places, key=lambda place: place[0] not in sys.modules):
-        with contextlib.suppress(Exception):  # it is not there, or whatever the module raises
-            yield vars(importlib.import_module(module_name))[name]
-
-
-def some_object(places: list[Place]) -> object:
-    """The bare object that is bound there."""
-    return next((found for found in bound_at(places) if type(found) is object), object())
-
-
 _Content = tuple[dict[str, Any], "dict[Any, Any] | None"]  # attributes, and items of a dict
 
 
@@ -201,10 +146,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, and of the same types all through; what is not plain must be the same object."""
+    """Whether two plain values are equal, and of the same types all through."""
     kind = type(one)
-    if one is other or kind is not type(other):
-        return one is other
+    if kind is not type(other):
+        return False
     if kind in _NAMESPACES:
         one, other, kind = vars(one), vars(other), dict
     if kind in _DICTS:
@@ -212,9 +157,7 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, *parts))
     if kind in (tuple, list):
         return len(one) == len(other) and all(map(_same, one, other))
-    if kind in _ATOMS or issubclass(kind, (np.number, np.bool_)):
-        return bool(one == other)
-    return kind in _SEQUENCES and _is_plain(one) and _is_plain(other) and bool(one == other)
+    return bool(one == other)
 
 
 def _content(value: Any) -> _Content | None:
@@ -227,20 +170,6 @@ def _content(value: Any) -> _Content | None:
     except AttributeError:
         return None
     return dict(attributes), dict(dict.items(value)) if issubclass(kind, dict) else None
-
-
-class _Bare:
-    pass
-
-
-class _BareDict(dict):  # type: ignore[type-arg]
-    pass
-
-
-def _is_all_content(value: Any) -> bool:
-    """Whether an object consists of what `_content` tells: not one with slots, for instance, nor a kind of list."""
-    bare = _BareDict if issubclass(type(value), dict) else _Bare
-    return (type(value).__basicsize__, type(value).__itemsize__) == (bare.__basicsize__, bare.__itemsize__)
 
 
 def _described(value: Any) -> str:

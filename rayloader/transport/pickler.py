@@ -7,7 +7,6 @@ the storages inside. Anything else is cloudpickle's.
 from __future__ import annotations
 
 import copyreg
-import functools
 import io
 import mmap
 import operator
@@ -28,8 +27,7 @@ from torch.utils.hooks import warn_if_has_hooks
 from rayloader._compat import DataPipeWrapper, no_torch_function, state_of_subclass
 from rayloader.state.generator_kinds import KINDS
 from rayloader.state.generators import reduce_generator
-from rayloader.state.module_globals import Place, module_places, some_object
-from rayloader.transport import bulk, classes, functions, handles
+from rayloader.transport import bulk, classes, handles
 from rayloader.transport.raw import NAMES, memory
 from rayloader.transport.rebuilding import (
     HOOKS,
@@ -137,10 +135,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if self.mapped is not None and issubclass(kind, DataPipeWrapper):
             return kind, (obj._datapipe,)  # its own way is plain pickle's, which leaves what __main__ has to __main__
         if self.mapped is not None and issubclass(kind, KINDS):
-            return reduce_generator(obj, self._reduced, self._module_places.get(id(obj), ()))
-        if self.mapped is not None and kind is object:  # known by its identity, if by anything
-            where = self._module_places.get(id(obj))
-            return NotImplemented if where is None else (some_object, (where,))
+            return reduce_generator(obj, self._reduced)
         if issubclass(kind, type):
             if self.known_classes:
                 return classes.reduce_by_id(obj, super().reducer_override)
@@ -148,15 +143,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own are of these
             self.ordinary.add(kind)
             return NotImplemented
-        if self.mapped is not None and functions.of_module(obj):
-            self.globals_ref.setdefault(id(obj.__globals__), functions.Namespace(obj.__globals__))
-            return functions.over_namespace(super().reducer_override(obj))
         return super().reducer_override(obj)
-
-    @functools.cached_property
-    def _module_places(self) -> dict[int, list[Place]]:
-        """By identity of what is bound there."""
-        return module_places()
 
     def _reduced(self, obj: Any) -> Any:
         """As if this class had no `reducer_override`."""

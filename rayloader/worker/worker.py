@@ -106,7 +106,6 @@ class Worker:
         self._goal: WorkerState | None = None  # to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
         self._parked: RandomState | None = None
-        self._shared: list[Any] = []  # generators that other workers of this process use too
         self._worker_info: Any = None
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
         self._recorder = Recorder(None, Generators({}, []), RandomState.capture([]))
@@ -129,7 +128,6 @@ class Worker:
             output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"
             generators = Generators({name: getattr(loaded, name) for name in names}, noted, before)
-            self._shared = generators.shared
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             default_collate_fn_map[torch.Tensor] = stack
             default_collate_fn_map.update(loaded.collate_fn_map)
@@ -254,12 +252,12 @@ class Worker:
 
     def park(self) -> None:
         """Another worker of this process is to work."""
-        self._parked = RandomState.capture(self._shared)
+        self._parked = RandomState.capture([])
 
     def unpark(self) -> None:
         """This worker is to work again."""
         assert self._parked is not None
-        self._parked.restore(self._shared)
+        self._parked.restore([])
         self._tell_who_reads()
 
     def resume(self, resumed: Resumed) -> WorkerState:

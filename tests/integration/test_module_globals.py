@@ -1,7 +1,6 @@
 """Globals of the program's modules in real workers: as the program has set them, as after a fork."""
 
 import importlib
-import random
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -95,62 +94,3 @@ def test_another_worker_of_the_process_does_not_undo_what_the_dataset_has_set(tm
         if len(found) == 6:
             loader.resize(1)
     assert found[::2] == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-DRAWING = """
-import random
-
-RNG = random.Random(0)
-SCALE = 0
-MISSING = object()
-
-def set_scale(worker_id):
-    global SCALE
-    SCALE = 100
-
-class Data:
-    def __init__(self):
-        self.draw = lambda: (RNG.random(), SCALE)
-        self.default = MISSING
-    def __len__(self):
-        return 16
-    def __getitem__(self, index):
-        return [*self.draw(), RNG.random(), self.default is MISSING]
-"""
-
-
-@pytest.fixture
-def drawing(tmp_path, monkeypatch):
-    """A module of the program's own."""
-    name = f"drawing_{abs(hash(tmp_path))}"
-    (tmp_path / f"{name}.py").write_text(DRAWING)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module(name)
-    del sys.modules[name]
-
-
-def drawn(module):
-    """The batches of a worker that was forked now."""
-    rng = random.Random()
-    rng.setstate(module.RNG.getstate())
-    return [[rng.random(), 100, rng.random(), True] for _ in range(8)]
-
-
-def test_lambdas_share_the_globals_of_their_module(drawing):
-    loader = DataLoader(drawing.Data(), None, num_workers=2, collate_fn=as_is, worker_init_fn=drawing.set_scale)
-    for _ in range(2):
-        drawing.RNG.random()
-        batches = list(loader)
-        assert batches[::2] == batches[1::2] == drawn(drawing)
-
-
-def test_workers_of_one_process_draw_from_a_generator_of_the_module_as_if_alone(drawing):
-    loader = DataLoader(
-        drawing.Data(), None, num_workers=2, collate_fn=as_is, worker_init_fn=drawing.set_scale, prefetch_factor=2
-    )
-    found = []
-    for value in loader:
-        found.append(value)
-        if len(found) == 6:
-            loader.resize(1)
-    assert found[::2] == found[1::2] == drawn(drawing)
