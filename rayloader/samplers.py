@@ -46,6 +46,7 @@ RANK = ("num_replicas", "rank")
 _OF_RANK = (*RANK, "num_samples", "total_size")
 _DISTRIBUTED = (*RANK, "seed", "shuffle", "drop_last")
 _END = object()
+_MOST_COPIED = 100_000  # objects that a sampler may hold, for copies of it to be asked
 _ASKED_FOR = 100  # batches by which two orders are compared: few samples have the same order by chance
 
 # Simple attributes of samplers when a loader first had them, by id: what has changed since is the sampler's progress.
@@ -241,7 +242,8 @@ class Samplers:
         if others is not None and not suit(self._generators, others):
             raise StateError(
                 f"the state is of a loader whose sampler has {len(others)} random generators of its own, this "
-                f"one has {len(self._generators)}, or others; make the loader as the one that was saved"
+                f"one has {len(self._generators)}, or others; make the loader as the one that was saved, with all "
+                "generators from the beginning, or give the sampler state_dict() and load_state_dict()"
             )
 
     def check(self, saved: Moment, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:
@@ -287,11 +289,12 @@ class Samplers:
         if self._stateful is not None or not any(map(own_classes, self._chain)):
             return False
         shared = [dataset, *(getattr(sampler, name, None) for sampler in self._chain for name in DATA)]
+        shared += [value for one in shared for value in attributes_of(one).values()]  # a subset's dataset, for one
         given = types.SimpleNamespace(batch_size=self._batch_size, drop_last=self._drop_last)
         before = RandomState.capture(followed := distinct([*self._generators, *others]))
         try:
             given._index_sampler, given.generator = copy.deepcopy(
-                (self.index_sampler, self._loaders_own), {id(one): one for one in shared}
+                (self.index_sampler, self._loaders_own), _Copied({id(one): one for one in shared})
             )
             copies = Samplers(given)
             moment = copies.capture()
@@ -360,6 +363,15 @@ class Resuming:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+class _Copied(dict[int, Any]):
+    """What `copy.deepcopy` has copied, of which there may be only so much."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        if len(self) >= _MOST_COPIED:
+            raise OverflowError("too many objects")
+        super().__setitem__(key, value)
 
 
 def note_first_attributes(loader: Any) -> None:

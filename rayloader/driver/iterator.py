@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from time import perf_counter
@@ -293,6 +294,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
             raise
         if encoded.overlap is not None:
             _warn_of_overlap(*encoded.overlap)
+        if encoded.copied is not None:
+            _warn_of_copy(*encoded.copied)
         return encoded
 
     def __next__(self) -> Any:
@@ -420,6 +423,15 @@ def _warn_of_overlap(one: str, other: str) -> None:
         "are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it there too",
         one,
         other,
+    )
+
+
+def _warn_of_copy(function: str, generator: str) -> None:
+    warnings.warn(
+        f"the workers have a copy of the random generator {generator} for {function}, which is a lambda or was made by "
+        "another function, and one more for the rest of its module: both may draw the same numbers. Define the "
+        "function at the top level of the module, or let the dataset hold the generator",
+        stacklevel=2,
     )
 
 

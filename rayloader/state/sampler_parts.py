@@ -65,7 +65,7 @@ def named_generators(sampler: Any) -> list[Any]:
                     with contextlib.suppress(ValueError):  # empty
                         found.append(cell.cell_contents)
                 found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-                in_code = list(_names(function.__code__))
+                in_code = list(names_in(function.__code__))
                 found += map(function.__globals__.get, in_code)
                 names.update(in_code)
     held = attributes_of(sampler)
@@ -88,9 +88,9 @@ def _function(value: Any) -> Any:
     return value.func if is_a(value, functools.cached_property) else value
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """The names of globals and attributes in a function, and in those within it."""
     yield from code.co_names
     for constant in code.co_consts:
         if is_a(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)

@@ -19,7 +19,7 @@ import multiprocessing  # noqa: F401  # cloudpickle wants the module to be there
 import pickle
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import cloudpickle
@@ -34,6 +34,8 @@ _definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDiction
 def with_slots(cls: type, reduced: Any) -> Any:
     """Cloudpickle's reduction of a class, with its `__slots__` where the class travels by value."""
     if not isinstance(reduced, tuple) or reduced[0] is not _make_class or "__slots__" not in vars(cls):
+        return reduced
+    if NamedTuple in vars(cls).get("__orig_bases__", ()):  # which is called again, and sets them itself
         return reduced
     make, (kind, name, bases, namespace, *others), *state = reduced
     return make, (kind, name, bases, {**namespace, "__slots__": vars(cls)["__slots__"]}, *others), *state

@@ -59,6 +59,8 @@ class Encoded(NamedTuple):
         shared: Of a replica: the storages in torch's shared memory, whole, by the number of their buffer.
         overlap: Of a replica: two arrays, or an array and a tensor, that share memory and will not do so when decoded,
             in words; there may be more, and of many of a kind only the first few are looked at.
+        copied: Of a replica: the first function that travels with a copy of a random generator of its module's, and the
+            generator's name.
     """
 
     skeleton: bytes
@@ -67,6 +69,7 @@ class Encoded(NamedTuple):
     gathered: Sequence[bulk.Gathered] = ()
     shared: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
     overlap: tuple[str, str] | None = None
+    copied: tuple[str, str] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +146,8 @@ def encode(
     header = pickle.dumps((uses, places, *of_bulk), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
-    return Encoded(file.getvalue(), buffers, pickler.carried_objects, list(chain(*gathered)), shared, pickler.overlap())
+    carried, overlap = pickler.carried_objects, pickler.overlap()
+    return Encoded(file.getvalue(), buffers, carried, list(chain(*gathered)), shared, overlap, pickler.copied)
 
 
 def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], carried: Sequence[Any] = ()) -> Any:

@@ -25,8 +25,9 @@ from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
 from rayloader._compat import DataPipeWrapper, no_torch_function, state_of_subclass
-from rayloader.state.generator_kinds import KINDS
+from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.generators import reduce_generator
+from rayloader.state.sampler_parts import names_in
 from rayloader.transport import bulk, classes, handles
 from rayloader.transport.raw import NAMES, memory
 from rayloader.transport.rebuilding import (
@@ -81,6 +82,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.carried_objects: list[Any] = []
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
+        self.copied: tuple[str, str] | None = None  # as `Encoded.copied`
         self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
 
     def reducer_override(self, obj: Any) -> Any:
@@ -143,7 +145,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own are of these
             self.ordinary.add(kind)
             return NotImplemented
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
+            self.copied = _copied_generator(obj)
+        return reduced
 
     def _reduced(self, obj: Any) -> Any:
         """As if this class had no `reducer_override`."""
@@ -309,6 +314,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         layout = strides, offset, order, writable, kind
         reduction = make_array, place if layout == _USUAL else (*place, *layout)
         return (*reduction, (None, attributes, writable), None, None, set_array) if attributes else reduction
+
+
+def _copied_generator(function: types.FunctionType) -> tuple[str, str] | None:
+    """Of a function that travels by value: its name, and that of a generator which the rest of its module uses too."""
+    module = sys.modules.get(function.__module__ or "")
+    if module is None or vars(module) is not function.__globals__ or module.__name__ in ("__main__", "__mp_main__"):
+        return None  # of what there is in __main__ everything travels
+    for name in names_in(function.__code__):
+        if is_a(function.__globals__.get(name), KINDS):
+            return f"{module.__name__}.{function.__qualname__}", name
+    return None
 
 
 def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:

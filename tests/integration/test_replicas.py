@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import re
 import sqlite3
 import tarfile
@@ -11,6 +12,7 @@ from dataclasses import replace
 from datetime import date
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import NamedTuple
 from zipfile import ZipFile
 
 import h5py
@@ -103,6 +105,31 @@ def test_arrays_that_share_memory_are_warned_of_once(caplog):
     told = [record.getMessage() for record in caplog.records if "shares memory with" in record.getMessage()]
     assert len(told) == 1
     assert "an array of shape (2,) shares memory with an array of shape (7,)" in told[0]
+
+
+def test_named_tuples_that_workers_cannot_import_are_as_others():
+    class Local(NamedTuple):
+        x: int
+        y: int = 3
+
+    got = list(holding(Local, lambda kind: kind(1)))
+    assert got == [Local(1, 3)] * 2
+    assert {type(value) for value in got} == {Local}
+
+
+random_of_this_module = random.Random(0)
+
+
+def draws_from_its_module():
+    return lambda _: random_of_this_module.random()
+
+
+def test_a_function_that_travels_with_a_generator_of_its_module_is_warned_of():
+    function = draws_from_its_module()
+    with pytest.warns(
+        UserWarning, match=r"copy of the random generator random_of_this_module for test_replicas\.draws"
+    ):
+        assert len(list(holding([1], function))) == 2
 
 
 def test_what_is_kept_of_an_old_dataset_stays_and_the_rest_goes():

@@ -9,6 +9,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import random
 import sqlite3
 import subprocess
 import sys
@@ -951,6 +952,33 @@ def test_known_classes_need_not_be_picklable_here():
     with pytest.raises(TypeError):
         encode(Local())
     assert type(through(Local(), known_classes=True)) is Local
+
+
+# Functions that travel by value
+
+_generator, _number = random.Random(0), 1
+
+
+def by_value(names_a_generator):
+    def nested():
+        return [_generator.random() for _ in range(2)]
+
+    return nested if names_a_generator else lambda: _number
+
+
+@pytest.mark.parametrize(
+    ("held", "copied"),
+    [
+        (by_value(True), (f"{__name__}.by_value.<locals>.nested", "_generator")),
+        ([by_value(False), by_value(True)], (f"{__name__}.by_value.<locals>.nested", "_generator")),
+        (by_value(False), None),
+        (by_value, None),
+        (_generator, None),
+    ],
+)
+def test_a_copy_of_a_modules_generator_is_told(held, copied):
+    assert encode(held, mapped=Mappings()).copied == copied
+    assert encode(held).copied is None
 
 
 # What can't be pickled

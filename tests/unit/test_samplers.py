@@ -6,8 +6,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, Subset
 
+from rayloader import samplers as module
 from rayloader.errors import StateError
 from rayloader.samplers import Samplers
 from rayloader.state.generators import find_generators
@@ -128,6 +129,20 @@ def samplers_of(sampler):
 )
 def test_only_samplers_that_go_on_from_what_no_state_holds_keep_more(sampler, keeps):
     assert samplers_of(sampler).keep_more(range(LENGTH), []) == keeps
+
+
+def test_a_look_copies_neither_what_the_dataset_holds_nor_a_great_many_objects(monkeypatch):
+    class Uncopiable(Drawing):
+        def __deepcopy__(self, memo):
+            pytest.fail("was copied")
+
+    counts, rows = Counts(), Uncopiable()
+    counts.base = rows
+    assert samplers_of(counts).keep_more(Subset(rows, range(LENGTH)), [])
+    monkeypatch.setattr(module, "_MOST_COPIED", 100)
+    assert samplers_of(counts).keep_more(Subset(rows, range(LENGTH)), [])
+    counts.many = [[number] for number in range(100)]
+    assert not samplers_of(counts).keep_more(Subset(rows, range(LENGTH)), [])
 
 
 def test_what_is_restored_beside_them_is_nothing_that_they_keep():

@@ -348,6 +348,7 @@ TESTS = {
     },
     "integration/test_replicas.py": {
         "test_arrays_that_share_memory_are_warned_of_once": ["rayloader: in the dataset"],
+        "test_a_function_that_travels_with_a_generator_of_its_module_is_warned_of": ["the workers have a copy"],
     },
     "unit/test_bulk.py": {"test_what_is_resized_meanwhile_is_an_error": ["a tensor or array was resized"]},
     "unit/test_codec.py": {
