@@ -156,7 +156,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         asked = perf_counter()
         try:
             data = super().__next__()
-        except BaseException:
+        except BaseException:  # the end, an error of the user's or Ctrl-C: each is counted
             self._tally.raised(asked)
             raise
         self._tally.gave(asked, self._drawn - 1, self._samples, _nbytes(data))

@@ -118,6 +118,14 @@ def slots_of(kind: type) -> list[str]:
     ]
 
 
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function, and in those within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if is_a(constant, types.CodeType):
+            yield from names_in(constant)
+
+
 def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
     yield from ((("closure", n), cell) for n, cell in enumerate(function.__closure__ or ()))
     yield from ((("default", n), value) for n, value in enumerate(function.__defaults__ or ()))

@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
 from typing import Any
 
 from rayloader.state.generator_kinds import KINDS, is_a
-from rayloader.state.object_paths import slots_of
+from rayloader.state.object_paths import names_in, slots_of
 
 DATA = ("data_source", "dataset")  # by these names samplers hold what they sample from
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes keep nothing
@@ -86,11 +85,3 @@ def _function(value: Any) -> Any:
     if is_a(value, property):
         return value.fget
     return value.func if is_a(value, functools.cached_property) else value
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in a function, and in those within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if is_a(constant, types.CodeType):
-            yield from names_in(constant)

@@ -27,7 +27,7 @@ from torch.utils.hooks import warn_if_has_hooks
 from rayloader._compat import DataPipeWrapper, no_torch_function, state_of_subclass
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.generators import reduce_generator
-from rayloader.state.sampler_parts import names_in
+from rayloader.state.object_paths import names_in
 from rayloader.transport import bulk, classes, handles
 from rayloader.transport.raw import NAMES, memory
 from rayloader.transport.rebuilding import (
