@@ -237,9 +237,10 @@ def test_a_batch_that_kills_whoever_builds_it(where, how, kind, lane, faults, un
     assert batches == undisturbed[kind][0][0][:number]
     pids = faults.struck()
     # A process that exits says that the batch ended it: two are enough. Else the worker may lose as many in a row as
-    # `max_worker_restarts` says. One that has built another batch before is not counted: there are two of these.
+    # `max_worker_restarts` says, and the row begins anew with each of the worker's batches before this one: what a
+    # process has built, and not yet handed over when it dies, the next one must build.
     enough = KILLS if how in EXITS else 1 + loader.max_worker_restarts
-    assert enough <= len(set(pids)) <= enough + number // 2
+    assert enough <= len(set(pids)) <= enough + number // 2 * loader.max_worker_restarts
     check_died(error, pids[-1:])
     assert error.__notes__[0].startswith(f"batch {number} from worker {STRUCK} (pid ")
     if kind == "map":
