@@ -41,8 +41,9 @@ from rayloader.state.generator_kinds import (
     suits,
 )
 from rayloader.state.living_generators import MODULES_AT_START, is_imported, living_generators
+from rayloader.state.module_generators import Placed
 from rayloader.state.module_globals import is_own
-from rayloader.state.object_paths import GET, Node, Path, in_words, put, walk
+from rayloader.state.object_paths import Node, Path, follow, in_words, put, walk
 
 _OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that is nobody else's
 
@@ -118,19 +119,32 @@ class Generators:
         replica: the objects of the replica, by name.
         noted: the generators that were met when it was unpickled.
         before: those that lived in the process before: what other loaders have left in its modules is not followed.
+        placed: those of the program's modules.
+        alone: no other worker of this process follows these.
 
     Attributes:
         given: of the replica.
         settled: whether the last look found none that the one before it had not.
     """
 
-    def __init__(self, replica: dict[str, Any], noted: list[Any], before: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        replica: dict[str, Any],
+        noted: list[Any],
+        before: Iterable[Any] = (),
+        placed: Placed | None = None,
+        *,
+        alone: bool = True,
+    ) -> None:
+        self._placed = placed or Placed()
+        followed = self._placed.generators if alone else {}
         self._replica = replica
         self.given = distinct(noted)
         self.settled = True
         self._others = [*noted, *before]  # keeps their identities
-        self._known = engines(self._others)
-        self._later: list[tuple[tuple[Path, ...], Any, bool]] = []
+        self._known = engines(self._others) - engines(followed.values())
+        self._later: list[tuple[tuple[Path, ...], Any, bool]] = [(*one, True) for one in followed.items()]
+        self._waiting: list[Later] = []  # of modules that are not imported yet
         self._in_vain: list[Any] = []  # to which no path led, not from any module
         _in_this_process.add(self)
 
@@ -142,6 +156,12 @@ class Generators:
             now = self._at(paths[0])
             if is_a(now, KINDS) and id(engine(now)) not in self._known:
                 followed.append((paths, now, now is before))
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not any(map(_is_there, one.paths)):
+                self._waiting.append(one)
+            elif is_a(generator := self._at((paths := _those_there_first(one.paths))[0]), KINDS):
+                followed.append((paths, generator, one.lasting))
         seen = engines(generator for _, generator, _ in followed)
         others = set().union(*(worker._known for worker in _in_this_process))  # whose replicas are beside this one
         living = living_generators()
@@ -159,9 +179,10 @@ class Generators:
             followed += [(paths, generator, new_last) for paths, generator in reached.items()]
         self.settled = len(followed) == known
         self._later = followed
-        return tuple(
+        found = (
             Later(paths, kind_of(generator), state_of(generator), lasting) for paths, generator, lasting in followed
         )
+        return (*found, *self._waiting)
 
     def put_back(self, later: tuple[Later, ...]) -> None:
         """Gives the later ones the states that they had in another process.
@@ -169,9 +190,14 @@ class Generators:
         Raises:
             ReplayError: one is not there, and can't be made.
         """
-        self._later = []
+        self._later, self._waiting = [], []
         given = engines(self.given)
-        for paths, kind, state, lasting in later:
+        for one in later:
+            if not any(map(_is_there, one.paths)):
+                self._placed.wait(one.paths, one.kind, one.state)
+                self._waiting.append(one)
+                continue
+            paths, kind, state, lasting = one._replace(paths=_those_there_first(one.paths))
             generator = self._at(paths[0])
             fits = is_a(generator, KINDS) and id(engine(generator)) not in self._known
             if not fits and is_a(generator, KINDS) and paths[0][0] is not None and paths[0][0][0] == "module":
@@ -228,22 +254,16 @@ class Generators:
                             yield ((node, ("attribute", key)), ("attribute", attribute)), held
 
     def _at(self, path: Path) -> Any:
-        """What a path leads to, None if it is not there."""
-        obj: Any = None
-        try:
-            for step in path:
-                if step is None:
-                    return None
-                kind, key = step
-                if kind == "root":
-                    obj = self._replica[key]
-                elif kind == "module":
-                    obj = sys.modules[key]
-                else:
-                    obj = GET[kind](obj, key)
-        except Exception:  # whatever stands there instead
-            return None
-        return obj
+        return follow(path, self._replica)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether the module that a path leads from is imported, if it is one."""
+    return path[0] is None or path[0][0] != "module" or path[0][1] in sys.modules
+
+
+def _those_there_first(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    return tuple(sorted(paths, key=_is_there, reverse=True))
 
 
 _in_this_process: weakref.WeakSet[Generators] = weakref.WeakSet()

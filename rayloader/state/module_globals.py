@@ -31,6 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayloader.state.generator_kinds import KINDS
+from rayloader.state.module_generators import Carried, Found, Placed
+
 logger = logging.getLogger("rayloader")
 
 _ATOMS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
@@ -60,10 +63,12 @@ class ModuleGlobals:
     Attributes:
         plain: pickled, each by name by module: values; and of objects their attributes, and the items of dicts.
         others: description by name by module, of what is not plain.
+        generators: random ones in what is not plain.
     """
 
     plain: bytes
     others: dict[str, dict[str, str]]
+    generators: tuple[Carried, ...]
 
     @classmethod
     def capture(cls) -> ModuleGlobals:
@@ -71,7 +76,9 @@ class ModuleGlobals:
         plain: dict[str, dict[str, Any]] = {}
         objects: dict[str, dict[str, _Content]] = {}
         others: dict[str, dict[str, str]] = {}
-        for module_name, attributes in _own_modules():
+        modules = dict(_own_modules())
+        found = Found(lambda kind: kind.__module__ in modules)
+        for module_name, attributes in modules.items():
             for name, value in list(attributes.items()):
                 if name.startswith("__") or issubclass(type(value), types.ModuleType):
                     continue
@@ -81,7 +88,9 @@ class ModuleGlobals:
                     others.setdefault(module_name, {})[name] = _described(value)
                     if (content := _content(value)) is not None and _is_plain(content):
                         objects.setdefault(module_name, {})[name] = content
-        return cls(pickle.dumps((plain, objects), pickle.HIGHEST_PROTOCOL), others)
+                    if not issubclass(type(value), (type, types.FunctionType)) or value.__module__ in modules:
+                        found.look_in(module_name, name, value)
+        return cls(pickle.dumps((plain, objects), pickle.HIGHEST_PROTOCOL), others, found.carried())
 
     def adopt(self) -> None:
         """In a worker: sets those of the modules that it has, and of the others when it imports them."""
@@ -90,11 +99,17 @@ class ModuleGlobals:
             name: (plain.get(name, {}), objects.get(name, {}), self.others.get(name, {}))
             for name in plain | self.others
         }
+        _finder.placed = Placed(self.generators)
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
         for name in list(_finder.pending):
             if (module := sys.modules.get(name)) is not None:
                 _finder.set(name, module)
+
+
+def placed_generators() -> Placed:
+    """In a worker: those of the modules."""
+    return _finder.placed
 
 
 _Content = tuple[dict[str, Any], "dict[Any, Any] | None"]  # attributes, and items of a dict
@@ -136,10 +151,11 @@ def _is_plain(value: Any) -> bool:
         kind = type(part)
         if kind in _NAMESPACES:
             part, kind = vars(part), dict
-        if kind in _DICTS:
-            parts += [(inner, depth + 1) for inner in (*part.keys(), *part.values())]
-        elif kind in _SEQUENCES:
-            parts += [(inner, depth + 1) for inner in part]
+        if kind in _DICTS or kind in _SEQUENCES:
+            if count + len(part) > _MAX_PARTS:
+                return False
+            inners = itertools.chain(part.keys(), part.values()) if kind in _DICTS else part
+            parts += [(inner, depth + 1) for inner in inners]
         elif kind not in _ATOMS and not issubclass(kind, (np.number, np.bool_)):
             return False
     return True
@@ -161,9 +177,12 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _content(value: Any) -> _Content | None:
-    """What an object of the program's holds, by the interpreter's own methods; None if that can't be had."""
+    """What an object of the program's holds, by the interpreter's own methods; None if that can't be had.
+
+    Nor of a random generator, whose attributes do not say its state.
+    """
     kind = type(value)
-    if issubclass(kind, (*_DEFINITIONS, enum.Enum)):
+    if issubclass(kind, (*_DEFINITIONS, enum.Enum, *KINDS)):
         return None
     try:
         attributes = object.__getattribute__(value, "__dict__")
@@ -188,12 +207,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self.pending: dict[str, tuple[dict[str, Any], dict[str, _Content], dict[str, str]]] = {}
+        self.placed = Placed()
         self._told: set[tuple[str, str]] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self.pending:
+        if fullname not in self.pending and not self.placed.waits_for(fullname):
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -206,7 +226,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
     def set(self, module_name: str, module: types.ModuleType) -> None:
-        plain, objects, others = self.pending[module_name]
+        plain, objects, others = self.pending.get(module_name, ({}, {}, {}))
         for name, value in plain.items():
             if not (name in vars(module) and _same(vars(module)[name], value)):
                 setattr(module, name, value)
@@ -220,18 +240,16 @@ class _Finder(importlib.abc.MetaPathFinder):
                 if items is not None:
                     dict.clear(value)  # type: ignore[arg-type]
                     dict.update(value, items)  # type: ignore[arg-type]
-        missing = [
-            name
-            for name, kind in others.items()
-            if _described(vars(module).get(name)) != kind and (module_name, name) not in self._told
-        ]
-        self._told.update((module_name, name) for name in missing)
+        missing = [f"{path} (a random generator)" for path in self.placed.put_in(module_name)]
+        missing += [f"{name} ({kind})" for name, kind in others.items() if _described(vars(module).get(name)) != kind]
+        missing = [what for what in missing if (module_name, what) not in self._told]
+        self._told.update((module_name, what) for what in missing)
         if missing:
             logger.warning(
                 "rayloader: %s of the module %s differ in the workers from what the program has set, and only plain "
                 "values such as numbers, strings and dicts of them travel; pass what the dataset needs to its "
                 "constructor",
-                ", ".join(f"{name} ({others[name]})" for name in missing),
+                ", ".join(missing),
                 module_name,
             )
 

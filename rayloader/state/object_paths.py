@@ -25,18 +25,26 @@ Step = tuple[str, Any] | None  # None: a step that can't be taken in another pro
 Path = tuple[Step, ...]
 Node = tuple[Any, Step] | None  # the parent's node, and the step from there
 
-_ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
-_ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, property, np.dtype}
+ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
+ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, property, np.dtype}
 _SEQUENCES = list, tuple, collections.deque
 
 
-def walk(roots: Iterable[tuple[Node, Any]]) -> Iterator[tuple[Path, Any]]:
-    """The generators that are reached from some objects, with each path to them, the shortest first."""
+def walk(
+    roots: Iterable[tuple[Node, Any]], *, passed: Callable[[type], bool] = is_imported, most: int = sys.maxsize
+) -> Iterator[tuple[Path, Any]]:
+    """The generators that are reached from some objects, with each path to them, the shortest first.
+
+    Args:
+        roots: the objects, with their nodes.
+        passed: whether to pass over the attributes of a class.
+        most: objects to look at.
+    """
     queue = collections.deque(roots)
     seen: set[int] = set()
     slots: dict[type, list[str]] = {}
     keep: list[Any] = []  # what was made on the way, so that no identity is used twice
-    while queue:
+    while queue and len(seen) < most:
         node, obj = queue.popleft()
         if is_a(obj, KINDS):
             yield _path(node), obj
@@ -44,7 +52,8 @@ def walk(roots: Iterable[tuple[Node, Any]]) -> Iterator[tuple[Path, Any]]:
             continue
         seen.add(id(obj))
         keep.append(obj)
-        queue.extend(((node, step), child) for step, child in _children(obj, slots) if type(child) not in _ATOMS)
+        children = (((node, step), child) for step, child in _children(obj, slots, passed) if type(child) not in ATOMS)
+        queue.extend(itertools.islice(children, most))
 
 
 def _path(node: Node) -> Path:
@@ -55,26 +64,25 @@ def _path(node: Node) -> Path:
     return tuple(reversed(steps))
 
 
-def _children(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, Any]]:
+def _children(obj: Any, slots: dict[type, list[str]], passed: Callable[[type], bool]) -> Iterator[tuple[Step, Any]]:
     kind = type(obj)
     if is_a(obj, (type, types.ModuleType)):
-        if is_a(obj, type) and not is_imported(obj):
+        if is_a(obj, type) and not passed(obj):
             yield from ((("attribute", name), value) for name, value in list(vars(obj).items()))
         return
     if is_a(obj, (torch.Tensor, *KINDS[1:])):
         return
-    if not is_imported(kind):
+    if not passed(kind):
         yield ("class", None), kind
     if is_a(obj, dict):
         yield from ((("key", k) if _is_plain(k) else None, value) for k, value in list(dict.items(obj)))
         if is_a(obj, collections.defaultdict):
             yield ("factory", None), obj.default_factory
     elif (items := _iterator(obj)) is not None:
-        if not _ATOMS.issuperset(map(type, items)):  # a long list of numbers is passed over in C
+        values = list(items)  # in one go: another thread may change a set meanwhile
+        if not ATOMS.issuperset(map(type, values)):  # a long list of numbers is passed over in C
             named = is_a(obj, _SEQUENCES)
-            yield from (
-                (("item", number) if named else None, value) for number, value in enumerate(_iterator(obj) or ())
-            )
+            yield from ((("item", number) if named else None, value) for number, value in enumerate(values))
     elif is_a(obj, np.ndarray):
         if obj.dtype.hasobject:
             yield from ((None, value) for value in obj.flat)
@@ -84,6 +92,7 @@ def _children(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, An
     elif is_a(obj, types.CellType):
         with contextlib.suppress(ValueError):  # empty
             yield ("contents", None), obj.cell_contents
+        return
     elif is_a(obj, (types.MethodType, types.BuiltinMethodType)):
         yield ("self", None), obj.__self__
         yield ("function", None), getattr(obj, "__func__", None)
@@ -184,6 +193,25 @@ def _get_attribute(obj: Any, name: str) -> Any:
         return vars(obj)[name]
     attributes = _attributes(obj)
     return attributes[name] if attributes and name in attributes else object.__getattribute__(obj, name)
+
+
+def follow(path: Path, replica: dict[str, Any] | None = None) -> Any:
+    """What a path leads to, from the modules or from the replica's objects; None if it is not there."""
+    obj: Any = None
+    try:
+        for step in path:
+            if step is None:
+                return None
+            kind, key = step
+            if kind == "root":
+                obj = (replica or {})[key]
+            elif kind == "module":
+                obj = sys.modules[key]
+            else:
+                obj = GET[kind](obj, key)
+    except Exception:  # whatever stands there instead
+        return None
+    return obj
 
 
 def put(obj: Any, step: Step, value: Any) -> None:

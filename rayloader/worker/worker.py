@@ -52,6 +52,7 @@ from rayloader.state.digest import chain, digest
 from rayloader.state.generators import Generators, noting
 from rayloader.state.journal import Resumed
 from rayloader.state.living_generators import living_generators
+from rayloader.state.module_globals import placed_generators
 from rayloader.state.process_state import Baseline
 from rayloader.state.random_state import RandomState, Rewind, seed_all
 from rayloader.state.snapshot import Recorder, WorkerState, has_state, load_state
@@ -127,7 +128,8 @@ class Worker:
                 loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
             output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"
-            generators = Generators({name: getattr(loaded, name) for name in names}, noted, before)
+            replica = {name: getattr(loaded, name) for name in names}
+            generators = Generators(replica, noted, before, placed_generators(), alone=alone)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             default_collate_fn_map[torch.Tensor] = stack
             default_collate_fn_map.update(loaded.collate_fn_map)

@@ -1,6 +1,10 @@
 """Globals of the program's modules in real workers: as the program has set them, as after a fork."""
 
+import contextlib
+import copy
 import importlib
+import os
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -9,6 +13,7 @@ import pytest
 
 from probes import as_is
 from rayloader import DataLoader
+from rayloader.driver.pool import live_actor_pids
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -94,3 +99,82 @@ def test_another_worker_of_the_process_does_not_undo_what_the_dataset_has_set(tm
         if len(found) == 6:
             loader.resize(1)
     assert found[::2] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+DRAWING = """
+import random
+import numpy as np
+
+RNG, HELD, LATE = np.random.default_rng(0), {"python": random.Random(1)}, None
+
+def configure(seed):
+    global RNG, LATE
+    RNG, LATE = np.random.default_rng(seed), random.Random(seed)
+
+class Data:
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        numbers = [int(RNG.integers(1000)), HELD["python"].randrange(1000), LATE.randrange(1000)]
+        return [index, *numbers]
+"""
+
+
+@pytest.fixture
+def drawing(tmp_path, monkeypatch):
+    """A module of the program's own whose functions draw from its generators."""
+    name = f"drawing_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(DRAWING)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    module.configure(5)
+    return module
+
+
+def forked(drawing):
+    """The samples as two forked workers give them, each with the generators as they are here now."""
+    keep = copy.deepcopy((drawing.RNG, drawing.HELD, drawing.LATE))
+    samples = {}
+    for worker_id in range(2):
+        drawing.RNG, drawing.HELD, drawing.LATE = copy.deepcopy(keep)
+        samples |= {index: drawing.Data()[index] for index in range(worker_id, 40, 2)}
+    drawing.RNG, drawing.HELD, drawing.LATE = keep
+    return [samples[index] for index in range(40)]
+
+
+def test_generators_of_modules_are_as_the_program_has_them_in_each_epoch(drawing):
+    loader = DataLoader(drawing.Data(), None, num_workers=2, collate_fn=as_is)
+    for _ in range(3):
+        expected = forked(drawing)
+        assert list(loader) == expected
+        drawing.HELD["python"].random()
+        drawing.LATE.seed(expected[-1][-1])
+    assert list(DataLoader(drawing.Data(), None, num_workers=2, collate_fn=as_is)) == forked(drawing)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_generators_of_modules_go_on_after_a_loss_and_in_a_resumed_run(drawing, persistent, epoch):
+    def make():
+        options = {"num_workers": 2, "collate_fn": as_is, "prefetch_factor": 2, "persistent_workers": persistent}
+        return DataLoader(drawing.Data(), None, **options)
+
+    whole = make()
+    epochs = [list(whole) for _ in range(2)]
+    loader = make()
+    for _ in range(epoch):
+        list(loader)
+    found, states = [], []
+    for sample in loader:
+        found.append(sample)
+        if len(found) in (1, 21):
+            for pid in live_actor_pids():
+                with contextlib.suppress(ProcessLookupError):  # one that was killed before
+                    os.kill(pid, signal.SIGKILL)
+        if len(found) in (3, 30):
+            states.append((len(found), loader.state_dict()))
+    assert found == epochs[epoch]
+    for taken, state in states:
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert list(resumed) == epochs[epoch][taken:]

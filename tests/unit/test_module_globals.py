@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import random
 import sys
 import types
 from pathlib import Path
@@ -162,6 +163,126 @@ def test_a_collection_of_another_size_is_said_by_name(module, caplog):
     module.SAME = dict.fromkeys(range(200_000))
     in_a_worker(ModuleGlobals.capture())
     assert "SAME (builtins.dict of 200000) of the module own_settings" in caplog.records[0].getMessage()
+
+
+GENERATORS = """
+import functools
+import random
+import numpy as np
+import torch
+
+class Augment:
+    of_class = random.Random(1)
+
+    def __init__(self):
+        self.deep = [{"torch": torch.Generator().manual_seed(2)}]
+
+    def draw(self):
+        return self.of_class.random(), float(torch.rand(1, generator=self.deep[0]["torch"]))
+
+def closed():
+    held = np.random.RandomState(3)
+    return lambda: held.rand()
+
+def by_default(held=random.Random(4), *, named=random.Random(5)):
+    return held.random(), named.random()
+
+AUGMENT, CLOSED = Augment(), closed()
+PARTIAL = functools.partial(lambda held: held.random(), random.Random(6))
+NUMPY, BITS, LATE, PLACES = np.random.default_rng(7), np.random.PCG64(8), None, {}
+ONE = TWO = random.Random(9)
+BOUND = random.Random(13).random
+by_default.held = random.Random(14)
+
+def everything():  # one draw from each
+    held = [one for one in (LATE, *PLACES.values(), ONE, TWO) if one is not None]
+    return [AUGMENT.draw(), CLOSED(), by_default(), PARTIAL(), NUMPY.random(), BITS.random_raw(), BOUND(),
+            by_default.held.random(),
+            [one.random() for one in held]]
+"""
+
+
+@pytest.fixture
+def drawing(module, tmp_path):
+    """The module with generators wherever functions may have theirs."""
+    (tmp_path / "own_settings.py").write_text(GENERATORS)
+    return importlib.reload(module)
+
+
+def test_generators_are_as_they_are_in_the_program(drawing):
+    drawing.everything()
+    state = ModuleGlobals.capture()
+    expected = drawing.everything()
+    new = in_a_worker(state)
+    assert new.everything() == expected
+    state.adopt()
+    assert new.everything() == expected, "where the module is there already too, as in a warm process"
+
+
+def test_generators_that_the_program_has_put_there_are_made(drawing, caplog):
+    shared = random.Random(10)
+    drawing.LATE = drawing.PLACES["a"] = shared
+    drawing.ONE, drawing.NUMPY = random.Random(11), numpy.random.Generator(numpy.random.MT19937(12))
+    state = ModuleGlobals.capture()
+    expected = drawing.everything()
+    new = in_a_worker(state)
+    assert new.LATE is new.PLACES["a"]
+    assert new.ONE is not new.TWO
+    assert new.everything() == expected
+    assert not caplog.records
+
+
+def test_a_generator_of_two_modules_is_one(drawing, tmp_path, monkeypatch):
+    (tmp_path / "own_other.py").write_text("from own_settings import NUMPY, ONE\nMINE = ONE\n")
+    other = importlib.import_module("own_other")
+    try:
+        other.MINE = drawing.NUMPY
+        state = ModuleGlobals.capture()
+        expected = drawing.NUMPY.random()
+        del sys.modules["own_other"]
+        new = in_a_worker(state)
+        assert new.NUMPY.random() == expected
+        later = importlib.import_module("own_other")
+        assert later.MINE is later.NUMPY is new.NUMPY
+        assert (later.ONE, new.NUMPY.random()) == (new.ONE, drawing.NUMPY.random()), "its state is set once"
+    finally:
+        sys.modules.pop("own_other", None)
+
+
+class OwnGenerator(random.Random):
+    def __reduce__(self):
+        raise TypeError("of the program's own")
+
+
+def test_a_generator_that_only_the_program_can_make_is_said_by_name(drawing, caplog, monkeypatch):
+    monkeypatch.setattr("rayloader.state.module_globals._finder._told", set())
+    drawing.PLACES = [OwnGenerator(1)]
+    new = in_a_worker(ModuleGlobals.capture())
+    assert new.PLACES == {}
+    (record,) = caplog.records
+    assert "PLACES[0] (a random generator)" in record.getMessage()
+
+
+def test_global_generators_and_those_without_a_state_do_not_travel(drawing):
+    drawing.LATE, drawing.ONE, drawing.TWO = random.SystemRandom(), random._inst, numpy.random.mtrand._rand
+    drawing.PLACES = {object(): random.Random(1), "set": {random.Random(2)}}
+    paths = [path for carried in ModuleGlobals.capture().generators for path in carried.paths]
+    assert not {"LATE", "ONE", "TWO", "PLACES"} & {path[1][1] for path in paths}
+
+
+def test_only_so_much_behind_a_global_is_looked_at(drawing):
+    class Node:
+        pass
+
+    drawing.PLACES = [[object()] for _ in range(100_000)]
+    drawing.LATE = Node()
+    last = drawing.LATE
+    for _ in range(5_000):
+        last.next = last = Node()
+    last.next = random.Random(1)
+    names = {path[1][1] for carried in ModuleGlobals.capture().generators for path in carried.paths}
+    assert "LATE" not in names
+    assert "ONE" in names
 
 
 def test_a_module_imported_in_a_worker_looks_as_ever(module):

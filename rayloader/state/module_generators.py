@@ -1,0 +1,129 @@
+"""Random generators in the program's own modules: a forked worker would have them as they are in the program.
+
+Promise: those that `Found` meets in the driver are in a worker what they were, as soon as it has imported their module:
+in the same state, at all the places where they were, and one object wherever they were one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from rayloader.state.generator_kinds import distinct, is_a, kind_of, make_generator, set_state, state_of, suits
+from rayloader.state.object_paths import ATOMS, Path, follow, in_words, put, walk
+
+# Objects behind one global among which generators are looked for, at each `iter()`: a model may hold a great many.
+_MOST = 1_000
+
+
+class Carried(NamedTuple):
+    """A generator of the driver's.
+
+    Attributes:
+        paths: all that lead to it.
+        made_of: its kind (see `generator_kinds.make_generator`) and its state, pickled.
+    """
+
+    paths: tuple[Path, ...]
+    made_of: bytes
+
+
+class Found:
+    """Those in the modules of this process, the driver."""
+
+    def __init__(self, is_own: Callable[[type], bool]) -> None:
+        self._is_own = is_own
+        self._reached: dict[int, tuple[Any, list[Path]]] = {}
+
+    def look_in(self, module: str, name: str, value: Any) -> None:
+        """A global of a module."""
+        if is_a(value, (type, types.FunctionType)) and _is_only_code(value):
+            return
+        root = ((None, ("module", module)), ("attribute", name)), value
+        for path, generator in walk([root], passed=lambda kind: not self._is_own(kind), most=_MOST):
+            if None in path:  # it can't be gone in a worker
+                continue
+            self._reached.setdefault(id(generator), (generator, []))[1].append(path)
+
+    def carried(self) -> tuple[Carried, ...]:
+        """As they are now, but for those of a device, and those whose state can't be told or pickled."""
+        carried = []
+        for generator in distinct(generator for generator, _ in self._reached.values()):
+            if is_a(generator, torch.Generator) and generator.device.type != "cpu":
+                continue
+            with contextlib.suppress(Exception):  # a class of the user's
+                made_of = pickle.dumps((kind_of(generator), state_of(generator)), pickle.HIGHEST_PROTOCOL)
+                carried.append(Carried(tuple(self._reached[id(generator)][1]), made_of))
+        return tuple(carried)
+
+
+def _is_only_code(definition: Any) -> bool:
+    """Whether a function or class holds nothing else; there may be thousands, and each `iter()` asks."""
+    attributes = vars(definition) if is_a(definition, type) else {"": definition}
+    for name, value in list(attributes.items()):
+        function = value.__func__ if is_a(value, (staticmethod, classmethod)) else value
+        if is_a(function, types.FunctionType):
+            held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # empty
+                    held.append(cell.cell_contents)
+        else:
+            held = [] if name.startswith("__") else [value]
+        if not all(type(one) in ATOMS or is_a(one, type) for one in held):
+            return False
+    return True
+
+
+class Placed:
+    """Those of the driver, or of another process, in a worker, where they are put as their modules are imported."""
+
+    def __init__(self, carried: tuple[Carried, ...] = ()) -> None:
+        self._carried = list(carried)
+        self._generators: dict[int, Any] = {}  # by place in that list
+        self._paths: dict[int, list[Path]] = {}
+
+    @property
+    def generators(self) -> dict[tuple[Path, ...], Any]:
+        """Those that are in place, by the paths that lead to each here."""
+        return {tuple(self._paths[number]): generator for number, generator in self._generators.items()}
+
+    def wait(self, paths: tuple[Path, ...], kind: str, state: Any) -> None:
+        """This is to be the state of one, rather than what the driver's was, in modules that are not imported yet."""
+        self._carried = [
+            one._replace(paths=tuple(path for path in one.paths if path not in paths)) for one in self._carried
+        ]
+        self._carried.append(Carried(paths, pickle.dumps((kind, state))))
+
+    def waits_for(self, module: str) -> bool:
+        """Whether one is to be put there."""
+        return any(path[0] == ("module", module) for one in self._carried for path in one.paths)
+
+    def put_in(self, module: str) -> list[str]:
+        """A module has been imported. Returns what could not be put there, in words."""
+        failed = []
+        for number, (paths, made_of) in enumerate(self._carried):
+            for path in paths:
+                if path[0] == ("module", module):
+                    try:
+                        self._put(number, path, made_of)
+                    except Exception:  # whatever is there instead
+                        failed.append(in_words(path))
+        return failed
+
+    def _put(self, number: int, path: Path, made_of: bytes) -> None:
+        found, generator = follow(path), self._generators.get(number)
+        if generator is None:
+            kind, state = pickle.loads(made_of)
+            taken = any(found is other for other in self._generators.values())
+            fits = not taken and distinct([found]) and kind_of(found) == kind and suits(found, state)
+            generator = found if fits else make_generator(kind, state)
+            set_state(generator, state)
+        if found is not generator:
+            put(follow(path[:-1]), path[-1], generator)
+        self._generators[number] = generator
+        self._paths.setdefault(number, []).append(path)
