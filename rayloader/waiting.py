@@ -17,6 +17,25 @@ from rayloader.bell import Bell
 NONE_YET: Any = object()
 
 
+class Answer:
+    """The answer to one of these calls, when it comes; nobody waits within Ray to see whether it has.
+
+    Attributes:
+        ref: of the call.
+        value: what came, an error of Ray's perhaps; NONE_YET before.
+    """
+
+    __slots__ = ("ref", "value")
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+        self.value: Any = NONE_YET
+        on_completed(ref, self._note)
+
+    def _note(self, value: Any) -> None:  # in a thread of Ray's
+        self.value = value
+
+
 def wait_for(refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
     """Waits until so many of these calls are answered, for `timeout` seconds at most.
 

@@ -5,7 +5,6 @@ Promise: nothing here waits.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import weakref
@@ -15,13 +14,14 @@ from enum import Enum
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from rayloader._compat_ray import has_process
 from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport.lanes import ArenaLane
+from rayloader.waiting import NONE_YET, Answer
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
 
@@ -57,7 +57,7 @@ class Actor:
     handle: Any
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
-    hello: Ref  # answered with its address once it runs
+    hello: Answer  # its address, once it runs
     created_at: float  # time.monotonic()
     had_room: bool  # as many CPUs as it and those beside it asked for were free then
     lease: weakref.ref[Lease] | None = None  # that it is lent to
@@ -65,14 +65,14 @@ class Actor:
     address: WorkerAddress | None = None
     placed_at: float | None = None  # time.monotonic() when it was first seen to have a place
     started_at: float | None = None  # time.monotonic() when it was first seen to run
-    stopped: Ref = None  # answer to `stop`
+    stopped: Answer | None = None  # to `stop`
     stop_by: float = math.inf  # time.monotonic(); while it is stopping
     keep_until: float = math.inf  # time.monotonic(); while it is not lent
     lane: ArenaLane = field(default_factory=ArenaLane)
     calls: int = 0  # made over a channel
     no_line: str = ""  # why it can't be reached over one
     vanished: bool = False  # nobody can say what became of it: its whole node may be gone
-    hosted: tuple[str, Ref] | None = None  # the image that it holds for its node: name, answer to `host`
+    hosted: tuple[str, Answer] | None = None  # the image that it holds for its node: name, answer to `host`
 
     @property
     def is_new(self) -> bool:
@@ -88,30 +88,30 @@ class Actor:
     def has_started(self) -> bool:
         """Whether it runs by now; notes where. Raises RayError if it never will."""
         if self.address is None:
-            try:
-                address: Any = ray.get(self.hello, timeout=0)
-            except GetTimeoutError:
+            if (address := self.hello.value) is NONE_YET:
                 return False
+            if isinstance(address, RayError):
+                raise address
             self.address, self.started_at = address, time.monotonic()
         return True
 
-    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Ref:
+    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Answer:
         """`WorkerProcess.start`."""
         if self.hosted is not None and self.hosted[0] != source.image.name:
             self.hosted = None
-        return self.handle.start.remote(setup, source, state)
+        return Answer(self.handle.start.remote(setup, source, state))
 
-    def host(self, image: Image, contents: Ref) -> Ref:
+    def host(self, image: Image, contents: Ref) -> None:
         """`WorkerProcess.host`: what the others of its node open."""
-        self.hosted = image.address.name, self.handle.host.remote(image.address.name, image.address, contents)
-        return self.hosted[1]
+        call = self.handle.host.remote(image.address.name, image.address, contents)
+        self.hosted = image.address.name, Answer(call)
 
     def hosts(self, image: Image) -> bool:
         """Whether it holds that image for its node by now."""
-        if self.hosted is not None and self.hosted[0] == image.address.name:
-            with contextlib.suppress(RayError):  # not yet, or it failed
-                return ray.get(self.hosted[1], timeout=0) is not None
-        return False
+        if self.hosted is None or self.hosted[0] != image.address.name:
+            return False
+        answer = self.hosted[1].value
+        return answer is not None and answer is not NONE_YET and not isinstance(answer, RayError)
 
     def hurry(self, worker_id: int) -> None:
         """`WorkerProcess.hurry`."""

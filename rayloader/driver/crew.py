@@ -30,6 +30,7 @@ from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.state.journal import Journal, Resumed, Told
 from rayloader.transport.lanes import Lent
+from rayloader.waiting import NONE_YET
 
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
@@ -243,13 +244,13 @@ class Crew:
             host.host(self._image, contents[0])
         assert host.hosted is not None
         # In lists: Ray waits for what stands by itself, and would not call at all where it is lost.
-        return Source(self._image.address, self._carried, [contents[0] if contents else None], [host.hosted[1]])
+        return Source(self._image.address, self._carried, [contents[0] if contents else None], [host.hosted[1].ref])
 
     def has_begun(self, slot: WorkerSlot) -> bool:
         """Whether the worker has got past its start, and into the epoch."""
-        try:
-            ray.get(slot.started, timeout=0)
-        except RayError:  # it has not, or it never will
+        assert slot.started is not None
+        answer = slot.started.value
+        if answer is NONE_YET or isinstance(answer, RayError):  # it has not, or it never will
             return False
         return slot.journal.begun
 

@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.janitor import Janitor
-from rayloader.waiting import NONE_YET, wait_for
+from rayloader.waiting import NONE_YET, Answer, wait_for
 
 # How long an actor that was told to stop may work on: what it does is of no use any more.
 STOP_TIMEOUT_S = 5.0
@@ -61,11 +61,12 @@ class Lifetimes:
         give_up = time.monotonic() + REUSE_WAIT_S
         taken = self._take_idle(lease, key, count)
         while len(taken) < count:
-            stopping = [a.stopped for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
+            stopping = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
             remaining = give_up - time.monotonic()
             if not stopping or remaining <= 0:
                 break
-            wait_for(stopping, min(len(stopping), count - len(taken)), remaining)
+            calls = [actor.stopped.ref for actor in stopping if actor.stopped is not None]
+            wait_for(calls, min(len(stopping), count - len(taken)), remaining)
             taken += self._take_idle(lease, key, count - len(taken))
         return self._proved(taken) if self._alive() else []
 
@@ -81,8 +82,10 @@ class Lifetimes:
     def _proved(self, actors: list[Actor]) -> list[Actor]:
         """Those that answer: they have finished `stop`, and have not died since. The others are killed."""
         new = [actor for actor in actors if actor.stopped is None]  # made in advance: nothing to prove
+        stopped = [actor.stopped.ref for actor in actors if actor.stopped is not None]
         actors = [actor for actor in actors if actor.stopped is not None]
-        calls = [ref for actor in actors for ref in (actor.stopped, actor.handle.hello.remote())]
+        probes = [actor.handle.hello.remote() for actor in actors]
+        calls = [ref for both in zip(stopped, probes, strict=True) for ref in both]
         answers = wait_for(calls, len(calls), STOP_TIMEOUT_S)
         alive = new
         for actor, stopped, probed in zip(actors, answers[::2], answers[1::2], strict=True):
@@ -98,9 +101,8 @@ class Lifetimes:
         """Makes those idle that have answered `stop`, if only by their death: who lends them finds out."""
         stopping = [actor for actor in self.actors if actor.state is ActorState.STOPPING]
         if stopping and self._alive():
-            answered, _ = ray.wait([actor.stopped for actor in stopping], num_returns=len(stopping), timeout=0)
             for actor in stopping:
-                if actor.stopped in answered:
+                if actor.stopped is not None and actor.stopped.value is not NONE_YET:
                     actor.state = ActorState.IDLE
 
     # ---- in the janitor's thread
@@ -128,7 +130,7 @@ class Lifetimes:
             self.kill(actor)
             return
         try:
-            actor.stopped = actor.handle.stop.remote()
+            actor.stopped = Answer(actor.handle.stop.remote())
         except Exception:  # Ray's reasons are many; without this call it could be neither reused nor waited for
             self.kill(actor)
             return

@@ -62,7 +62,7 @@ class Moving:
     def awaited(self) -> list[Ref]:
         """What is answered when workers that are away may be started, or may move."""
         hosts = {id(slot.host): slot.host for slot in self.slots if slot.away and slot.host not in self._dead}
-        return [host.hello for host in (*hosts.values(), *self._coming)]
+        return [host.hello.ref for host in (*hosts.values(), *self._coming)]
 
     def is_dead(self, actor: Actor) -> bool:
         """Whether the actor was lost."""
@@ -158,10 +158,10 @@ class Moving:
         """Has processes that have come late take over their workers from those that had to help out."""
         moved = []
         for new, (slots, failed) in list(self._coming.items()):
-            self._answers.watch(new.hello)  # to ask Ray each time would take long
-            if self._answers[new.hello] is NONE_YET:
+            self._answers.watch(new.hello.ref)  # to ask Ray each time would take long
+            if self._answers[new.hello.ref] is NONE_YET:
                 continue
-            self._answers.forget(new.hello)
+            self._answers.forget(new.hello.ref)
             try:
                 new.has_started()
             except RayError:  # it was given room on a node that is gone

@@ -46,6 +46,7 @@ from rayloader.replica.image import Image
 from rayloader.transport.codec import Encoded
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
+from rayloader.waiting import Answer
 from rayloader.worker.process import WorkerProcess
 
 # How long actors are kept when no loader is left that could use them, so that a loader that is made anew for each
@@ -329,7 +330,7 @@ class Pool:
             except Exception as error:  # whatever Ray says of the user's options
                 add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
                 raise
-            actor = Actor(handle, key, options, handle.hello.remote(probe), time.monotonic(), had_room)
+            actor = Actor(handle, key, options, Answer(handle.hello.remote(probe)), time.monotonic(), had_room)
             if lease is None:
                 actor.state = ActorState.IDLE
             else:

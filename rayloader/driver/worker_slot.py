@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from rayloader.driver.actor import Actor
 from rayloader.driver.allowance import Allowance
 from rayloader.protocol import Setup
 from rayloader.state.journal import Journal, Told
 from rayloader.transport.lanes import Lent
+from rayloader.waiting import Answer
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class WorkerSlot:
         journal: what it was told since its last snapshot, and that snapshot.
         host: the actor that is, or is to be, this worker.
         away: its host was not told yet that it is this worker.
-        started: Ray's reference to the answer of `WorkerProcess.start`.
+        started: the answer to `WorkerProcess.start`.
         told_at: when its host was told that it is this worker, time.monotonic().
         began_at: after which call of its host its epoch began.
         calls: unanswered, oldest first.
@@ -62,7 +62,7 @@ class WorkerSlot:
     journal: Journal
     host: Actor
     away: bool = True
-    started: Any = None
+    started: Answer | None = None
     told_at: float = 0.0
     began_at: int = 0
     calls: deque[Call] = field(default_factory=deque)

@@ -27,10 +27,12 @@ from rayloader import DataLoader
 from rayloader.driver.actor import ActorState, Lease
 from rayloader.driver.placement import Verdict
 from rayloader.driver.pool import get_pool, live_actor_pids
+from rayloader.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 EXIT_LIMIT = 30.0  # seconds for a process or thread to end; on expiry the test fails
+START_LIMIT = 120.0  # for a process to run
 _numbers = itertools.count(100)
 
 
@@ -107,7 +109,7 @@ def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
     del iterator
     get_pool().wait()
     assert [actor.state for actor in stopping] == [ActorState.STOPPING] * 2
-    ray.get([actor.stopped for actor in stopping])
+    wait_for([actor.stopped.ref for actor in stopping], 2, START_LIMIT)
     for actor in stopping:
         actor.stop_by = 0.0  # late, had they not answered
     get_pool().later(get_pool().tidy)
@@ -308,7 +310,7 @@ def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
     assert len(list(keeper)) == 1
     (running,) = [actor for actor in pool.actors if actor.options.get("memory") == own["ray_remote_args"]["memory"]]
     nowhere = {"num_cpus": 0, "resources": {"nowhere": 1}}
-    ray.wait([actor.hello for actor in pool.actors], num_returns=len(pool.actors))
+    wait_for([actor.hello.ref for actor in pool.actors], len(pool.actors), START_LIMIT)
     pool.live_actor_pids()  # notes the starts of all: none is news below
     lease = Lease(print)
     (pending,) = pool.lend(lease, nowhere, 1, fresh=True)

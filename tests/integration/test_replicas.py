@@ -26,6 +26,7 @@ from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
 from rayloader.driver.actor import Actor
 from rayloader.driver.pool import get_pool, live_memory_files
+from rayloader.waiting import Answer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -363,7 +364,7 @@ def test_a_host_that_dies_is_done_without(monkeypatch):
     lost = ray.remote(lost_host).options(num_cpus=0, max_retries=0).remote()
 
     def host(actor, image, contents):
-        actor.hosted = image.address.name, lost
+        actor.hosted = image.address.name, Answer(lost)
 
     monkeypatch.setattr(Actor, "host", host)
     assert list(loader) == [(299_999 * 150_000, set())] * 2

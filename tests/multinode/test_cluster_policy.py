@@ -16,6 +16,7 @@ from rayloader.driver.actor import Lease
 from rayloader.driver.crew import Crew
 from rayloader.driver.placement import Verdict
 from rayloader.driver.pool import get_pool
+from rayloader.waiting import NONE_YET, wait_for
 
 pytestmark = pytest.mark.multinode
 
@@ -278,7 +279,7 @@ def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nod
 
         def until_the_first_is_known_to_be_dead(_):  # before the other one has started
             monkeypatch.setattr(crew, "wait", wait)
-            return bool(ray.wait([crew.actors[0].hello], timeout=HANG_LIMIT)[0])
+            return wait_for([crew.actors[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
 
         monkeypatch.setattr(crew, "wait", until_the_first_is_known_to_be_dead)
         start(crew, *arguments)

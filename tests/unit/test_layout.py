@@ -209,3 +209,13 @@ print("checked")
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.stdout, done.returncode) == ("checked\n", 0), done.stderr
+
+
+def test_nobody_waits_within_ray():
+    """NOTE [waiting] in driver/answers.py: what signal handlers raise there ends as SystemError, or is lost.
+
+    Without a time limit or with one of 0, in the user's thread or in another.
+    """
+    waiting = re.compile(r"ray\.(get|wait)\(")
+    files = [name for name in SOURCES if waiting.search((ROOT / name).read_text())]
+    assert files == ["rayloader/sharing/hosted.py", "rayloader/worker/worker.py"], "these are actors, without handlers"

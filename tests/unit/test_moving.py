@@ -20,7 +20,7 @@ class Process:
 
     def __init__(self, node_id: str | None = None) -> None:
         self.address = None if node_id is None else Address(node_id)
-        self.hello = self  # the reference to its answer
+        self.hello = self.ref = self  # its answer, and the reference to that
         self.answer: Any = NONE_YET
         self.placed = self.vanished = False
         self.asked = 0  # how often Ray was asked for its place
