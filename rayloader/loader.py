@@ -465,7 +465,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         generators.
 
         Without workers, the objects that do the work are the program's own too. Restored are then all global
-        generators, those that the dataset and `collate_fn` hold, and the dataset's own `state_dict`. Such a state fits
+        generators, those that the dataset and `collate_fn` hold or the program's code behind them names, and the
+        dataset's own `state_dict`. Such a state fits
         only a loader without workers, and a state saved with workers only a loader with some; with `seeding="batch"`
         and a map-style dataset that keeps no state, either fits both.
 

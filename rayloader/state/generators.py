@@ -45,12 +45,33 @@ from rayloader.state.module_generators import Placed
 from rayloader.state.module_globals import is_own
 from rayloader.state.object_paths import Node, Path, follow, in_words, put, walk
 
+_MOST_BEHIND_CODE = 100_000  # objects: functions may name whole datasets
 _OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that is nobody else's
 
 
 def find_generators(obj: Any) -> list[Any]:
     """The random generators that an object holds, in an order that depends on nothing but the object."""
     return distinct(generator for _, generator in walk([((None, ("root", "object")), obj)]))
+
+
+def find_named_generators(obj: Any) -> list[Any]:
+    """Those that an object holds, and those that the program's code behind it can name."""
+    root = (None, ("root", "object")), obj
+    return distinct(
+        generator
+        for _, generator in walk(
+            [root],
+            passed=lambda kind: not _is_own_name(kind.__module__),
+            reads=lambda function: _is_own_name(function.__globals__.get("__name__")),
+            most=_MOST_BEHIND_CODE,
+        )
+    )
+
+
+def _is_own_name(module: Any) -> bool:
+    """Whether the program has written the module of this name."""
+    found = sys.modules.get(module) if isinstance(module, str) else None
+    return is_a(found, types.ModuleType) and _is_own(found)  # type: ignore[arg-type]
 
 
 # ---- given ones: noted while a replica is unpickled

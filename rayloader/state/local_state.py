@@ -15,16 +15,23 @@ import cloudpickle
 
 from rayloader.errors import StateError
 from rayloader.state import plain_state
-from rayloader.state.generator_kinds import suit
-from rayloader.state.generators import find_generators
+from rayloader.state.generator_kinds import distinct, suit
+from rayloader.state.generators import find_generators, find_named_generators
 from rayloader.state.random_state import RandomState
 from rayloader.state.seal import Parts
 from rayloader.state.snapshot import dump_state, has_state, load_state
 
 
-def generators_of(loader: Any) -> list[Any]:
-    """The random generators that the user's objects hold."""
-    return find_generators((loader.dataset, loader.collate_fn))
+def generators_of(loader: Any, parts: Parts | None = None) -> list[Any]:
+    """The random generators that the user's objects hold, and that the program's code behind them names.
+
+    Args:
+        loader: whose dataset and `collate_fn` they are.
+        parts: of the states before this one: what code names is then looked for once.
+    """
+    objects = loader.dataset, loader.collate_fn
+    named = (parts or Parts()).once("named", lambda: find_named_generators(objects))
+    return distinct([*find_generators(objects), *named])
 
 
 def capture(loader: Any, parts: Parts) -> dict[str, Any]:
@@ -37,7 +44,7 @@ def capture(loader: Any, parts: Parts) -> dict[str, Any]:
     Raises:
         StateError: the dataset could not tell its state.
     """
-    random = RandomState.capture(generators_of(loader))
+    random = RandomState.capture(generators_of(loader, parts))
     packed = parts.part("process", random, random.pack, RandomState.equals)
     return {"random": packed, "dataset": pack_object(told_by(loader.dataset))}
 

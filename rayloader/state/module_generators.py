@@ -2,6 +2,11 @@
 
 Promise: those that `Found` meets in the driver are in a worker what they were, as soon as it has imported their module:
 in the same state, at all the places where they were, and one object wherever they were one.
+
+NOTE [As imported]. Modules may draw while they are imported: `NOISE = common.RNG.normal(size=4)`. In the driver that
+was mostly before the program seeded anything, and whatever was drawn since is in the states that travel. So while a
+worker imports modules, the generators go on from where earlier imports have left them; then they are put to the states
+of the driver, or back to where they were before.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +24,9 @@ from rayloader.state.object_paths import ATOMS, Path, follow, in_words, put, wal
 
 # Objects behind one global among which generators are looked for, at each `iter()`: a model may hold a great many.
 _MOST = 1_000
+
+# See NOTE [As imported]: the states of this process's generators, by a path to each.
+_as_imported: dict[Path, Any] = {}
 
 
 class Carried(NamedTuple):
@@ -103,6 +111,21 @@ class Placed:
         """Whether one is to be put there."""
         return any(path[0] == ("module", module) for one in self._carried for path in one.paths)
 
+    @contextlib.contextmanager
+    def as_imported(self) -> Iterator[None]:
+        """While modules are imported; see NOTE [As imported]."""
+        here = [(self._paths[number][0], generator) for number, generator in self._generators.items()]
+        here = [(path, generator) for path, generator in here if path in _as_imported]
+        states = [state_of(generator) for _, generator in here]
+        for path, generator in here:
+            set_state(generator, _as_imported[path])
+        try:
+            yield
+        finally:
+            for (path, generator), state in zip(here, states, strict=True):
+                _as_imported[path] = state_of(generator)
+                set_state(generator, state)
+
     def put_in(self, module: str) -> list[str]:
         """A module has been imported. Returns what could not be put there, in words."""
         failed = []
@@ -122,6 +145,8 @@ class Placed:
             taken = any(found is other for other in self._generators.values())
             fits = not taken and distinct([found]) and kind_of(found) == kind and suits(found, state)
             generator = found if fits else make_generator(kind, state)
+            if fits:
+                _as_imported.setdefault(path, state_of(found))
             set_state(generator, state)
         if found is not generator:
             put(follow(path[:-1]), path[-1], generator)

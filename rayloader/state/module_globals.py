@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import enum
 import functools
 import importlib.abc
@@ -22,6 +23,7 @@ import pathlib
 import pickle
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -105,6 +107,7 @@ class ModuleGlobals:
         for name in list(_finder.pending):
             if (module := sys.modules.get(name)) is not None:
                 _finder.set(name, module)
+                _finder.place_generators(name, module)
 
 
 def placed_generators() -> Placed:
@@ -209,6 +212,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.pending: dict[str, tuple[dict[str, Any], dict[str, _Content], dict[str, str]]] = {}
         self.placed = Placed()
         self._told: set[tuple[str, str]] = set()
+        self._under_way = threading.local()  # with `imported`: modules that are complete, within others that are not
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -225,7 +229,26 @@ class _Finder(importlib.abc.MetaPathFinder):
                 return spec
         return None
 
+    @contextlib.contextmanager
+    def importing(self, module_name: str, module: types.ModuleType) -> Iterator[None]:
+        """Around a module's own code; its generators are placed when the modules that import it are complete."""
+        outermost = not hasattr(self._under_way, "imported")
+        if outermost:
+            self._under_way.imported = []
+        try:
+            with self.placed.as_imported() if outermost else contextlib.nullcontext():
+                yield
+                self.set(module_name, module)
+                self._under_way.imported.append((module_name, module))
+        finally:
+            if outermost:
+                imported = self._under_way.imported
+                del self._under_way.imported
+                for each in imported:
+                    self.place_generators(*each)
+
     def set(self, module_name: str, module: types.ModuleType) -> None:
+        """Plain globals, and attributes of objects."""
         plain, objects, others = self.pending.get(module_name, ({}, {}, {}))
         for name, value in plain.items():
             if not (name in vars(module) and _same(vars(module)[name], value)):
@@ -240,6 +263,10 @@ class _Finder(importlib.abc.MetaPathFinder):
                 if items is not None:
                     dict.clear(value)  # type: ignore[arg-type]
                     dict.update(value, items)  # type: ignore[arg-type]
+
+    def place_generators(self, module_name: str, module: types.ModuleType) -> None:
+        """Says too what is not as in the driver."""
+        others = self.pending.get(module_name, ({}, {}, {}))[2]
         missing = [f"{path} (a random generator)" for path in self.placed.put_in(module_name)]
         missing += [f"{name} ({kind})" for name, kind in others.items() if _described(vars(module).get(name)) != kind]
         missing = [what for what in missing if (module_name, what) not in self._told]
@@ -266,8 +293,8 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _finder.set(module.__spec__.name, module)
+        with _finder.importing(module.__spec__.name, module):
+            self._loader.exec_module(module)
 
 
 _finder = _Finder()

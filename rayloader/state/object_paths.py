@@ -31,18 +31,25 @@ _SEQUENCES = list, tuple, collections.deque
 
 
 def walk(
-    roots: Iterable[tuple[Node, Any]], *, passed: Callable[[type], bool] = is_imported, most: int = sys.maxsize
+    roots: Iterable[tuple[Node, Any]],
+    *,
+    passed: Callable[[type], bool] = is_imported,
+    reads: Callable[[types.FunctionType], bool] | None = None,
+    most: int = sys.maxsize,
 ) -> Iterator[tuple[Path, Any]]:
     """The generators that are reached from some objects, with each path to them, the shortest first.
 
     Args:
         roots: the objects, with their nodes.
         passed: whether to pass over the attributes of a class.
+        reads: whether what a function's code names is looked at too: globals, and attributes of modules; None: of no
+            function, nor are classes looked at, but for those of metaclasses.
         most: objects to look at.
     """
     queue = collections.deque(roots)
     seen: set[int] = set()
     slots: dict[type, list[str]] = {}
+    atoms = ATOMS if reads is None else ATOMS - {type}
     keep: list[Any] = []  # what was made on the way, so that no identity is used twice
     while queue and len(seen) < most:
         node, obj = queue.popleft()
@@ -52,8 +59,9 @@ def walk(
             continue
         seen.add(id(obj))
         keep.append(obj)
-        children = (((node, step), child) for step, child in _children(obj, slots, passed) if type(child) not in ATOMS)
-        queue.extend(itertools.islice(children, most))
+        children = _children(obj, slots, passed, reads)
+        nodes = (((node, step), child) for step, child in children if type(child) not in atoms)
+        queue.extend(itertools.islice(nodes, most))
 
 
 def _path(node: Node) -> Path:
@@ -64,7 +72,12 @@ def _path(node: Node) -> Path:
     return tuple(reversed(steps))
 
 
-def _children(obj: Any, slots: dict[type, list[str]], passed: Callable[[type], bool]) -> Iterator[tuple[Step, Any]]:
+def _children(
+    obj: Any,
+    slots: dict[type, list[str]],
+    passed: Callable[[type], bool],
+    reads: Callable[[types.FunctionType], bool] | None,
+) -> Iterator[tuple[Step, Any]]:
     kind = type(obj)
     if is_a(obj, (type, types.ModuleType)):
         if is_a(obj, type) and not passed(obj):
@@ -89,6 +102,8 @@ def _children(obj: Any, slots: dict[type, list[str]], passed: Callable[[type], b
         return
     elif is_a(obj, types.FunctionType):
         yield from _of_function(obj)
+        if reads is not None and reads(obj):
+            yield from ((None, value) for value in _named_by(obj))
     elif is_a(obj, types.CellType):
         with contextlib.suppress(ValueError):  # empty
             yield ("contents", None), obj.cell_contents
@@ -143,6 +158,15 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
     if module is None or vars(module) is not function.__globals__:  # it was pickled by value
         globals_ = list(function.__globals__.items())
         yield from ((("global", name), value) for name, value in globals_ if name != "__builtins__")
+
+
+def _named_by(function: types.FunctionType) -> Iterator[Any]:
+    names = list(names_in(function.__code__))
+    for name in names:
+        value = function.__globals__.get(name)
+        yield value
+        if is_a(value, types.ModuleType):
+            yield from map(vars(value).get, names)
 
 
 def _iterator(obj: Any) -> Iterator[Any] | None:

@@ -67,6 +67,14 @@ class Parts:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, Part]] = {}
+        self._once: dict[str, Any] = {}
+
+    def once(self, name: str, make: Callable[[], _T]) -> _T:
+        """What is made for the first of these states, and serves the others."""
+        if name not in self._once:
+            self._once[name] = make()
+        value: _T = self._once[name]
+        return value
 
     def part(
         self, name: str, made_of: _T, make: Callable[[], Any], same: Callable[[_T, _T], bool] = operator.is_

@@ -347,8 +347,9 @@ class Worker:
                 f"batch {task.task_id} of worker {self._setup.worker_id} was built again, for the worker lost its "
                 "process or was resumed, and is not what it was: it depends on something that cannot be restored, such "
                 "as a random generator that cannot be followed, the time, the process, or the order of a set of "
-                "strings (set PYTHONHASHSEED). Make generators in __init__ or in worker_init_fn; or give the dataset "
-                "state_dict() and load_state_dict(): then it is believed to restore itself"
+                "strings (set PYTHONHASHSEED). Make generators in __init__ or in worker_init_fn, from the same seed in "
+                "each run; or give the dataset state_dict() and load_state_dict(): then it is believed to restore "
+                "itself"
             )
         self._unrestored = True
         assert self._failure is not None

@@ -1,5 +1,6 @@
 """Without workers: states in the trainer's process, and Ray is not needed for any of them."""
 
+import importlib
 import itertools
 import os
 import random
@@ -418,3 +419,52 @@ def test_it_goes_on_where_torchdatas_does(case, taken):
     found, expected = rest(lambda options: DataLoader(batch_size=3, **options))
     assert found == expected
     assert rest(lambda options: StatefulDataLoader(batch_size=3, **options)) == (found, expected)
+
+
+NAMING = """
+import random
+import numpy as np
+import {name}_rngs as rngs
+from {name}_rngs import PYTHON
+
+NUMPY = np.random.default_rng(3)
+
+def helper():
+    return NUMPY.random()
+
+class Augment:
+    def __call__(self):
+        return PYTHON.random()
+
+AUGMENT = Augment()
+
+class Data:
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return index, helper(), AUGMENT(), rngs.OF_MODULE.random()
+"""
+
+
+def test_generators_that_the_datasets_code_names_are_restored(tmp_path, monkeypatch):
+    """Those of its module, of a module that this names, and of what its functions call."""
+    name = f"naming_{abs(hash(tmp_path))}"
+    rngs = "import random\nPYTHON, OF_MODULE, OTHER = random.Random(4), random.Random(5), random.Random(6)\n"
+    (tmp_path / f"{name}_rngs.py").write_text(rngs)
+    (tmp_path / f"{name}.py").write_text(NAMING.format(name=name))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    loader = DataLoader(module.Data(), 4, collate_fn=list)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator)
+    later = list(loader)
+    other = module.rngs.OTHER.getstate()
+    loader.load_state_dict(state)
+    assert list(loader) == rest
+    assert list(loader) == later
+    assert module.rngs.OTHER.getstate() == other
+    module.NUMPY = random.Random(7)
+    with pytest.raises(StateError, match=r"3 random generators .* these have 3, or others"):
+        loader.load_state_dict(state)

@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 
+from rayloader.state import module_generators
 from rayloader.state.module_globals import ModuleGlobals
 
 
@@ -247,6 +248,34 @@ def test_a_generator_of_two_modules_is_one(drawing, tmp_path, monkeypatch):
         assert (later.ONE, new.NUMPY.random()) == (new.ONE, drawing.NUMPY.random()), "its state is set once"
     finally:
         sys.modules.pop("own_other", None)
+
+
+def test_what_modules_draw_while_they_are_imported_is_as_it_was(drawing, tmp_path):
+    """The first from a module that it imports itself, the second from one that was there."""
+    source = "import own_settings\nTABLE = [object(), own_settings.NUMPY.random(), own_settings.ONE.random()]\n"
+    for name in ("own_table", "own_table_later"):
+        (tmp_path / f"{name}.py").write_text(source)
+    tables = [importlib.import_module(name).TABLE[1:] for name in ("own_table", "own_table_later")]
+    drawing.everything()
+    state = ModuleGlobals.capture()
+    expected = drawing.everything()
+    try:
+        for name in ("own_table", "own_table_later", "own_settings"):
+            del sys.modules[name]
+        module_generators._as_imported.clear()  # a new process
+        state.adopt()
+        table = importlib.import_module("own_table")
+        new = table.own_settings
+        assert table.TABLE[1:] == tables[0]
+        assert new.everything() == expected
+        state.adopt()  # a warm one
+        new.NUMPY.random()
+        now = new.NUMPY.bit_generator.state
+        assert importlib.import_module("own_table_later").TABLE[1:] == tables[1]
+        assert new.NUMPY.bit_generator.state == now
+    finally:
+        for name in ("own_table", "own_table_later"):
+            sys.modules.pop(name, None)
 
 
 class OwnGenerator(random.Random):
