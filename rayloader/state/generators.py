@@ -201,7 +201,9 @@ class Generators:
         self.settled = len(followed) == known
         self._later = followed
         found = (
-            Later(paths, kind_of(generator), state_of(generator), lasting) for paths, generator, lasting in followed
+            Later(paths, kind_of(generator), state_of(generator), lasting)
+            for paths, generator, lasting in followed
+            if not self._placed.is_untouched(generator)  # another process has it as the driver has
         )
         return (*found, *self._waiting)
 

@@ -94,6 +94,14 @@ class Placed:
         self._carried = list(carried)
         self._generators: dict[int, Any] = {}  # by place in that list
         self._paths: dict[int, list[Path]] = {}
+        self._states: dict[int, bytes] = {}  # to which they were put
+
+    def is_untouched(self, generator: Any) -> bool:
+        """Whether it is in place, and nobody has drawn from it since."""
+        for number, one in self._generators.items():
+            if one is generator:
+                return pickle.dumps(state_of(one)) == self._states[number]
+        return False
 
     @property
     def generators(self) -> dict[tuple[Path, ...], Any]:
@@ -148,6 +156,7 @@ class Placed:
             if fits:
                 _as_imported.setdefault(path, state_of(found))
             set_state(generator, state)
+            self._states[number] = pickle.dumps(state_of(generator))
         if found is not generator:
             put(follow(path[:-1]), path[-1], generator)
         self._generators[number] = generator

@@ -152,6 +152,20 @@ def test_generators_of_modules_are_as_the_program_has_them_in_each_epoch(drawing
     assert list(DataLoader(drawing.Data(), None, num_workers=2, collate_fn=as_is)) == forked(drawing)
 
 
+def test_generators_that_nobody_draws_from_are_no_state_of_a_worker(drawing):
+    """Else a state with seeds for batches would not fit other numbers of workers, if a warm process has the module."""
+    list(DataLoader(drawing.Data(), None, num_workers=1, collate_fn=as_is))
+    loader = DataLoader(range(40), 4, num_workers=1, seeding="batch")
+    batches = [batch.tolist() for batch in loader]
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    again = DataLoader(range(40), 4, num_workers=2, seeding="batch")
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == batches[1:]
+    assert not state["position"]["workers"][0]["remembers"]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_generators_of_modules_go_on_after_a_loss_and_in_a_resumed_run(drawing, persistent, epoch):
