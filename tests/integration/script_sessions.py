@@ -5,6 +5,7 @@ python script_sessions.py [users]
 With `users` it goes on with a Ray that its user has started, and that rayloader must leave running.
 """
 
+import contextlib
 import gc
 import os
 import shutil
@@ -23,6 +24,7 @@ import rayloader
 from accelerator import Accelerator
 from latches import Gate, Mail
 from rayloader import DataLoader, RaySessionError
+from rayloader._compat_ray import own_start
 
 
 class Pids:
@@ -168,7 +170,9 @@ assert not ray.is_initialized()
 if "users" in sys.argv:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ray.init(address="local", num_cpus=2, include_dashboard=False)
+        # On a busy machine Ray waits for its agents for up to five minutes, unless it is started in this way.
+        with own_start(ray, None, contextlib.nullcontext(), dashboard=False) as ports:
+            ray.init(address="local", num_cpus=2, include_dashboard=False)
     again, processes = use(persistent)
     rayloader.shutdown()
     check_gone(processes)
@@ -182,4 +186,7 @@ assert ours() == []
 assert ray.is_initialized() == ("users" in sys.argv)
 for folder in folders:
     shutil.rmtree(folder)
+if "users" in sys.argv:
+    for port in ports:
+        port.close()
 print("the end")
