@@ -32,6 +32,11 @@ class Answer:
         self.value: Any = NONE_YET
         on_completed(ref, self._note)
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether something came, and no error."""
+        return self.value is not NONE_YET and not isinstance(self.value, Exception)
+
     def _note(self, value: Any) -> None:  # in a thread of Ray's
         self.value = value
 

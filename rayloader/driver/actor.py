@@ -110,8 +110,7 @@ class Actor:
         """Whether it holds that image for its node by now."""
         if self.hosted is None or self.hosted[0] != image.address.name:
             return False
-        answer = self.hosted[1].value
-        return answer is not None and answer is not NONE_YET and not isinstance(answer, RayError)
+        return self.hosted[1].succeeded and self.hosted[1].value is not None
 
     def hurry(self, worker_id: int) -> None:
         """`WorkerProcess.hurry`."""

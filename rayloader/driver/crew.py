@@ -30,7 +30,6 @@ from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.state.journal import Journal, Resumed, Told
 from rayloader.transport.lanes import Lent
-from rayloader.waiting import NONE_YET
 
 # How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
@@ -248,11 +247,7 @@ class Crew:
 
     def has_begun(self, slot: WorkerSlot) -> bool:
         """Whether the worker has got past its start, and into the epoch."""
-        assert slot.started is not None
-        answer = slot.started.value
-        if answer is NONE_YET or isinstance(answer, RayError):  # it has not, or it never will
-            return False
-        return slot.journal.begun
+        return slot.started is not None and slot.started.succeeded and slot.journal.begun
 
     def restart(self, slot: WorkerSlot) -> None:
         """The worker is to be started anew where it is, as its journal says; it is away until then."""

@@ -82,14 +82,12 @@ class Lifetimes:
     def _proved(self, actors: list[Actor]) -> list[Actor]:
         """Those that answer: they have finished `stop`, and have not died since. The others are killed."""
         new = [actor for actor in actors if actor.stopped is None]  # made in advance: nothing to prove
-        stopped = [actor.stopped.ref for actor in actors if actor.stopped is not None]
-        actors = [actor for actor in actors if actor.stopped is not None]
-        probes = [actor.handle.hello.remote() for actor in actors]
-        calls = [ref for both in zip(stopped, probes, strict=True) for ref in both]
+        probed = {actor: actor.stopped.ref for actor in actors if actor.stopped is not None}
+        calls = [ref for actor, stopped in probed.items() for ref in (stopped, actor.handle.hello.remote())]
         answers = wait_for(calls, len(calls), STOP_TIMEOUT_S)
         alive = new
-        for actor, stopped, probed in zip(actors, answers[::2], answers[1::2], strict=True):
-            if any(answer is NONE_YET or isinstance(answer, RayError) for answer in (stopped, probed)):
+        for actor, *both in zip(probed, answers[::2], answers[1::2], strict=True):
+            if any(answer is NONE_YET or isinstance(answer, RayError) for answer in both):
                 self._janitor.later(functools.partial(self.kill, actor))  # it neither answers nor ends, or has died
             else:
                 actor.lane.abandon()  # all its calls are answered

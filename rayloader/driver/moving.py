@@ -19,7 +19,6 @@ from rayloader.driver.channels import Channels
 from rayloader.driver.loan import Loan
 from rayloader.driver.placement import Verdict
 from rayloader.driver.worker_slot import WorkerSlot
-from rayloader.waiting import NONE_YET
 
 # How many processes that are to take over from those that help out may fail to start, before that is left as it is.
 MOST_FAILED_STARTS = 3
@@ -158,12 +157,9 @@ class Moving:
         """Has processes that have come late take over their workers from those that had to help out."""
         moved = []
         for new, (slots, failed) in list(self._coming.items()):
-            self._answers.watch(new.hello.ref)  # to ask Ray each time would take long
-            if self._answers[new.hello.ref] is NONE_YET:
-                continue
-            self._answers.forget(new.hello.ref)
             try:
-                new.has_started()
+                if not new.has_started():
+                    continue
             except RayError:  # it was given room on a node that is gone
                 self._loan.pool.kill(new)
                 if failed < MOST_FAILED_STARTS:
@@ -175,6 +171,7 @@ class Moving:
                     slot.host, slot.away = new, True
                     moved.append(slot)
                 self.actors = list(dict.fromkeys(slot.host for slot in self.slots))
+            self._answers.forget(new.hello.ref)  # for which a wait has looked
             del self._coming[new]
         return moved
 

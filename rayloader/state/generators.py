@@ -200,11 +200,11 @@ class Generators:
             followed += [(paths, generator, new_last) for paths, generator in reached.items()]
         self.settled = len(followed) == known
         self._later = followed
-        found = (
-            Later(paths, kind_of(generator), state_of(generator), lasting)
-            for paths, generator, lasting in followed
-            if not self._placed.is_untouched(generator)  # another process has it as the driver has
-        )
+        found = []
+        for paths, generator, lasting in followed:
+            state = state_of(generator)
+            if not self._placed.is_untouched(generator, state):  # else another process has it as the driver has
+                found.append(Later(paths, kind_of(generator), state, lasting))
         return (*found, *self._waiting)
 
     def put_back(self, later: tuple[Later, ...]) -> None:

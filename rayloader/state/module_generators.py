@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rayloader.state.generator_kinds import distinct, is_a, kind_of, make_generator, set_state, state_of, suits
-from rayloader.state.object_paths import ATOMS, Path, follow, in_words, put, walk
+from rayloader.state.object_paths import ATOMS, Path, follow, held_by, in_words, put, walk
 
 # Objects behind one global among which generators are looked for, at each `iter()`: a model may hold a great many.
 _MOST = 1_000
@@ -76,10 +76,7 @@ def _is_only_code(definition: Any) -> bool:
     for name, value in list(attributes.items()):
         function = value.__func__ if is_a(value, (staticmethod, classmethod)) else value
         if is_a(function, types.FunctionType):
-            held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
-            for cell in function.__closure__ or ():
-                with contextlib.suppress(ValueError):  # empty
-                    held.append(cell.cell_contents)
+            held = [*held_by(function), *vars(function).values()]
         else:
             held = [] if name.startswith("__") else [value]
         if not all(type(one) in ATOMS or is_a(one, type) for one in held):
@@ -96,12 +93,10 @@ class Placed:
         self._paths: dict[int, list[Path]] = {}
         self._states: dict[int, bytes] = {}  # to which they were put
 
-    def is_untouched(self, generator: Any) -> bool:
-        """Whether it is in place, and nobody has drawn from it since."""
-        for number, one in self._generators.items():
-            if one is generator:
-                return pickle.dumps(state_of(one)) == self._states[number]
-        return False
+    def is_untouched(self, generator: Any, state: Any) -> bool:
+        """Whether it is in place, and with its state of now nobody has drawn from it since."""
+        numbers = [number for number, one in self._generators.items() if one is generator]
+        return bool(numbers) and pickle.dumps(state) == self._states[numbers[0]]
 
     @property
     def generators(self) -> dict[tuple[Path, ...], Any]:

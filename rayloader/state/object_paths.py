@@ -150,6 +150,15 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
+def held_by(function: types.FunctionType) -> list[Any]:
+    """What a function has from where it was made: in cells, and as defaults."""
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            held.append(cell.cell_contents)
+    return held
+
+
 def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
     yield from ((("closure", n), cell) for n, cell in enumerate(function.__closure__ or ()))
     yield from ((("default", n), value) for n, value in enumerate(function.__defaults__ or ()))

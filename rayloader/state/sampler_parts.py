@@ -11,7 +11,7 @@ import types
 from typing import Any
 
 from rayloader.state.generator_kinds import KINDS, is_a
-from rayloader.state.object_paths import names_in, slots_of
+from rayloader.state.object_paths import held_by, names_in, slots_of
 
 DATA = ("data_source", "dataset")  # by these names samplers hold what they sample from
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes keep nothing
@@ -60,10 +60,7 @@ def named_generators(sampler: Any) -> list[Any]:
         for value in list(vars(kind).values()):
             found.append(value)
             if is_a(function := _function(value), types.FunctionType):
-                for cell in function.__closure__ or ():
-                    with contextlib.suppress(ValueError):  # empty
-                        found.append(cell.cell_contents)
-                found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+                found += held_by(function)
                 in_code = list(names_in(function.__code__))
                 found += map(function.__globals__.get, in_code)
                 names.update(in_code)

@@ -120,14 +120,8 @@ class World:
 
     # ---- the answers'
 
-    def watch(self, ref: Process) -> None:
-        pass
-
     def forget(self, ref: Process) -> None:
         pass
-
-    def __getitem__(self, ref: Process) -> Any:
-        return ref.answer
 
 
 def test_without_a_notice_there_is_nothing_to_do() -> None:
