@@ -103,7 +103,7 @@ def _children(
     elif is_a(obj, types.FunctionType):
         yield from _of_function(obj)
         if reads is not None and reads(obj):
-            yield from ((None, value) for value in _named_by(obj))
+            yield from ((None, value) for value in named_by(obj))
     elif is_a(obj, types.CellType):
         with contextlib.suppress(ValueError):  # empty
             yield ("contents", None), obj.cell_contents
@@ -169,7 +169,8 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
         yield from ((("global", name), value) for name, value in globals_ if name != "__builtins__")
 
 
-def _named_by(function: types.FunctionType) -> Iterator[Any]:
+def named_by(function: types.FunctionType) -> Iterator[Any]:
+    """What its code names without holding it: globals, and attributes of the modules among these."""
     names = list(names_in(function.__code__))
     for name in names:
         value = function.__globals__.get(name)

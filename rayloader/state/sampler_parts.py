@@ -11,7 +11,7 @@ import types
 from typing import Any
 
 from rayloader.state.generator_kinds import KINDS, is_a
-from rayloader.state.object_paths import held_by, names_in, slots_of
+from rayloader.state.object_paths import held_by, named_by, names_in, slots_of
 
 DATA = ("data_source", "dataset")  # by these names samplers hold what they sample from
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes keep nothing
@@ -49,8 +49,8 @@ def own_classes(sampler: Any) -> list[type]:
 def named_generators(sampler: Any) -> list[Any]:
     """The generators that a sampler does not hold itself, and that its methods can name.
 
-    They are attributes of its classes, cells, defaults and module globals of its methods, and attributes of the dataset
-    whose names are in the methods' code.
+    They are attributes of its classes; cells, defaults and module globals of its methods, and attributes of the modules
+    among these; and attributes of the dataset whose names are in the methods' code.
     """
     if not (classes := own_classes(sampler)):
         return []
@@ -61,9 +61,8 @@ def named_generators(sampler: Any) -> list[Any]:
             found.append(value)
             if is_a(function := _function(value), types.FunctionType):
                 found += held_by(function)
-                in_code = list(names_in(function.__code__))
-                found += map(function.__globals__.get, in_code)
-                names.update(in_code)
+                found += named_by(function)
+                names.update(names_in(function.__code__))
     held = attributes_of(sampler)
     for data in (held[name] for name in DATA if name in held):
         found += [value for name, value in attributes_of(data).items() if name in names]

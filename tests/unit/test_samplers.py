@@ -2,6 +2,7 @@
 
 import random
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -190,3 +191,15 @@ def test_attributes_in_slots_are_compared_as_others_are():
     one, other = samplers_of(InSlots(1)), samplers_of(InSlots(2))
     with pytest.raises(StateError, match="seed=1 of the sampler InSlots, which is 2 here"):
         other.check(one.capture(), one.progress(), tells=False, any_rank=False)
+
+
+settings = types.ModuleType("settings")
+settings.generator, settings.other = random.Random(1), random.Random(2)
+
+
+def test_generators_of_a_module_are_a_samplers_if_its_code_names_them():
+    class Names(Constant):
+        def __iter__(self):
+            return iter([settings.generator.randrange(LENGTH)])
+
+    assert named_generators(Names()) == [settings.generator]
