@@ -45,6 +45,9 @@ from rayloader.transport.local_line import LocalSocket, listen
 HERE = Path(__file__).parent
 # Processes that ask at the same time; others start without it.
 BACKLOG = 512
+# Strings have one hash in all forks, in each run: what a dataset does with sets of strings can be built again. 0 would
+# show in `sys.flags`.
+HASH_SEED = {"PYTHONHASHSEED": "1"}
 
 logger = logging.getLogger("rayloader")
 
@@ -112,15 +115,14 @@ class ForkServer:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
         with LocalSocket() as listener:  # the fork server has the other copy: nobody is to wait for one that has died
             address = listen(listener, "fork-server", BACKLOG)
+            alone = {} if HASH_SEED.keys() <= os.environ.keys() else HASH_SEED
             with _starting:
                 self._process = subprocess.Popen(
-                    [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid())],
+                    [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid()), *alone],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._errors,
-                    env=dict(
-                        os.environ
-                    ),  # as Ray's processes have it: C code, readline's, may have set other variables
+                    env=alone | dict(os.environ),  # not what C code, readline's, has set: Ray's processes lack it
                     pass_fds=[listener.fileno()],
                 )
         self.environment = {VARIABLE: address.name}

@@ -1,9 +1,10 @@
 """The fork server: imports what worker processes import, and forks one for each `default_worker.py` that asks.
 
-    python rayloader/forkserver/server.py DESCRIPTOR OWNER
+    python rayloader/forkserver/server.py DESCRIPTOR OWNER [VARIABLE ...]
 
-DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. It runs no
-thread of its own and keeps nothing but its connections. It is run by path: see NOTE [fork server] in owner.py.
+DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. VARIABLEs of
+the environment are this process's alone. It runs no thread of its own and keeps nothing but its connections. It is run
+by path: see NOTE [fork server] in owner.py.
 """
 
 import contextlib
@@ -259,6 +260,8 @@ def import_the_rest() -> None:
 def main() -> Request:
     """Serves; returns in each child."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for variable in sys.argv[3:]:
+        del os.environ[variable]
     if os.getppid() != int(sys.argv[2]):
         sys.exit("the program had ended before this process could hear of it")
     os.close(os.pidfd_open(os.getpid()))  # raises where the kernel has no such thing, before anybody relies on it

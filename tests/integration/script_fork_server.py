@@ -46,6 +46,7 @@ class Facts(Dataset):
             "pid": os.getpid(),
             "parent": os.getppid(),
             "draw": random.random(),
+            "hash": hash("text"),
             "listens": sum("fork-server" in line for line in open("/proc/net/unix")),
             "environment": {name: os.environ[name] for name in sorted(names)},
             "path": sys.path,

@@ -9,7 +9,7 @@ from test_scripts import finish, start
 pytestmark = pytest.mark.full
 
 # What two processes may differ in, whoever starts them.
-OWN = {"pid", "parent", "draw", "listens"}
+OWN = {"pid", "parent", "draw", "hash", "listens"}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,10 @@ def test_workers_are_forks(steps):
     assert [fact["parent"] for fact in steps["forked"]] == [server] * 2
     assert len({fact["pid"] for fact in steps["forked"]}) == 2
     assert len({fact["draw"] for fact in steps["forked"]}) == 2
+
+
+def test_forks_have_one_hash_of_a_string_in_each_run(steps):
+    assert len({fact["hash"] for fact in steps["forked"] + steps["forked again"]}) == 1
 
 
 def test_a_fork_is_like_a_process_that_ray_has_started(steps):
