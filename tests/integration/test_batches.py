@@ -155,7 +155,7 @@ CONTAINERS = {
     "namedtuple": lambda index: Pair(index, torch.tensor([index])),
     "dataclass": lambda index: Record("name", torch.tensor([index])),
     "custom": lambda index: Custom(torch.tensor([index])),
-    "set": lambda index: {index, "text"},
+    "set": lambda index: {index, 100},  # a set of strings has another order in each process
     "simple namespace": lambda index: types.SimpleNamespace(value=index),
 }
 
