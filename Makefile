@@ -11,10 +11,11 @@ DOCS_READY := $(VENV)/.ready-docs
 
 # The tests run in parts, each in a process with a Ray of its own, three side by side, for tests of workers leave cores
 # idle; what takes longest begins first. A part is a folder, unless its files are given here.
-PARTS := integration multinode others conformance checkpoints unit
+PARTS := integration programs multinode others conformance checkpoints unit
 FOLDERS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py))))
 FILES_checkpoints := $(wildcard tests/integration/test_checkpoint*.py)
-FILES_integration := tests/integration $(FILES_checkpoints:%=--ignore=%)
+FILES_programs := $(patsubst %,tests/integration/test_%.py,closing examples interrupts lifetimes output scripts signals)
+FILES_integration := tests/integration $(patsubst %,--ignore=%,$(FILES_checkpoints) $(FILES_programs))
 FILES_others := $(addprefix tests/,$(sort $(filter-out $(PARTS),$(FOLDERS))))
 PYTEST := $(PY) -m pytest $(SELECTED)
 

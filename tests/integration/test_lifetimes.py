@@ -165,7 +165,7 @@ def lent(own):
     return [a for a in get_pool().actors if a.options.get("memory") == memory and a.state is ActorState.LENT]
 
 
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(shared, step):
     loader = load(pid, 4, num_workers=1, **shared)
     seen = set(loader)

@@ -72,6 +72,7 @@ def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_pa
     check_gone(processes(output[0]))
 
 
+@pytest.mark.full
 def test_ray_starts_before_its_agents_have_imported_all_that_they_need(tmp_path, monkeypatch):
     """Which takes them long on a busy machine; here until the script has had its batches."""
     held, gate = tmp_path / "held", tmp_path / "gate"
