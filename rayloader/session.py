@@ -42,7 +42,7 @@ import ray.util.client
 
 from rayloader import torchrun
 from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, connection_of, give_own_random
-from rayloader.bell import Bell
+from rayloader.bell import Bell, DaemonThread
 from rayloader.errors import RaySessionError
 from rayloader.forkserver.owner import ForkServer, start_ray, with_variables
 from rayloader.signals import SignalHandlers
@@ -160,7 +160,7 @@ def check_names(options: dict[str, Any]) -> None:
         )
 
 
-class _Starter(threading.Thread):
+class _Starter(DaemonThread):
     """Calls `ray.init`, and lives as long as that Ray; see NOTE [who starts Ray].
 
     Attributes:
@@ -172,7 +172,7 @@ class _Starter(threading.Thread):
     """
 
     def __init__(self, options: dict[str, Any], ahead: bool) -> None:
-        super().__init__(name="rayloader-session", daemon=True)
+        super().__init__(self._serve, "rayloader-session")
         self._options = options
         self._ahead = ahead
         meeting_point = None if _address(options) else torchrun.meeting_point()
@@ -209,7 +209,7 @@ class _Starter(threading.Thread):
         if self.fork_server is not None:
             self.fork_server.forget()
 
-    def run(self) -> None:
+    def _serve(self) -> None:
         """Starts Ray, then waits for its end."""
         try:
             self._init()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from rayloader.bell import Bell
+from rayloader.bell import Bell, DaemonThread
 
 # How long a wait may stay unaware of a ring that an interrupt has swallowed, in seconds; it costs one wake-up each.
 TICK_S = 0.1
@@ -32,7 +32,7 @@ class AheadThread:
         self._done = Bell()  # something was done, or the thread has ended
         self._closed = False
         self._error: BaseException | None = None  # what ended the thread
-        self._thread = threading.Thread(target=self._loop, name="rayloader-ahead", daemon=True)
+        self._thread = DaemonThread(self._loop, "rayloader-ahead")
         self._thread.start()
 
     def ring(self) -> None:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from rayloader import session
+from rayloader.bell import Bell, DaemonThread
 
 logger = logging.getLogger("rayloader")
 
@@ -36,12 +37,13 @@ class Janitor:
         self._tidy = tidy
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None ends the thread
-        self._thread: threading.Thread | None = None
+        self._thread: DaemonThread | None = None
+        self._own = threading.local()  # has an attribute in the thread: of which there are two after an odd interrupt
 
     def start(self) -> None:
         """Starts the thread unless it runs; jobs that came before are done too. Not for finalizers."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="rayloader-janitor", daemon=True)
+            self._thread = DaemonThread(self._work, "rayloader-janitor")
             self._thread.start()
 
     def later(self, job: Job) -> None:
@@ -51,7 +53,7 @@ class Janitor:
 
     def do(self, job: Job) -> None:
         """Has a job done and waits for it; in the thread itself it is done at once. Not for finalizers."""
-        if threading.current_thread() is self._thread:
+        if self._is_here():
             job()
         else:
             self.later(job)
@@ -60,22 +62,33 @@ class Janitor:
     def wait(self) -> None:
         """Waits until all jobs that came so far are done; at once in the thread itself. Not for finalizers."""
         thread = self._thread
-        if os.getpid() != self._pid or thread is None or thread is threading.current_thread():
+        if os.getpid() != self._pid or thread is None or self._is_here():
             return
-        done = threading.Event()
-        self._jobs.put(done.set)
-        while thread.is_alive() and not done.wait(TICK_S):
-            pass
+        done: list[bool] = []
+        bell = Bell()
+
+        def tell() -> None:
+            done.append(True)
+            bell.ring()
+
+        self._jobs.put(tell)
+        while thread.is_alive() and not done:
+            bell.wait(TICK_S)
 
     def end(self) -> None:
         """Ends the thread once all jobs that came so far are done; callable more than once."""
         thread = self._thread
-        if os.getpid() == self._pid and thread is not None and thread is not threading.current_thread():
+        if os.getpid() == self._pid and thread is not None and not self._is_here():
             self._jobs.put(None)
             thread.join()
             self._thread = None
 
+    def _is_here(self) -> bool:
+        """Whether the thread itself asks."""
+        return hasattr(self._own, "is_here")
+
     def _work(self) -> None:
+        self._own.is_here = True
         seconds_left: float | None = None
         while True:
             try:

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 
-from rayloader.bell import Bell
+from rayloader.bell import Bell, DaemonThread
 from rayloader.transport.line import Line, LineError, Message, unpacked
 from rayloader.transport.listening import NO_ROOM, turn_away
 from rayloader.transport.local_line import (
@@ -52,7 +52,7 @@ class Output:
         self._pid = os.getpid()
         self._at_work = False
         self._rounds = Bell()  # of the thread
-        self._thread = threading.Thread(target=self._serve, name="rayloader-output", daemon=True)
+        self._thread = DaemonThread(self._serve, "rayloader-output")
         with contextlib.suppress(LineError):
             self.address = listen(self._listener, "output", _QUEUE)
             self._thread.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from rayloader.bell import Bell
+from rayloader.bell import Bell, DaemonThread
 from rayloader.transport.line import Line
 
 
@@ -20,7 +20,7 @@ class Sender:
         self._line = weakref.ref(line)
         self._bell = Bell()
         self._closed = False
-        self._thread = threading.Thread(target=self._loop, name="rayloader-sender", daemon=True)
+        self._thread = DaemonThread(self._loop, "rayloader-sender")
         self._thread.start()
 
     def ring(self) -> None:
