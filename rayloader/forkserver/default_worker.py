@@ -15,6 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 VARIABLE = "RAYLOADER_FORK_SERVER"  # the name of the fork server's local socket
+# Strings have one hash in all worker processes, in each run: what a dataset does with sets of strings can be built
+# again. 0 would show in `sys.flags`.
+HASH_SEED = {"PYTHONHASHSEED": "1"}
+SEEDED = "RAYLOADER_SEEDED"  # this variable says that the process has it for that alone
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 LENGTH = struct.Struct("<Q")
 
@@ -58,11 +62,21 @@ def ask(name: str) -> bool:
     return True
 
 
+def run() -> None:
+    """Is the worker process; begins anew if it has not the hash seed of the others."""
+    if os.environ.pop(SEEDED, None):
+        for variable in HASH_SEED:
+            del os.environ[variable]
+    elif not HASH_SEED.keys() <= os.environ.keys():
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **HASH_SEED, SEEDED: "1"})
+    spec = find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / "_private" / "workers" / "default_worker.py"
+    sys.path[0] = str(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+
+
 if __name__ == "__main__":
-    if not ask(os.environ.get(VARIABLE, "")):
-        spec = find_spec("ray")
-        assert spec is not None
-        assert spec.origin is not None
-        path = Path(spec.origin).parent / "_private" / "workers" / "default_worker.py"
-        sys.path[0] = str(path.parent)
-        runpy.run_path(str(path), run_name="__main__")
+    if os.environ.get(SEEDED) or not ask(os.environ.get(VARIABLE, "")):
+        run()

@@ -1,7 +1,7 @@
 """Starts the fork server of a Ray that is started here, and ends it with that Ray.
 
-Promise: where there can be no fork server, or it dies, worker processes start as Ray starts them: later, and no
-differently.
+Promise: where the fork server dies, worker processes start as Ray starts them: later, and no differently. Where there
+can be none, on other systems than Linux, each hashes strings with a seed of its own.
 
 NOTE [fork server]
 A new worker process has to import Ray and torch, which takes 3 seconds of a core, and some 250 MB that no other process
@@ -38,16 +38,13 @@ from types import ModuleType
 from typing import IO, Any
 
 from rayloader._compat_ray import own_start
-from rayloader.forkserver.default_worker import VARIABLE
+from rayloader.forkserver.default_worker import HASH_SEED, VARIABLE
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
 
 HERE = Path(__file__).parent
 # Processes that ask at the same time; others start without it.
 BACKLOG = 512
-# Strings have one hash in all forks, in each run: what a dataset does with sets of strings can be built again. 0 would
-# show in `sys.flags`.
-HASH_SEED = {"PYTHONHASHSEED": "1"}
 
 logger = logging.getLogger("rayloader")
 
