@@ -42,36 +42,27 @@ from rayloader.state.generator_kinds import (
 )
 from rayloader.state.living_generators import MODULES_AT_START, is_imported, living_generators
 from rayloader.state.module_generators import Placed
-from rayloader.state.module_globals import is_own
+from rayloader.state.module_globals import is_own_module, is_own_name
 from rayloader.state.object_paths import Node, Path, follow, in_words, put, walk
 
-_MOST_BEHIND_CODE = 100_000  # objects: functions may name whole datasets
 _OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that is nobody else's
 
 
 def find_generators(obj: Any) -> list[Any]:
-    """The random generators that an object holds, in an order that depends on nothing but the object."""
-    return distinct(generator for _, generator in walk([((None, ("root", "object")), obj)]))
+    """The random generators that an object holds, in an order that depends on nothing but the object.
 
-
-def find_named_generators(obj: Any) -> list[Any]:
-    """Those that an object holds, and those that the program's code behind it can name."""
-    root = (None, ("root", "object")), obj
-    return distinct(
-        generator
-        for _, generator in walk(
-            [root],
-            passed=lambda kind: not _is_own_name(kind.__module__),
-            reads=lambda function: _is_own_name(function.__globals__.get("__name__")),
-            most=_MOST_BEHIND_CODE,
-        )
+    Of classes that the program has not written, only what is bound to their own names and to those of their bases.
+    """
+    kinds: dict[int, type] = {}
+    walked = walk(
+        [((None, ("root", "object")), obj)],
+        passed=lambda kind: not is_own_name(kind.__module__),
+        met=lambda _, one: kinds.setdefault(id(type(one)), type(one)),
     )
-
-
-def _is_own_name(module: Any) -> bool:
-    """Whether the program has written the module of this name."""
-    found = sys.modules.get(module) if isinstance(module, str) else None
-    return is_a(found, types.ModuleType) and _is_own(found)  # type: ignore[arg-type]
+    found = [generator for _, generator in walked]
+    named = generator_types()
+    values = (value for kind in kinds.values() for base in kind.__mro__ for value in list(vars(base).values()))
+    return distinct([*found, *(value for value in values if type(value) in named)])
 
 
 # ---- given ones: noted while a replica is unpickled
@@ -191,7 +182,7 @@ class Generators:
         if unknown:
             reached = self._reached(unknown, ())
             if missing := unknown - engines(reached.values()):
-                reached = self._reached(unknown, self._module_roots(deep=_is_own))
+                reached = self._reached(unknown, self._module_roots(deep=is_own_module))
                 missing = unknown - engines(reached.values())
             if missing - engines(self._in_vain):  # modules of packages may be thousands, and mostly hold none
                 reached = self._reached(unknown, self._module_roots(deep=lambda _: True))
@@ -290,8 +281,3 @@ def _those_there_first(paths: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 _in_this_process: weakref.WeakSet[Generators] = weakref.WeakSet()
-
-
-def _is_own(module: types.ModuleType) -> bool:
-    """Whether the program has written it; one that was not read from a file may be."""
-    return (file := vars(module).get("__file__")) is None or is_own(file)

@@ -16,7 +16,8 @@ import cloudpickle
 from rayloader.errors import StateError
 from rayloader.state import plain_state
 from rayloader.state.generator_kinds import distinct, suit
-from rayloader.state.generators import find_generators, find_named_generators
+from rayloader.state.generators import find_generators
+from rayloader.state.named_generators import NamedGenerators
 from rayloader.state.random_state import RandomState
 from rayloader.state.seal import Parts
 from rayloader.state.snapshot import dump_state, has_state, load_state
@@ -27,11 +28,11 @@ def generators_of(loader: Any, parts: Parts | None = None) -> list[Any]:
 
     Args:
         loader: whose dataset and `collate_fn` they are.
-        parts: of the states before this one: what code names is then looked for once.
+        parts: of the states before this one: what code names is searched for again only after a change.
     """
     objects = loader.dataset, loader.collate_fn
-    named = (parts or Parts()).once("named", lambda: find_named_generators(objects))
-    return distinct([*find_generators(objects), *named])
+    named = (parts or Parts()).once("named", lambda: NamedGenerators(*objects))
+    return distinct([*find_generators(objects), *named.look()])
 
 
 def capture(loader: Any, parts: Parts) -> dict[str, Any]:

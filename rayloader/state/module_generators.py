@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rayloader.state.generator_kinds import distinct, is_a, kind_of, make_generator, set_state, state_of, suits
-from rayloader.state.object_paths import ATOMS, Path, follow, held_by, in_words, put, walk
+from rayloader.state.object_paths import ATOMS, Path, follow, functions_of, held_by, in_words, put, walk
 
 # Objects behind one global among which generators are looked for, at each `iter()`: a model may hold a great many.
 _MOST = 1_000
@@ -47,10 +47,11 @@ class Found:
     def __init__(self, is_own: Callable[[type], bool]) -> None:
         self._is_own = is_own
         self._reached: dict[int, tuple[Any, list[Path]]] = {}
+        self._classes: dict[int, bool] = {}  # by identity: whether it is only code
 
     def look_in(self, module: str, name: str, value: Any) -> None:
         """A global of a module."""
-        if is_a(value, (type, types.FunctionType)) and _is_only_code(value):
+        if is_a(value, (type, types.FunctionType)) and self._is_only_code(value):
             return
         root = ((None, ("module", module)), ("attribute", name)), value
         for path, generator in walk([root], passed=lambda kind: not self._is_own(kind), most=_MOST):
@@ -69,19 +70,25 @@ class Found:
                 carried.append(Carried(tuple(self._reached[id(generator)][1]), made_of))
         return tuple(carried)
 
+    def _is_only_code(self, definition: Any) -> bool:
+        """Whether a function or class holds nothing else; there may be thousands, and each `iter()` asks."""
+        if not is_a(definition, type):
+            return self._are_only_code([*held_by(definition), *vars(definition).values()])
+        if id(definition) not in self._classes:
+            self._classes[id(definition)] = True  # for a class that refers to itself
+            held = list(definition.__bases__)
+            for name, value in list(vars(definition).items()):
+                for function in (functions := functions_of(value)):
+                    held += [*held_by(function), *vars(function).values()]
+                if not functions and not name.startswith("__"):
+                    held.append(value)
+            self._classes[id(definition)] = self._are_only_code(held)
+        return self._classes[id(definition)]
 
-def _is_only_code(definition: Any) -> bool:
-    """Whether a function or class holds nothing else; there may be thousands, and each `iter()` asks."""
-    attributes = vars(definition) if is_a(definition, type) else {"": definition}
-    for name, value in list(attributes.items()):
-        function = value.__func__ if is_a(value, (staticmethod, classmethod)) else value
-        if is_a(function, types.FunctionType):
-            held = [*held_by(function), *vars(function).values()]
-        else:
-            held = [] if name.startswith("__") else [value]
-        if not all(type(one) in ATOMS or is_a(one, type) for one in held):
-            return False
-    return True
+    def _are_only_code(self, held: list[Any]) -> bool:
+        return all(
+            not self._is_own(one) or self._is_only_code(one) if is_a(one, type) else type(one) in ATOMS for one in held
+        )
 
 
 class Placed:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.state.generator_kinds import KINDS
+from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.module_generators import Carried, Found, Placed
 
 logger = logging.getLogger("rayloader")
@@ -141,6 +141,19 @@ def is_own(file: Any) -> bool:
         return False
     path = os.path.abspath(file)
     return not _INSTALLED.intersection(path.split(os.sep)) and not path.startswith(_LIBRARIES)
+
+
+def is_own_module(module: types.ModuleType) -> bool:
+    """Whether the program has written it; one that was not read from a file may be, unless Python contains it."""
+    if (file := vars(module).get("__file__")) is not None:
+        return is_own(file)
+    return getattr(vars(module).get("__spec__"), "origin", None) not in ("built-in", "frozen")
+
+
+def is_own_name(name: Any) -> bool:
+    """Whether the program has written the module of this name."""
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return is_a(module, types.ModuleType) and is_own_module(module)  # type: ignore[arg-type]
 
 
 def _is_plain(value: Any) -> bool:

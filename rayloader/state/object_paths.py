@@ -26,7 +26,7 @@ Path = tuple[Step, ...]
 Node = tuple[Any, Step] | None  # the parent's node, and the step from there
 
 ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
-ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, property, np.dtype}
+ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, np.dtype}
 _SEQUENCES = list, tuple, collections.deque
 
 
@@ -35,6 +35,7 @@ def walk(
     *,
     passed: Callable[[type], bool] = is_imported,
     reads: Callable[[types.FunctionType], bool] | None = None,
+    met: Callable[[Node, Any], object] | None = None,
     most: int = sys.maxsize,
 ) -> Iterator[tuple[Path, Any]]:
     """The generators that are reached from some objects, with each path to them, the shortest first.
@@ -42,29 +43,35 @@ def walk(
     Args:
         roots: the objects, with their nodes.
         passed: whether to pass over the attributes of a class.
-        reads: whether what a function's code names is looked at too: globals, and attributes of modules; None: of no
-            function, nor are classes looked at, but for those of metaclasses.
+        reads: whether what a function's code names is looked at too (see `named_by`); None: of no function.
+        met: told of each object that is looked at.
         most: objects to look at.
     """
     queue = collections.deque(roots)
     seen: set[int] = set()
     slots: dict[type, list[str]] = {}
-    atoms = ATOMS if reads is None else ATOMS - {type}
     keep: list[Any] = []  # what was made on the way, so that no identity is used twice
     while queue and len(seen) < most:
         node, obj = queue.popleft()
         if is_a(obj, KINDS):
-            yield _path(node), obj
+            yield path_of(node), obj
         if id(obj) in seen:
             continue
         seen.add(id(obj))
         keep.append(obj)
+        if met is not None:
+            met(node, obj)
         children = _children(obj, slots, passed, reads)
-        nodes = (((node, step), child) for step, child in children if type(child) not in atoms)
+        nodes = (((node, step), child) for step, child in children if _has_parts(child, passed))
         queue.extend(itertools.islice(nodes, most))
 
 
-def _path(node: Node) -> Path:
+def _has_parts(obj: Any, passed: Callable[[type], bool]) -> bool:
+    return type(obj) not in ATOMS or (type(obj) is type and not passed(obj))
+
+
+def path_of(node: Node) -> Path:
+    """The steps that lead to where a walk is."""
     steps: list[Step] = []
     while node is not None:
         node, step = node
@@ -82,6 +89,7 @@ def _children(
     if is_a(obj, (type, types.ModuleType)):
         if is_a(obj, type) and not passed(obj):
             yield from ((("attribute", name), value) for name, value in list(vars(obj).items()))
+            yield from ((("base", n), base) for n, base in enumerate(obj.__bases__))
         return
     if is_a(obj, (torch.Tensor, *KINDS[1:])):
         return
@@ -115,11 +123,13 @@ def _children(
     elif is_a(obj, (staticmethod, classmethod)):
         yield ("function", None), obj.__func__
         return
+    elif is_a(obj, property):
+        yield from ((("property", name), getattr(obj, name)) for name in ("fget", "fset", "fdel"))
     elif is_a(obj, functools.partial):
         yield ("partial", "func"), obj.func
         yield ("partial", "args"), obj.args
         yield ("partial", "keywords"), obj.keywords
-    attributes = _attributes(obj)
+    attributes = attributes_in(obj)
     if kind not in slots:
         slots[kind] = slots_of(kind)
     for name in slots[kind]:
@@ -150,6 +160,16 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
+def functions_of(value: Any) -> list[types.FunctionType]:
+    """The functions of an attribute of a class, if it is a method, a property or the like."""
+    if is_a(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif is_a(value, functools.cached_property):
+        value = value.func
+    found = (value.fget, value.fset, value.fdel) if is_a(value, property) else (value,)
+    return [one for one in found if is_a(one, types.FunctionType)]
+
+
 def held_by(function: types.FunctionType) -> list[Any]:
     """What a function has from where it was made: in cells, and as defaults."""
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -170,13 +190,25 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
 
 
 def named_by(function: types.FunctionType) -> Iterator[Any]:
-    """What its code names without holding it: globals, and attributes of the modules among these."""
-    names = list(names_in(function.__code__))
-    for name in names:
-        value = function.__globals__.get(name)
-        yield value
-        if is_a(value, types.ModuleType):
-            yield from map(vars(value).get, names)
+    """What its code names without holding it: globals, what it imports, and attributes of the modules among these."""
+    names = list(dict.fromkeys(names_in(function.__code__)))
+    package = function.__globals__.get("__package__")
+    imported = [sys.modules.get(full) for name in names for full in (name, f"{package}.{name}")]
+    spaces = [function.__globals__]
+    modules = set(map(id, spaces))
+    for value in imported:
+        _add_space(value, spaces, modules)
+    for space in spaces:  # it grows
+        for name in names:
+            if (value := space.get(name)) is not None:
+                yield value
+                _add_space(value, spaces, modules)
+
+
+def _add_space(value: Any, spaces: list[dict[str, Any]], known: set[int]) -> None:
+    if is_a(value, types.ModuleType) and id(vars(value)) not in known:
+        known.add(id(vars(value)))
+        spaces.append(vars(value))
 
 
 def _iterator(obj: Any) -> Iterator[Any] | None:
@@ -190,7 +222,8 @@ def _iterator(obj: Any) -> Iterator[Any] | None:
     return None
 
 
-def _attributes(obj: Any) -> dict[str, Any] | None:
+def attributes_in(obj: Any) -> dict[str, Any] | None:
+    """Those in an object's `__dict__`, without running code of the user's."""
     try:
         attributes = object.__getattribute__(obj, "__dict__")
     except AttributeError:
@@ -219,13 +252,15 @@ GET: dict[str, Callable[[Any, Any], Any]] = {
     "partial": getattr,
     "factory": lambda obj, _: obj.default_factory,
     "class": lambda obj, _: type(obj),
+    "base": lambda obj, number: obj.__bases__[number],
+    "property": getattr,
 }
 
 
 def _get_attribute(obj: Any, name: str) -> Any:
     if isinstance(obj, (type, types.ModuleType)):
         return vars(obj)[name]
-    attributes = _attributes(obj)
+    attributes = attributes_in(obj)
     return attributes[name] if attributes and name in attributes else object.__getattribute__(obj, name)
 
 
@@ -256,10 +291,10 @@ def put(obj: Any, step: Step, value: Any) -> None:
     """
     match step:
         case ("attribute", name):
-            if isinstance(obj, (type, types.ModuleType)) or _attributes(obj) is None:
+            if isinstance(obj, (type, types.ModuleType)) or attributes_in(obj) is None:
                 setattr(obj, name, value)
             else:
-                _attributes(obj)[name] = value  # type: ignore[index]
+                attributes_in(obj)[name] = value  # type: ignore[index]
         case ("key", key) if isinstance(obj, dict):
             dict.__setitem__(obj, key, value)
         case ("item", number) if isinstance(obj, list) and number <= len(obj):

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from typing import Any
 
 from rayloader.state.generator_kinds import KINDS, is_a
-from rayloader.state.object_paths import held_by, named_by, names_in, slots_of
+from rayloader.state.object_paths import functions_of, held_by, named_by, names_in, slots_of
 
 DATA = ("data_source", "dataset")  # by these names samplers hold what they sample from
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes keep nothing
@@ -59,7 +58,7 @@ def named_generators(sampler: Any) -> list[Any]:
     for kind in classes:
         for value in list(vars(kind).values()):
             found.append(value)
-            if is_a(function := _function(value), types.FunctionType):
+            for function in functions_of(value):
                 found += held_by(function)
                 found += named_by(function)
                 names.update(names_in(function.__code__))
@@ -72,12 +71,3 @@ def named_generators(sampler: Any) -> list[Any]:
 @functools.lru_cache(maxsize=256)
 def _is_stock(module: str) -> bool:
     return module.partition(".")[0] in _STOCK
-
-
-def _function(value: Any) -> Any:
-    """The function behind an attribute of a class, if it is one."""
-    if is_a(value, (staticmethod, classmethod)):
-        return value.__func__
-    if is_a(value, property):
-        return value.fget
-    return value.func if is_a(value, functools.cached_property) else value

@@ -425,6 +425,7 @@ NAMING = """
 import random
 import numpy as np
 import {name}_rngs as rngs
+import {name}_package.rngs
 from {name}_rngs import PYTHON
 
 NUMPY = np.random.default_rng(3)
@@ -438,33 +439,73 @@ class Augment:
 
 AUGMENT = Augment()
 
-class Data:
+class Base:
     def __len__(self):
         return 24
     def __getitem__(self, index):
-        return index, helper(), AUGMENT(), rngs.OF_MODULE.random()
+        from {name}_rngs import IMPORTED
+        numbers = helper(), AUGMENT(), rngs.OF_MODULE.random(), {name}_package.rngs.OF_PACKAGE.random()
+        return index, *numbers, IMPORTED.random(), self.drawn
+    @property
+    def drawn(self):
+        return rngs.OF_PROPERTY.random()
+
+class Data(Base):
+    pass
+
+LATE, HELD = None, {{"others": []}}
+
+class MakesThemLate(Base):
+    def __getitem__(self, index):
+        global LATE
+        if index == 8:
+            LATE, HELD["late"], Augment.late = random.Random(11), random.Random(12), random.Random(13)
+            AUGMENT.own = random.Random(14)
+            HELD["others"].append(random.Random(15))
+        late = [LATE, HELD["late"], Augment.late, AUGMENT.own, *HELD["others"]] if LATE else []
+        return index, *[generator.random() for generator in late]
 """
 
 
-def test_generators_that_the_datasets_code_names_are_restored(tmp_path, monkeypatch):
-    """Those of its module, of a module that this names, and of what its functions call."""
+@pytest.fixture
+def naming(tmp_path, monkeypatch):
+    """A module of the program's own whose functions draw from generators of its own and of other modules."""
     name = f"naming_{abs(hash(tmp_path))}"
-    rngs = "import random\nPYTHON, OF_MODULE, OTHER = random.Random(4), random.Random(5), random.Random(6)\n"
-    (tmp_path / f"{name}_rngs.py").write_text(rngs)
+    (tmp_path / f"{name}_package").mkdir()
+    for path in (f"{name}_rngs.py", f"{name}_package/__init__.py", f"{name}_package/rngs.py"):
+        names = "PYTHON, OF_MODULE, OTHER, IMPORTED, OF_PROPERTY, OF_PACKAGE"
+        (tmp_path / path).write_text(
+            f"import random\n{names} = map(random.Random, range({len(path)}, {len(path)} + 6))\n"
+        )
     (tmp_path / f"{name}.py").write_text(NAMING.format(name=name))
     monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module(name)
-    loader = DataLoader(module.Data(), 4, collate_fn=list)
+    return importlib.import_module(name)
+
+
+def test_generators_that_the_datasets_code_names_are_restored(naming):
+    """Those of its module, of modules that it names or imports, of what its functions call, and of its bases."""
+    loader = DataLoader(naming.Data(), 4, collate_fn=list)
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
     rest = list(iterator)
     later = list(loader)
-    other = module.rngs.OTHER.getstate()
+    other = naming.rngs.OTHER.getstate()
     loader.load_state_dict(state)
     assert list(loader) == rest
     assert list(loader) == later
-    assert module.rngs.OTHER.getstate() == other
-    module.NUMPY = random.Random(7)
-    with pytest.raises(StateError, match=r"3 random generators .* these have 3, or others"):
+    assert naming.rngs.OTHER.getstate() == other
+    naming.NUMPY = random.Random(7)
+    with pytest.raises(StateError, match=r"(\d+) random generators .* these have \1, or others"):
         loader.load_state_dict(state)
+
+
+def test_generators_that_the_code_names_are_found_when_they_are_made_later(naming):
+    loader = DataLoader(naming.MakesThemLate(), 4, collate_fn=list)
+    batches, states = [], []
+    for batch in loader:
+        batches.append(batch)
+        states.append(loader.state_dict())
+    for taken in (3, 4, 5):
+        loader.load_state_dict(states[taken - 1])
+        assert list(loader) == batches[taken:]

@@ -107,16 +107,39 @@ import numpy as np
 
 RNG, HELD, LATE = np.random.default_rng(0), {"python": random.Random(1)}, None
 
+class Settings:
+    class OfAugmentation:
+        rng = random.Random(2)
+
+    drawn = property(lambda self, rng=random.Random(3): rng.randrange(1000))
+
+class Derived(Settings):
+    pass
+
+def registered():
+    class Local:
+        rng = random.Random(4)
+    return Local
+
+REGISTRY = {"local": registered()}
+
+def others():
+    default = Settings.drawn.fget.__defaults__[0]
+    return Derived.OfAugmentation.rng, REGISTRY["local"].rng, default
+
 def configure(seed):
     global RNG, LATE
     RNG, LATE = np.random.default_rng(seed), random.Random(seed)
+    for number, rng in enumerate(others()):
+        rng.seed(seed + number)
 
 class Data:
     def __len__(self):
         return 40
     def __getitem__(self, index):
         numbers = [int(RNG.integers(1000)), HELD["python"].randrange(1000), LATE.randrange(1000)]
-        return [index, *numbers]
+        nested = Derived.OfAugmentation.rng.randrange(1000), REGISTRY["local"].rng.randrange(1000)
+        return [index, *numbers, *nested, Derived().drawn]
 """
 
 
@@ -134,11 +157,16 @@ def drawing(tmp_path, monkeypatch):
 def forked(drawing):
     """The samples as two forked workers give them, each with the generators as they are here now."""
     keep = copy.deepcopy((drawing.RNG, drawing.HELD, drawing.LATE))
+    others = [rng.getstate() for rng in drawing.others()]
     samples = {}
     for worker_id in range(2):
         drawing.RNG, drawing.HELD, drawing.LATE = copy.deepcopy(keep)
+        for rng, state in zip(drawing.others(), others, strict=True):
+            rng.setstate(state)
         samples |= {index: drawing.Data()[index] for index in range(worker_id, 40, 2)}
     drawing.RNG, drawing.HELD, drawing.LATE = keep
+    for rng, state in zip(drawing.others(), others, strict=True):
+        rng.setstate(state)
     return [samples[index] for index in range(40)]
 
 
