@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +42,14 @@ class Carried(NamedTuple):
 
 
 class Found:
-    """Those in the modules of this process, the driver."""
+    """Those in the modules of this process, the driver.
 
-    def __init__(self, is_own: Callable[[type], bool]) -> None:
-        self._is_own = is_own
+    Args:
+        modules: the program's own, by their names: what is in each.
+    """
+
+    def __init__(self, modules: Mapping[str, Mapping[str, Any]]) -> None:
+        self._modules = modules
         self._reached: dict[int, tuple[Any, list[Path]]] = {}
         self._classes: dict[int, bool] = {}  # by identity: whether it is only code
 
@@ -54,7 +58,9 @@ class Found:
         if is_a(value, (type, types.FunctionType)) and self._is_only_code(value):
             return
         root = ((None, ("module", module)), ("attribute", name)), value
-        for path, generator in walk([root], passed=lambda kind: not self._is_own(kind), most=_MOST):
+        for path, generator in walk(
+            [root], passed=lambda kind: kind is not value and self._is_passed(kind), most=_MOST
+        ):
             if None in path:  # it can't be gone in a worker
                 continue
             self._reached.setdefault(id(generator), (generator, []))[1].append(path)
@@ -87,8 +93,13 @@ class Found:
 
     def _are_only_code(self, held: list[Any]) -> bool:
         return all(
-            not self._is_own(one) or self._is_only_code(one) if is_a(one, type) else type(one) in ATOMS for one in held
+            self._is_passed(one) or self._is_only_code(one) if is_a(one, type) else type(one) in ATOMS for one in held
         )
+
+    def _is_passed(self, kind: type) -> bool:
+        """Whether a class is not the program's, or is a global of its module, and thus looked at by that name."""
+        attributes = self._modules.get(kind.__module__)
+        return attributes is None or attributes.get(kind.__qualname__) is kind
 
 
 class Placed:

@@ -16,6 +16,7 @@ import enum
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import itertools
 import logging
 import os
@@ -46,9 +47,15 @@ _NAMESPACES = {argparse.Namespace, types.SimpleNamespace}
 # Known by their names.
 _DEFINITIONS = type, types.FunctionType, types.BuiltinFunctionType
 _INSTALLED = {"site-packages", "dist-packages"}
-_OURS = os.path.dirname(os.path.dirname(__file__))
+# Wherever they are installed: these are large, and `pip install --target` puts packages into any folder.
+_PACKAGES = filter(None, map(importlib.util.find_spec, ("rayloader", "torch", "numpy", "ray", "pyarrow")))
 _LIBRARIES = tuple(
-    os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _OURS)
+    os.path.join(path, "")
+    for path in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        *(os.path.dirname(os.path.abspath(package.origin or "")) for package in _PACKAGES),
+    )
 )
 # A global of more parts than this is data, and too much to compare at each `iter()`.
 _MAX_PARTS = 100_000
@@ -79,7 +86,7 @@ class ModuleGlobals:
         objects: dict[str, dict[str, _Content]] = {}
         others: dict[str, dict[str, str]] = {}
         modules = dict(_own_modules())
-        found = Found(lambda kind: kind.__module__ in modules)
+        found = Found(modules)
         for module_name, attributes in modules.items():
             for name, value in list(attributes.items()):
                 if name.startswith("__") or issubclass(type(value), types.ModuleType):

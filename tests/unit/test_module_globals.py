@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rayloader.state import module_generators
+from rayloader.state.module_generators import Found
 from rayloader.state.module_globals import ModuleGlobals
 
 
@@ -341,3 +342,15 @@ def test_nothing_of_the_programs_is_called(module, tmp_path):
         assert "Unconfigured" in ModuleGlobals.capture().others["own_settings"]["VALUE"]
     finally:
         del sys.modules["own_lazy"]
+
+
+def test_a_class_that_is_a_global_of_its_module_is_looked_at_by_that_name_only():
+    """Else each of thousands of classes would be, once for each class that refers to it."""
+    module = types.ModuleType("own_classes")
+    source = "import random\nclass Base:\n    rng = random.Random(1)\nclass One(Base):\n    other = Base\nONE = One()\n"
+    exec(source, vars(module))
+    found = Found({"own_classes": vars(module)})
+    for name in ("Base", "One", "ONE"):
+        found.look_in("own_classes", name, getattr(module, name))
+    (carried,) = found.carried()
+    assert carried.paths == ((("module", "own_classes"), ("attribute", "Base"), ("attribute", "rng")),)
