@@ -1,5 +1,6 @@
 """torchdata's StatefulDataLoader: where its import is changed to rayloader's DataLoader, the program stays as it is."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -30,8 +31,13 @@ def theirs(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
-@pytest.mark.parametrize("case", DATASETS)
+@pytest.mark.parametrize(
+    ("case", "num_workers"),
+    [
+        pytest.param(case, number, marks=pytest.mark.full if number and case != "stream with a state" else ())
+        for case, number in itertools.product(DATASETS, NUM_WORKERS)
+    ],
+)
 def test_states_lead_to_the_same_batches(case, num_workers, theirs):
     assert run(rayloader.DataLoader, case, num_workers, 1) == theirs["states"][f"{case}-{num_workers}"]
     assert run(rayloader.DataLoader, case, num_workers, 4) == theirs["states"][f"{case}-{num_workers}"]

@@ -107,7 +107,7 @@ def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, name, 
 @pytest.mark.parametrize(
     ("persistent", "stride"),
     [
-        (False, 101),
+        pytest.param(False, 101, marks=pytest.mark.full),
         pytest.param(False, 7, marks=pytest.mark.full),
         (True, 101),
         pytest.param(True, 7, marks=pytest.mark.full),

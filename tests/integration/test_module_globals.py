@@ -194,8 +194,13 @@ def test_generators_that_nobody_draws_from_are_no_state_of_a_worker(drawing):
     assert not state["position"]["workers"][0]["remembers"]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("epoch", [0, 1])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("persistent", "epoch"),
+    [pytest.param(False, 0, marks=FULL), (False, 1), (True, 0), pytest.param(True, 1, marks=FULL)],
+)
 def test_generators_of_modules_go_on_after_a_loss_and_in_a_resumed_run(drawing, persistent, epoch):
     def make():
         options = {"num_workers": 2, "collate_fn": as_is, "prefetch_factor": 2, "persistent_workers": persistent}

@@ -146,6 +146,7 @@ def test_a_killed_driver_takes_everything_along(waiting_script):
     check_gone([process for process in everything if process not in agents])
 
 
+@pytest.mark.full
 def test_signal_handlers_stay_the_programs_and_ray_outlives_the_thread_that_iterated_first(tmp_path):
     """In its second Ray the script has no handler for SIGTERM, which ends it while it waits in next()."""
     script = start("script_signals.py", tmp_path)

@@ -222,6 +222,7 @@ def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
     assert len(list(loader)) == 4
 
 
+@pytest.mark.full
 def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
     """Where the user's options name no number: the workers share CPUs, as torch's do, rather than fail."""
     monkeypatch.setattr(rayloader.driver.placement, "CPU_PATIENCE_S", 1.0)
