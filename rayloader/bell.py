@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 
-# How often a wait for a thread's end looks whether it has come: an interrupt of another wait may swallow the ring.
+# How long a wait may stay unaware of a ring that an interrupt has swallowed, in seconds; it costs one wake-up each.
 TICK_S = 0.1
 
 

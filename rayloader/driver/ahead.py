@@ -11,10 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from rayloader.bell import Bell, DaemonThread
-
-# How long a wait may stay unaware of a ring that an interrupt has swallowed, in seconds; it costs one wake-up each.
-TICK_S = 0.1
+from rayloader.bell import TICK_S, Bell, DaemonThread
 
 
 class AheadThread:

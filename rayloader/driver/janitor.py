@@ -15,12 +15,9 @@ import threading
 from collections.abc import Callable
 
 from rayloader import session
-from rayloader.bell import Bell, DaemonThread
+from rayloader.bell import TICK_S, Bell, DaemonThread
 
 logger = logging.getLogger("rayloader")
-
-# How often a wait for jobs looks whether the thread was ended meanwhile, in seconds.
-TICK_S = 0.1
 
 Job = Callable[[], object]
 
