@@ -43,6 +43,7 @@ from rayloader.state.generator_kinds import (
 from rayloader.state.living_generators import MODULES_AT_START, is_imported, living_generators
 from rayloader.state.module_generators import Placed
 from rayloader.state.module_globals import is_own_module, is_own_name
+from rayloader.state.namespaces import namespace_of
 from rayloader.state.object_paths import Node, Path, follow, in_words, put, walk
 
 _OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that is nobody else's
@@ -254,11 +255,9 @@ class Generators:
         kinds = generator_types()
         classes: set[int] = set()
         for name, module in list(sys.modules.items()):
-            if not isinstance(module, types.ModuleType):
-                continue
             node, is_late = (None, ("module", name)), name not in MODULES_AT_START
             whole = is_late and deep(module)
-            for key, value in list(vars(module).items()):
+            for key, value in list(namespace_of(module).items()):
                 if type(value) in kinds or (whole and not key.startswith("__")):
                     yield (node, ("attribute", key)), value
                 elif is_late and is_a(value, type) and id(value) not in classes and not is_imported(value):

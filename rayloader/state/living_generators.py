@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rayloader.state.generator_kinds import distinct, generator_types, is_a, with_subclasses
+from rayloader.state.namespaces import namespace_of
 
 _CHUNK = 100_000  # objects whose referents are looked at in one go
 
@@ -27,9 +28,9 @@ _SIZES_AT_START: list[int] = []  # how many each had
 
 def note_modules() -> None:
     """The process has imported what it needs: generators in these modules are nobody's but theirs."""
-    modules = {name: module for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
+    modules = {name: module for name, module in list(sys.modules.items()) if is_a(module, types.ModuleType)}
     MODULES_AT_START.update(modules)
-    _GLOBALS_AT_START[:] = map(vars, modules.values())
+    _GLOBALS_AT_START[:] = map(namespace_of, modules.values())
     _SIZES_AT_START[:] = map(len, _GLOBALS_AT_START)
 
 
@@ -55,9 +56,9 @@ class _Namespaces:
     def note(self) -> None:
         """What is bound by now was bound before."""
         modules = {
-            name: vars(module)
+            name: namespace_of(module)
             for name, module in list(sys.modules.items())
-            if name not in MODULES_AT_START and isinstance(module, types.ModuleType)
+            if name not in MODULES_AT_START and is_a(module, types.ModuleType)
         }
         if any(modules.get(name) is not space for name, space in self._modules.items()):
             self.__init__()  # type: ignore[misc]

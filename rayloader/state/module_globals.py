@@ -27,7 +27,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ import torch
 
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.module_generators import Carried, Found, Placed
+from rayloader.state.namespaces import namespace_of
 
 logger = logging.getLogger("rayloader")
 
@@ -61,8 +62,6 @@ _LIBRARIES = tuple(
 _MAX_PARTS = 100_000
 # Pickling and comparing recurse.
 _MAX_DEPTH = 100
-# Not by getattr: that would import a module that is lazy.
-_MODULE_DICT = vars(types.ModuleType)["__dict__"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def _own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, module in list(sys.modules.items()):
         if ((ref := _installed.get(name)) is not None and ref() is module) or name in ("__main__", "__mp_main__"):
             continue
-        attributes = _MODULE_DICT.__get__(module) if issubclass(type(module), types.ModuleType) else {}
+        attributes = namespace_of(module)
         file = attributes.get("__file__")
         if is_own(file):
             yield name, attributes
@@ -152,9 +151,14 @@ def is_own(file: Any) -> bool:
 
 def is_own_module(module: types.ModuleType) -> bool:
     """Whether the program has written it; one that was not read from a file may be, unless Python contains it."""
-    if (file := vars(module).get("__file__")) is not None:
+    return is_own_namespace(namespace_of(module))
+
+
+def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
+    """The same of a module whose globals these are."""
+    if (file := namespace.get("__file__")) is not None:
         return is_own(file)
-    return getattr(vars(module).get("__spec__"), "origin", None) not in ("built-in", "frozen")
+    return getattr(namespace.get("__spec__"), "origin", None) not in ("built-in", "frozen")
 
 
 def is_own_name(name: Any) -> bool:
@@ -270,11 +274,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     def set(self, module_name: str, module: types.ModuleType) -> None:
         """Plain globals, and attributes of objects."""
         plain, objects, others = self.pending.get(module_name, ({}, {}, {}))
+        namespace = namespace_of(module)
         for name, value in plain.items():
-            if not (name in vars(module) and _same(vars(module)[name], value)):
+            if not (name in namespace and _same(namespace[name], value)):
                 setattr(module, name, value)
         for name, (attributes, items) in objects.items():
-            value = vars(module).get(name)
+            value = namespace.get(name)
             found = _content(value) if _described(value) == others[name] else None
             if found is not None and not _same(found, (attributes, items)):
                 held = object.__getattribute__(value, "__dict__")
@@ -288,7 +293,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Says too what is not as in the driver."""
         others = self.pending.get(module_name, ({}, {}, {}))[2]
         missing = [f"{path} (a random generator)" for path in self.placed.put_in(module_name)]
-        missing += [f"{name} ({kind})" for name, kind in others.items() if _described(vars(module).get(name)) != kind]
+        namespace = namespace_of(module)
+        missing += [f"{name} ({kind})" for name, kind in others.items() if _described(namespace.get(name)) != kind]
         missing = [what for what in missing if (module_name, what) not in self._told]
         self._told.update((module_name, what) for what in missing)
         if missing:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rayloader.state.generator_kinds import distinct, is_a
 from rayloader.state.module_globals import is_own_module, is_own_name
+from rayloader.state.namespaces import namespace_of
 from rayloader.state.object_paths import ATOMS, Node, attributes_in, path_of, walk
 
 _MOST_BEHIND_CODE = 100_000  # objects: functions may name whole datasets
@@ -48,7 +49,7 @@ class NamedGenerators:
                 self._watch(obj.__globals__)
                 for value in list(obj.__globals__.values()):
                     if is_a(value, types.ModuleType) and is_own_module(value):
-                        self._watch(vars(value))
+                        self._watch(namespace_of(value))
         elif is_a(obj, type):
             if not _is_not_own(obj):
                 self._watch(vars(obj))

@@ -20,6 +20,7 @@ import torch
 
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.living_generators import is_imported
+from rayloader.state.namespaces import namespace_of
 
 Step = tuple[str, Any] | None  # None: a step that can't be taken in another process
 Path = tuple[Step, ...]
@@ -184,7 +185,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
     yield from ((("default", n), value) for n, value in enumerate(function.__defaults__ or ()))
     yield from ((("kwdefault", name), value) for name, value in (function.__kwdefaults__ or {}).items())
     module = sys.modules.get(function.__globals__.get("__name__", ""))
-    if module is None or vars(module) is not function.__globals__:  # it was pickled by value
+    if namespace_of(module) is not function.__globals__:  # it was pickled by value
         globals_ = list(function.__globals__.items())
         yield from ((("global", name), value) for name, value in globals_ if name != "__builtins__")
 
@@ -206,9 +207,9 @@ def named_by(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _add_space(value: Any, spaces: list[dict[str, Any]], known: set[int]) -> None:
-    if is_a(value, types.ModuleType) and id(vars(value)) not in known:
-        known.add(id(vars(value)))
-        spaces.append(vars(value))
+    if is_a(value, types.ModuleType) and id(namespace := namespace_of(value)) not in known:
+        known.add(id(namespace))
+        spaces.append(namespace)
 
 
 def _iterator(obj: Any) -> Iterator[Any] | None:
@@ -258,7 +259,9 @@ GET: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _get_attribute(obj: Any, name: str) -> Any:
-    if isinstance(obj, (type, types.ModuleType)):
+    if is_a(obj, types.ModuleType):
+        return namespace_of(obj)[name]
+    if is_a(obj, type):
         return vars(obj)[name]
     attributes = attributes_in(obj)
     return attributes[name] if attributes and name in attributes else object.__getattribute__(obj, name)

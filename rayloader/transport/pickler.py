@@ -27,6 +27,7 @@ from torch.utils.hooks import warn_if_has_hooks
 from rayloader._compat import DataPipeWrapper, no_torch_function, state_of_subclass
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.generators import reduce_generator
+from rayloader.state.namespaces import namespace_of
 from rayloader.state.object_paths import names_in
 from rayloader.transport import bulk, classes, handles
 from rayloader.transport.raw import NAMES, memory
@@ -319,7 +320,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _copied_generator(function: types.FunctionType) -> tuple[str, str] | None:
     """Of a function that travels by value: its name, and that of a generator which the rest of its module uses too."""
     module = sys.modules.get(function.__module__ or "")
-    if module is None or vars(module) is not function.__globals__ or module.__name__ in ("__main__", "__mp_main__"):
+    if (
+        module is None
+        or namespace_of(module) is not function.__globals__
+        or module.__name__ in ("__main__", "__mp_main__")
+    ):
         return None  # of what there is in __main__ everything travels
     for name in names_in(function.__code__):
         if is_a(function.__globals__.get(name), KINDS):
