@@ -29,6 +29,7 @@ Node = tuple[Any, Step] | None  # the parent's node, and the step from there
 ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
 ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, np.dtype}
 _SEQUENCES = list, tuple, collections.deque
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 def walk(
@@ -91,6 +92,8 @@ def _children(
         if is_a(obj, type) and not passed(obj):
             yield from ((("attribute", name), value) for name, value in list(vars(obj).items()))
             yield from ((("base", n), base) for n, base in enumerate(obj.__bases__))
+            if kind is not type and not passed(kind):
+                yield ("class", None), kind
         return
     if is_a(obj, (torch.Tensor, *KINDS[1:])):
         return
@@ -138,8 +141,15 @@ def _children(
             yield ("attribute", name), object.__getattribute__(obj, name)
     if attributes is not None:
         yield from ((("attribute", name), value) for name, value in list(attributes.items()))
-    elif not slots[kind] and not is_a(obj, (dict, list, tuple, set, frozenset)):
+    if is_opaque(obj, attributes, slots[kind]):
         yield from ((None, value) for value in gc.get_referents(obj) if not is_a(value, type))
+
+
+def is_opaque(obj: Any, attributes: dict[str, Any] | None, slots: list[str]) -> bool:
+    """Whether only the collector can tell what an object holds."""
+    if is_a(obj, _LRU_CACHE):  # it has attributes, those of its function
+        return True
+    return attributes is None and not slots and not is_a(obj, (dict, list, tuple, set, frozenset))
 
 
 def slots_of(kind: type) -> list[str]:
@@ -192,18 +202,30 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
 
 def named_by(function: types.FunctionType) -> Iterator[Any]:
     """What its code names without holding it: globals, what it imports, and attributes of the modules among these."""
+    for space, names in spaces_of(function):
+        yield from (value for name in names if (value := space.get(name)) is not None)
+
+
+def spaces_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """The globals of its module and of those that its code imports or names, each with the names in the code."""
     names = list(dict.fromkeys(names_in(function.__code__)))
-    package = function.__globals__.get("__package__")
-    imported = [sys.modules.get(full) for name in names for full in (name, f"{package}.{name}")]
     spaces = [function.__globals__]
-    modules = set(map(id, spaces))
-    for value in imported:
-        _add_space(value, spaces, modules)
+    known = set(map(id, spaces))
+    for module in modules_of(function):
+        _add_space(sys.modules.get(module), spaces, known)
     for space in spaces:  # it grows
+        yield space, names
         for name in names:
-            if (value := space.get(name)) is not None:
-                yield value
-                _add_space(value, spaces, modules)
+            _add_space(space.get(name), spaces, known)
+
+
+def modules_of(function: types.FunctionType) -> Iterator[str]:
+    """Names of modules that its code may import, which need not exist: `from ..settings import RNG` says `settings`."""
+    package = str(function.__globals__.get("__package__") or "")
+    around = itertools.accumulate(package.split("."), "{}.{}".format)
+    parents = [f"{one}." for one in around][::-1]
+    for name in dict.fromkeys(names_in(function.__code__)):
+        yield from (parent + name for parent in ("", *parents))
 
 
 def _add_space(value: Any, spaces: list[dict[str, Any]], known: set[int]) -> None:
