@@ -46,7 +46,7 @@ def walk(
         roots: the objects, with their nodes.
         passed: whether to pass over the attributes of a class.
         reads: whether what a function's code names is looked at too (see `named_by`); None: of no function.
-        met: told of each object that is looked at.
+        met: told of each object that is looked at; True: the walk goes on elsewhere.
         most: objects to look at.
     """
     queue = collections.deque(roots)
@@ -61,8 +61,8 @@ def walk(
             continue
         seen.add(id(obj))
         keep.append(obj)
-        if met is not None:
-            met(node, obj)
+        if met is not None and met(node, obj) is True:
+            continue
         children = _children(obj, slots, passed, reads)
         nodes = (((node, step), child) for step, child in children if _has_parts(child, passed))
         queue.extend(itertools.islice(nodes, most))
