@@ -60,8 +60,9 @@ def restore(loader: Any, packed: dict[str, Any]) -> None:
     if random.others is not None and not suit(generators, random.others):
         raise StateError(
             f"the state is of a dataset and collate_fn with {len(random.others)} random generators of their own, these "
-            f"have {len(generators)}, or others; make them as those that were saved, with all their generators, or "
-            "give the dataset state_dict() and load_state_dict()"
+            f"have {len(generators)}, or others; make them as those that were saved, with all their generators (one "
+            "that a module, class or object makes only when it is first used is not there yet: make it before "
+            "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
         )
     random.restore(generators)
     load_state(loader.dataset, unpack_object(packed["dataset"]))
