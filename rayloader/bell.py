@@ -1,16 +1,19 @@
-"""How one thread wakes another, or waits for its end, also where a signal handler may raise.
+"""How one thread starts another, wakes it, or waits for its end, also where a signal handler may raise.
 
 Promise: `Bell.wait` is one call of a lock that CPython implements in C. A handler that raises in the main thread breaks
 it off and leaves nothing locked. `threading.Condition`, and with it `Event` and `queue.Queue`, take their lock in
-Python code, where an exception may come right after: then it is held for ever. And an exception within `is_alive` or
-`join` of a `threading.Thread` can mark a thread that runs as ended: a `DaemonThread` says itself when it ends.
+Python code, where an exception may come right after: then it is held for ever. And an exception within `start` of a
+`threading.Thread` may leave one that nobody knows of, or end it at once; one within `is_alive` or `join` can mark a
+thread that runs as ended. A `DaemonThread` is started where no handler runs, once, and says itself when it ends.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 
 # How long a wait may stay unaware of a ring that an interrupt has swallowed, in seconds; it costs one wake-up each.
@@ -40,7 +43,9 @@ class Bell:
 
 
 class DaemonThread(threading.Thread):
-    """A thread whose end may be waited for by threads that a signal handler interrupts.
+    """A thread that threads may start, and wait for, that a signal handler interrupts.
+
+    Whoever starts it must have it first: after an interrupt `start` is called again.
 
     Args:
         work: what it does.
@@ -50,8 +55,42 @@ class DaemonThread(threading.Thread):
     def __init__(self, work: Callable[[], object], name: str) -> None:
         super().__init__(target=work, name=name, daemon=True)
         self._pid = os.getpid()
+        self._unclaimed = threading.Lock()  # held from when it is being started, or given up
+        self._begun = False
         self._over = False
-        self._end = Bell()
+        self._error: BaseException | None = None  # for which it could not be started
+        self._changed = Bell()  # it has begun, or ended
+
+    @property
+    def spent(self) -> bool:
+        """Whether it does nothing any more: it has ended, could not be started, or is a forked child's parent's."""
+        return self._over or self._error is not None or os.getpid() != self._pid
+
+    def start(self) -> None:
+        """Has it begin, unless it has. Callable more than once.
+
+        Raises:
+            RuntimeError: there can't be another thread.
+        """
+        while not self._begun and not self.spent:
+            _thread.start_new_thread(self._start_here, ())  # one call of C: there is such a thread, or there is none
+            self._changed.wait(TICK_S)
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self) -> bool:
+        """Has it never begin, unless it is being started; whether so."""
+        return self._error is not None or self._unclaimed.acquire(blocking=False)
+
+    def _start_here(self) -> None:
+        """In a thread that is not the main one."""
+        if self._unclaimed.acquire(blocking=False):
+            try:
+                super().start()
+                self._begun = True
+            except BaseException as error:  # whatever it is, it is raised where the thread is needed
+                self._error = error
+            self._changed.ring()
 
     def run(self) -> None:
         """Does the work."""
@@ -59,15 +98,17 @@ class DaemonThread(threading.Thread):
             super().run()
         finally:
             self._over = True
-            self._end.ring()
+            self._changed.ring()
 
     def is_alive(self) -> bool:
-        """Whether it was started and its work goes on; False in a forked child."""
-        return self.ident is not None and not self._over and os.getpid() == self._pid
+        """Whether it has begun and its work goes on; False in a forked child."""
+        return self._begun and not self.spent
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until it has ended; `timeout`: in seconds, from the end of its work on."""
-        while self.is_alive():
-            self._end.wait(TICK_S)
-        self._end.ring()  # for others that wait
-        super().join(timeout)
+        """Waits until it has ended, if it has begun; for `timeout` seconds at most."""
+        until = threading.TIMEOUT_MAX if timeout is None else time.monotonic() + timeout
+        while self.is_alive() and (left := until - time.monotonic()) > 0:
+            self._changed.wait(min(TICK_S, left))
+        if self._over:
+            self._changed.ring()  # for others that wait
+            super().join(timeout)

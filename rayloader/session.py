@@ -184,10 +184,12 @@ class _Starter(DaemonThread):
         self.ending = False
         self._bell = Bell()
         self._leave = Bell()
-        self.start()
 
     def wait(self) -> None:
-        """Waits until Ray runs, or has failed to start."""
+        """Waits until Ray runs, or has failed to start, which is begun here."""
+        if self.spent:
+            return
+        self.start()
         began, told = time.monotonic(), False
         while not self.done:
             self._bell.wait(START_TICK_S)
@@ -261,6 +263,9 @@ class _Starter(DaemonThread):
         except Exception as error:  # Ray's own have no type in common
             if self._ahead and current() is not None and not options:
                 return  # the program has called ray.init() meanwhile: that Ray is joined
+            if connection_of(ray) is None:
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    _shut_down()  # Ray itself leaves what it has started as it is
             named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
             remedy = "call iter() again, or run `ray start --head` before the program and set RAY_ADDRESS=auto"
             if options:

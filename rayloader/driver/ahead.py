@@ -1,6 +1,7 @@
 """The thread that prepares batches before the user asks for them: copies or pins them.
 
-Promise: owns one thread, `rayloader-ahead`, which ends when `close` is called, or with an error, which `check` raises.
+Promise: owns one thread, `rayloader-ahead`, from `start` on. It ends when `close` is called, or with an error, which
+`check` raises.
 What a signal handler raises in the user's thread, at any line, leaves nothing locked.
 """
 
@@ -30,6 +31,9 @@ class AheadThread:
         self._closed = False
         self._error: BaseException | None = None  # what ended the thread
         self._thread = DaemonThread(self._loop, "rayloader-ahead")
+
+    def start(self) -> None:
+        """Starts the thread, unless it has been; see `DaemonThread`."""
         self._thread.start()
 
     def ring(self) -> None:

@@ -35,13 +35,12 @@ class Janitor:
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None ends the thread
         self._thread: DaemonThread | None = None
-        self._own = threading.local()  # has an attribute in the thread: of which there are two after an odd interrupt
 
     def start(self) -> None:
         """Starts the thread unless it runs; jobs that came before are done too. Not for finalizers."""
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None or self._thread.spent:
             self._thread = DaemonThread(self._work, "rayloader-janitor")
-            self._thread.start()
+        self._thread.start()
 
     def later(self, job: Job) -> None:
         """Has a job done soon, if the thread runs; else when it is started again."""
@@ -77,15 +76,15 @@ class Janitor:
         thread = self._thread
         if os.getpid() == self._pid and thread is not None and not self._is_here():
             self._jobs.put(None)
+            thread.start()  # an interrupt may have come first
             thread.join()
             self._thread = None
 
     def _is_here(self) -> bool:
         """Whether the thread itself asks."""
-        return hasattr(self._own, "is_here")
+        return threading.current_thread() is self._thread
 
     def _work(self) -> None:
-        self._own.is_here = True
         seconds_left: float | None = None
         while True:
             try:

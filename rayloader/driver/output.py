@@ -37,7 +37,7 @@ SETTLE_S = 2.0
 
 
 class Output:
-    """Serves workers until `close`.
+    """Serves workers from `start` until `close`.
 
     Attributes:
         address: what workers connect to; None where this system has no such sockets.
@@ -55,6 +55,10 @@ class Output:
         self._thread = DaemonThread(self._serve, "rayloader-output")
         with contextlib.suppress(LineError):
             self.address = listen(self._listener, "output", _QUEUE)
+
+    def start(self) -> None:
+        """Begins to serve, unless it does; see `DaemonThread`."""
+        if self.address is not None and not self._closing:
             self._thread.start()
 
     def settle(self) -> None:

@@ -34,6 +34,7 @@ from ray.util.metrics import Counter, Gauge
 
 from rayloader import session
 from rayloader._compat_ray import draining_nodes
+from rayloader.bell import DaemonThread
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.draining import Draining
 from rayloader.driver.janitor import Janitor
@@ -383,6 +384,7 @@ def _get_pool(session_name: session.SessionName) -> Pool:
         if _pool is not None:
             _pool.shutdown()  # of an ended session: no call reaches Ray
         _pool = Pool(session_name, _janitor)
+    _pool.output.start()
     return _pool
 
 
@@ -403,11 +405,13 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
         finally:
             lock.release()
 
+    thread = DaemonThread(prepare, "rayloader-init")
     lock.acquire()
     try:
-        threading.Thread(target=prepare, name="rayloader-init", daemon=True).start()
-    except BaseException:  # no thread could be started, or Ctrl-C: nobody else would let go of the lock
-        lock.release()
+        thread.start()
+    except BaseException:  # no thread could be started, or Ctrl-C
+        if thread.give_up():  # nobody else would let go of the lock
+            lock.release()
         raise
 
 

@@ -69,6 +69,8 @@ class Preparer:
                 if not tables.schedule.closed:
                     self._thread = AheadThread(self._work, self._device_index)
                     tables.on_change = self._thread.ring
+        if self._thread is not None:
+            self._thread.start()
 
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until the thread has done something; whether it has."""

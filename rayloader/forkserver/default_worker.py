@@ -23,6 +23,11 @@ CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 LENGTH = struct.Struct("<Q")
 
 
+def is_hash_seed_chosen() -> bool:
+    """Whether this process's environment says which hash strings are to have."""
+    return os.environ.get("PYTHONHASHSEED", "") not in ("", "random")
+
+
 def folder() -> str | None:
     """The working directory; None if it was removed."""
     try:
@@ -67,7 +72,7 @@ def run() -> None:
     if os.environ.pop(SEEDED, None):
         for variable in HASH_SEED:
             del os.environ[variable]
-    elif not HASH_SEED.keys() <= os.environ.keys():
+    elif not is_hash_seed_chosen():
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **HASH_SEED, SEEDED: "1"})
     spec = find_spec("ray")
     assert spec is not None

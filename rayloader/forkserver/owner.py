@@ -38,7 +38,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from rayloader._compat_ray import own_start
-from rayloader.forkserver.default_worker import HASH_SEED, VARIABLE
+from rayloader.forkserver.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
 
@@ -112,14 +112,14 @@ class ForkServer:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
         with LocalSocket() as listener:  # the fork server has the other copy: nobody is to wait for one that has died
             address = listen(listener, "fork-server", BACKLOG)
-            alone = {} if HASH_SEED.keys() <= os.environ.keys() else HASH_SEED
+            alone = {} if is_hash_seed_chosen() else HASH_SEED
             with _starting:
                 self._process = subprocess.Popen(
                     [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid()), *alone],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._errors,
-                    env=alone | dict(os.environ),  # not what C code, readline's, has set: Ray's processes lack it
+                    env=dict(os.environ) | alone,  # not what C code, readline's, has set: Ray's processes lack it
                     pass_fds=[listener.fileno()],
                 )
         self.environment = {VARIABLE: address.name}

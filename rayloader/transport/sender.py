@@ -1,7 +1,7 @@
 """The thread that sends what a line has queued while its worker is at work.
 
-Promise: owns one thread, `rayloader-sender`, which starts with it and ends with `close`, or with the line. A line that
-nobody refers to any more is not kept by it.
+Promise: owns one thread, `rayloader-sender`, which starts when something is queued and ends with `close`, or with the
+line. A line that nobody refers to any more is not kept by it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Sender:
         self._bell = Bell()
         self._closed = False
         self._thread = DaemonThread(self._loop, "rayloader-sender")
-        self._thread.start()
 
     def ring(self) -> None:
         """Something is queued."""
+        self._thread.start()
         self._bell.ring()
 
     def close(self) -> None:

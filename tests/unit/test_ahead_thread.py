@@ -34,6 +34,7 @@ def test_it_does_what_there_is_and_waits_for_the_next_ring(ahead_threads):
 
     thread = AheadThread(work, None)
     ahead_threads.append(thread)
+    thread.start()
     assert idle.wait(HANG_LIMIT_S)
     assert done == [1, 2, 3]
     todo.append(4)
@@ -50,6 +51,7 @@ def test_an_error_ends_it_and_is_raised_each_time(ahead_threads):
 
     thread = AheadThread(work, None)
     ahead_threads.append(thread)
+    thread.start()
     thread._thread.join(HANG_LIMIT_S)
     for _ in range(2):
         with pytest.raises(KeyError):
@@ -60,6 +62,7 @@ def test_close_ends_a_thread_that_waits_and_one_that_works(ahead_threads):
     for busy in (False, True):
         thread = AheadThread(lambda busy=busy: busy, None)
         ahead_threads.append(thread)
+        thread.start()
         thread.close()
         assert not thread._thread.is_alive()
         thread.close()

@@ -16,6 +16,7 @@ from rayloader.transport.local_line import connect
 @pytest.fixture
 def output():
     output = Output()
+    output.start()
     yield output
     output.close()
 

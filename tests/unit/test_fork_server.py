@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from rayloader.forkserver.default_worker import VARIABLE
+from rayloader.forkserver.default_worker import VARIABLE, is_hash_seed_chosen
 from rayloader.forkserver.owner import HERE, ForkServer
 
 LIMIT = 120  # seconds for a process to end; on expiry the test fails
@@ -111,3 +111,9 @@ def test_it_is_closed_once_and_a_fork_of_its_owner_leaves_it_alone():
     server.close()
     assert process.returncode == -signal.SIGKILL
     server.close()
+
+
+@pytest.mark.parametrize(("value", "chosen"), [("", False), ("random", False), ("0", True), ("7", True)])
+def test_only_a_number_chooses_what_strings_hash_to(value, chosen, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", value)
+    assert is_hash_seed_chosen() is chosen

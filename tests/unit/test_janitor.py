@@ -1,46 +1,18 @@
-"""The thread that ends what finalizers leave behind, where a signal handler interrupts whoever waits for it."""
+"""Threads that a signal handler may interrupt: how they start and end, and the one that ends what finalizers leave."""
 
 import functools
 import itertools
-import sys
 import threading
 
 import pytest
 
+from handlers import interrupted
 from rayloader import bell
 from rayloader.driver import janitor as module
 from rayloader.driver.janitor import Janitor
 
 FILES = {threading.__file__, bell.__file__, module.__file__}
 HANG_LIMIT = 60.0  # seconds; on expiry the test fails
-
-
-class Interrupt(Exception):
-    """Of a signal handler."""
-
-
-def interrupted(number, function):
-    """Calls it, with an exception as of a signal handler at the given one of the moments at which one may run.
-
-    Returns whether there were so many.
-    """
-    left = [number]
-
-    def profile(frame, event, _):
-        if event in ("call", "c_return") and frame.f_code.co_filename in FILES:
-            left[0] -= 1
-            if left[0] < 0:
-                sys.setprofile(None)
-                raise Interrupt
-
-    sys.setprofile(profile)
-    try:
-        function()
-    except Interrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
 
 
 def use(janitor, done):
@@ -50,15 +22,25 @@ def use(janitor, done):
     janitor.end()
 
 
-@pytest.mark.parametrize("method", ["wait", "start"])
-def test_an_interrupt_at_any_moment_of_a_wait_hangs_no_later_one(method):
+def end(janitor, done):
+    """As a program that ends then."""
+    janitor.later(lambda: done.append(threading.current_thread().name))
+    janitor.end()
+
+
+@pytest.mark.parametrize("after", [use, end])
+@pytest.mark.parametrize("method", ["wait", "start", "first start"])
+def test_an_interrupt_at_any_moment_hangs_nobody_and_leaves_no_second_thread(method, after):
     for number in itertools.count():
         janitor = Janitor(lambda: None)
-        janitor.start()
-        janitor.wait()
-        fired = interrupted(number, getattr(janitor, method))
+        if method != "first start":
+            janitor.start()
+            janitor.wait()
+        fired = interrupted(FILES, number, getattr(janitor, method.split()[-1]))
+        if after is end and janitor._thread is None:
+            continue
         done = []
-        user = threading.Thread(target=use, args=(janitor, done), daemon=True)
+        user = threading.Thread(target=after, args=(janitor, done), daemon=True)
         user.start()
         user.join(HANG_LIMIT)
         assert done == ["rayloader-janitor"], number
@@ -76,10 +58,55 @@ def test_an_interrupted_join_may_be_called_again():
         thread.start()
         assert thread.is_alive()
         go.ring()
-        fired = interrupted(number, thread.join)
+        fired = interrupted(FILES, number, thread.join)
         thread.join()
         assert not thread.is_alive(), number
         assert thread not in threading.enumerate(), number
         if not fired:
             break
     assert number > 1
+
+
+def test_a_thread_does_its_work_once_however_often_it_is_started():
+    done = []
+    thread = bell.DaemonThread(lambda: done.append(threading.current_thread()), "works")
+    thread.join()  # does not wait for what has not begun
+    for _ in range(3):
+        thread.start()
+    thread.join()
+    thread.start()
+    assert done == [thread]
+
+
+def test_a_join_with_a_timeout_ends_while_the_thread_works():
+    go = bell.Bell()
+    thread = bell.DaemonThread(functools.partial(go.wait, HANG_LIMIT), "waits")
+    thread.start()
+    thread.join(0.01)
+    assert thread.is_alive()
+    go.ring()
+    thread.join(HANG_LIMIT)
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_was_given_up_in_time_never_begins():
+    thread = bell.DaemonThread(pytest.fail, "works")
+    assert thread.give_up()
+    thread._start_here()  # as after an interrupt, of whom had called for it
+    assert not thread.is_alive()
+    assert not thread.give_up()
+
+
+def test_a_thread_that_cannot_be_started_says_so_each_time(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    thread = bell.DaemonThread(pytest.fail, "works")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "_start_new_thread", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                thread.start()
+    assert thread.spent
+    assert thread.give_up()
+    thread.join()

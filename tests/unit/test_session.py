@@ -1,6 +1,8 @@
 """A Ray that cannot be joined or started: what happened, and what to do."""
 
+import contextlib
 import importlib
+import itertools
 import os
 import select
 import socket
@@ -11,11 +13,16 @@ import pytest
 import ray
 
 import rayloader
-from rayloader import RaySessionError, session
+from handlers import interrupted
+from rayloader import RaySessionError, bell, session
 from rayloader._compat_ray import own_start
 from rayloader.forkserver import owner
 
 HANG_LIMIT = 60  # seconds
+
+
+class Failed(Exception):
+    """In place of what Ray raises."""
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,43 @@ def test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do(address, m
         session.ensure()
     assert str(caught.value).endswith("Ray said: The current node timed out during startup.")
     assert str(caught.value.__cause__) == "The current node timed out during startup."
+
+
+def test_what_a_ray_that_has_failed_had_started_is_ended(monkeypatch):
+    ended = []
+    monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(threading.current_thread().name))
+    monkeypatch.setattr(session, "connection_of", lambda _: None)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RaySessionError, match="division by zero"):
+        session.ensure()
+    assert ended == ["rayloader-session"]
+
+
+def test_whoever_is_interrupted_while_ray_starts_it_is_started_by_the_thread_that_is_known(monkeypatch):
+    """Else the next use would start another one beside it, and neither Ray would come up, or end."""
+    known = []
+
+    def begin(self):
+        known.append(self is session._starter)
+        raise Failed
+
+    files = {threading.__file__, bell.__file__, session.__file__}
+    monkeypatch.setattr(session._Starter, "_init", begin)
+    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for number in itertools.count():
+        monkeypatch.setattr(session, "_starter", None)
+        fired = False
+        with contextlib.suppress(Failed):
+            fired = interrupted(files, number, session.ensure)
+        with pytest.raises(Failed):
+            session.ensure()
+        if not fired:
+            break
+    assert number > 1
+    assert all(known)
 
 
 def test_options_that_ray_refuses_are_named(monkeypatch):
