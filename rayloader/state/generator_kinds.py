@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+_SEED = "seed_seq"  # beside what NumPy has in a state
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 
 
@@ -33,7 +34,10 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
-        return engine(generator).state
+        bits = engine(generator)
+        # How many generators were spawned of it is in what it was seeded with.
+        has_seed = type(bits.seed_seq) is np.random.SeedSequence
+        return {**bits.state, _SEED: bits.seed_seq.state} if has_seed else bits.state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.get_state().numpy().tobytes()
@@ -45,10 +49,18 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
     elif isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
         engine(generator).state = state
+        if _SEED in state:
+            _set_seed(engine(generator).seed_seq, state[_SEED])
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _set_seed(seed: Any, state: dict[str, Any]) -> None:
+    """In place, for the program may hold it too; which NumPy itself does where it is unpickled."""
+    if type(seed) is np.random.SeedSequence:
+        seed.__setstate__(np.random.SeedSequence(**state).__reduce__()[2])  # type: ignore[attr-defined]
 
 
 def suit(generators: list[Any], states: Sequence[Any]) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import random
 import sys
 import types
@@ -159,6 +160,9 @@ class Generators:
         self._later: list[tuple[tuple[Path, ...], Any, bool]] = [(*one, True) for one in followed.items()]
         self._waiting: list[Later] = []  # of modules that are not imported yet
         self._in_vain: list[Any] = []  # to which no path led, not from any module
+        # What modules have made while the replica was opened: in another process they make it again.
+        others = living_generators() if replica else []
+        self._at_start = {id(one): (one, pickle.dumps(state_of(one))) for one in others}
         _in_this_process.add(self)
 
     def look(self, *, new_last: bool = True) -> tuple[Later, ...]:
@@ -195,9 +199,15 @@ class Generators:
         found = []
         for paths, generator, lasting in followed:
             state = state_of(generator)
-            if not self._placed.is_untouched(generator, state):  # else another process has it as the driver has
+            # Else another process has it as the driver has, or as its module has made it.
+            if not self._placed.is_untouched(generator, state) and not self._is_as_made(paths, generator, state):
                 found.append(Later(paths, kind_of(generator), state, lasting))
         return (*found, *self._waiting)
+
+    def _is_as_made(self, paths: tuple[Path, ...], generator: Any, state: Any) -> bool:
+        """Whether nobody has drawn from one since the start that no path leads to in another process."""
+        made = self._at_start.get(id(generator))
+        return all(None in path for path in paths) and made is not None and made[1] == pickle.dumps(state)
 
     def put_back(self, later: tuple[Later, ...]) -> None:
         """Gives the later ones the states that they had in another process.

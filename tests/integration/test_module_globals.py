@@ -138,6 +138,7 @@ class Data:
         return 40
     def __getitem__(self, index):
         numbers = [int(RNG.integers(1000)), HELD["python"].randrange(1000), LATE.randrange(1000)]
+        numbers.append(int(RNG.spawn(1)[0].integers(1000)))
         nested = Derived.OfAugmentation.rng.randrange(1000), REGISTRY["local"].rng.randrange(1000)
         return [index, *numbers, *nested, Derived().drawn]
 """

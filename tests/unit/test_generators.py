@@ -14,7 +14,7 @@ import torch
 
 from rayloader.errors import ReplayError
 from rayloader.state import generators, living_generators, object_paths
-from rayloader.state.generator_kinds import engine, state_of
+from rayloader.state.generator_kinds import engine, kind_of, make_generator, set_state, state_of
 from rayloader.state.generators import Generators, find_generators, noting
 from rayloader.transport import codec
 
@@ -116,6 +116,22 @@ def test_of_shared_state_there_is_one():
 def test_global_generators_and_those_without_a_state_are_nobodys():
     held = [np.random.rand, random.random, torch.default_generator, np.random.mtrand._rand, random.SystemRandom()]
     assert find_generators(held) == []
+
+
+def test_how_many_were_spawned_is_in_the_state_and_in_what_it_was_seeded_with():
+    seed = np.random.SeedSequence([1, 2])
+    generator = np.random.default_rng(seed)
+    begin = state_of(generator)
+    first = generator.spawn(1)[0].random()
+    then = state_of(generator)
+    second = generator.spawn(1)[0].random()
+    for state, expected in ((then, second), (begin, first)):
+        set_state(generator, state)
+        assert generator.spawn(1)[0].random() == expected
+    assert seed.n_children_spawned == 1
+    again = make_generator(kind_of(generator), then)
+    set_state(again, then)
+    assert again.spawn(1)[0].random() == second
 
 
 def travelled(obj):
@@ -272,6 +288,17 @@ def test_one_whose_place_is_missing_is_an_error():
     (old, mine), (_, others) = two_workers(Holder())
     old.held = Holder(make("numpy"))
     with pytest.raises(ReplayError, match=r"generator at dataset\.held\.held was made while loading"):
+        others.put_back(mine.look())
+
+
+def test_one_whose_place_cannot_be_followed_is_an_error_only_once_it_was_drawn_from(monkeypatch):
+    module = types.ModuleType("holds_a_view")
+    monkeypatch.setitem(sys.modules, "holds_a_view", module)
+    module.VIEW = types.MappingProxyType({"generator": make("python")})
+    (_, mine), (_, others) = two_workers(Holder())
+    assert mine.look() == ()
+    module.VIEW["generator"].random()
+    with pytest.raises(ReplayError, match=r"generator at holds_a_view\.VIEW\.\?.* was made while loading"):
         others.put_back(mine.look())
 
 
