@@ -32,6 +32,7 @@ from rayloader.state.object_paths import (
     Step,
     attributes_in,
     is_opaque,
+    is_plain_all_through,
     modules_of,
     slots_of,
     spaces_of,
@@ -202,7 +203,9 @@ class _Walk:
     def generators(self, root: tuple[Step, Any]) -> Iterator[Any]:
         """Those that are reached with the help of code or of the collector."""
         roots = [((None, root[0]), root[1])]
-        walked = walk(roots, passed=_is_not_own, reads=_is_read, met=self._is_passed, most=_MOST_BEHIND_CODE)
+        walked = walk(
+            roots, passed=_is_not_own, reads=_is_read, met=self._is_passed, plain=True, most=_MOST_BEHIND_CODE
+        )
         return (generator for path, generator in walked if None in path)
 
     def _is_passed(self, node: Node, obj: Any) -> bool:
@@ -210,6 +213,8 @@ class _Walk:
         parent, step = node
         above, has_places = self._nodes.get(id(parent), (self._depth - 1, self._depth >= 0))
         depth, has_places = above + 1, has_places or step is None
+        if not has_places and is_plain_all_through(obj):
+            return True
         known = self._places.by_id.get(id(obj))
         if known is not None:
             known.is_shared |= self._notes and known.met_with is not self.noted

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,9 @@ Node = tuple[Any, Step] | None  # the parent's node, and the step from there
 
 ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
 ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, np.dtype}
+_PLAIN = ATOMS - {type}
+_CONTAINERS = {dict, list, tuple, set, frozenset, collections.deque}
+_MOST_NESTED = 10  # containers in one another
 _SEQUENCES = list, tuple, collections.deque
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
@@ -38,6 +42,7 @@ def walk(
     passed: Callable[[type], bool] = is_imported,
     reads: Callable[[types.FunctionType], bool] | None = None,
     met: Callable[[Node, Any], object] | None = None,
+    plain: bool = False,
     most: int = sys.maxsize,
 ) -> Iterator[tuple[Path, Any]]:
     """The generators that are reached from some objects, with each path to them, the shortest first.
@@ -47,6 +52,7 @@ def walk(
         passed: whether to pass over the attributes of a class.
         reads: whether what a function's code names is looked at too (see `named_by`); None: of no function.
         met: told of each object that is looked at; True: the walk goes on elsewhere.
+        plain: whether to look into containers of plain values only, too: so that `met` is told of those.
         most: objects to look at.
     """
     queue = collections.deque(roots)
@@ -63,6 +69,8 @@ def walk(
         keep.append(obj)
         if met is not None and met(node, obj) is True:
             continue
+        if not plain and is_plain_all_through(obj):
+            continue
         children = _children(obj, slots, passed, reads)
         nodes = (((node, step), child) for step, child in children if _has_parts(child, passed))
         queue.extend(itertools.islice(nodes, most))
@@ -70,6 +78,19 @@ def walk(
 
 def _has_parts(obj: Any, passed: Callable[[type], bool]) -> bool:
     return type(obj) not in ATOMS or (type(obj) is type and not passed(obj))
+
+
+def is_plain_all_through(obj: Any) -> bool:
+    """Whether a container leads to nothing but plain values; in C, for a dataset may have a million in a list."""
+    held = [obj]
+    for _ in range(_MOST_NESTED):
+        if not _CONTAINERS.issuperset(map(type, held)):
+            return False
+        held = gc.get_referents(*held)
+        held = list(itertools.compress(held, map(operator.not_, map(_PLAIN.__contains__, map(type, held)))))
+        if not held:
+            return True
+    return False
 
 
 def path_of(node: Node) -> Path:

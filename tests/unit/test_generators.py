@@ -497,3 +497,26 @@ def test_packages_are_looked_into_once_for_a_generator_that_no_path_leads_to(mon
         del hidden
     package.held[0].held = make("numpy")
     assert len(followed.look()) == 1
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        [("a", 1), {"b": [2.0, None]}, {3}, collections.deque([b"c"])],
+        [("a", 1), {"b": [2.0, {"rng": random.Random(1)}]}],
+        [("a", 1), (Holder, types.MappingProxyType({"rng": random.Random(1)}))],
+        {"key": [[[[[[[[[[[[random.Random(1)]]]]]]]]]]]]},
+        {"key": [[[[[[[[[[[[1]]]]]]]]]]]]},
+    ],
+)
+def test_only_containers_that_cannot_lead_to_generators_are_passed_over(contents):
+    expected = "Random" in repr(contents)
+    assert bool(find_generators(contents)) == expected
+
+
+def test_a_container_of_containers_that_hold_each_other_is_looked_through_once():
+    contents = [{}]
+    contents[0]["self"] = contents
+    assert find_generators(contents) == []
+    contents[0]["rng"] = random.Random(1)
+    assert find_generators(contents) == [contents[0]["rng"]]
