@@ -1,7 +1,7 @@
 """What all benchmarks share: rounds, figures, tables, the machine's description and the command line.
 
-Nothing here needs more than the standard library, except `print_table` (rich, of the extra `bench`), which `options`
-asks for before anything is measured.
+Nothing here needs more than the standard library, except `ray_workers` (psutil) and `print_table` (rich, of the extra
+`bench`), which `options` asks for before anything is measured.
 """
 
 from __future__ import annotations
@@ -94,6 +94,15 @@ def show(found: Figure | None) -> str:
 
 def _round(value: float) -> float:
     return float(f"{value:.5g}")
+
+
+def ray_workers() -> list[Any]:
+    """The worker processes of this process's loaders, as psutil has them; they go by the names of their workers."""
+    import psutil
+
+    titles = "ray::rayloader", "ray::WorkerProcess"
+    below = psutil.Process().children(recursive=True)
+    return [process for process in below if " ".join(process.cmdline()).startswith(titles)]
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -152,9 +152,7 @@ def _worker_sizes(name: str, workers: int) -> tuple[float, float]:
     """RSS and USS, medians over the worker processes."""
     import psutil
 
-    below = psutil.Process().children(recursive=True)
-    if name == "rayloader":
-        below = [process for process in below if " ".join(process.cmdline()).startswith("ray::Worker")]
+    below = harness.ray_workers() if name == "rayloader" else psutil.Process().children(recursive=True)
     if len(below) != workers:
         raise RuntimeError(f"{name} has {len(below)} worker processes instead of {workers}")
     sizes = [process.memory_full_info() for process in below]

@@ -21,6 +21,8 @@ import sys
 import time
 from typing import Any
 
+import harness
+
 WAYS = "fork server", "each by itself"
 
 
@@ -53,8 +55,7 @@ def program(way: str) -> None:
     iterator = iter(loader)
     next(iterator)
     everything = psutil.Process().children(recursive=True)
-    titles = "ray::rayloader", "ray::WorkerProcess"
-    workers = [process for process in everything if " ".join(process.cmdline()).startswith(titles)]
+    workers = harness.ray_workers()
     others = [process for process in everything if "forkserver" in " ".join(process.cmdline()[1:2])]
     sizes = [process.memory_full_info() for process in workers]
     together = sum(size.pss for size in sizes) + sum(process.memory_full_info().pss for process in others)
