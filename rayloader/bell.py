@@ -43,7 +43,7 @@ class Bell:
 
 
 class DaemonThread(threading.Thread):
-    """A thread that threads may start, and wait for, that a signal handler interrupts.
+    """A thread that may be started, and waited for, by threads that a signal handler interrupts.
 
     Whoever starts it must have it first: after an interrupt `start` is called again.
 
@@ -58,42 +58,49 @@ class DaemonThread(threading.Thread):
         self._unclaimed = threading.Lock()  # held from when it is being started, or given up
         self._begun = False
         self._over = False
+        self._given_up = False
         self._error: BaseException | None = None  # for which it could not be started
         self._changed = Bell()  # it has begun, or ended
 
     @property
     def spent(self) -> bool:
-        """Whether it does nothing any more: it has ended, could not be started, or is a forked child's parent's."""
-        return self._over or self._error is not None or os.getpid() != self._pid
+        """Whether it does nothing any more: it has ended, was given up, or is a forked child's parent's."""
+        return self._over or self._given_up or os.getpid() != self._pid
 
     def start(self) -> None:
         """Has it begin, unless it has. Callable more than once.
 
         Raises:
-            RuntimeError: there can't be another thread.
+            RuntimeError: there can't be another thread now.
         """
         while not self._begun and not self.spent:
             _thread.start_new_thread(self._start_here, ())  # one call of C: there is such a thread, or there is none
             self._changed.wait(TICK_S)
-        if self._error is not None:
-            raise self._error
+            if (error := self._error) is not None:
+                self._error = None
+                raise error
 
     def give_up(self) -> bool:
         """Has it never begin, unless it is being started; whether so."""
-        return self._error is not None or self._unclaimed.acquire(blocking=False)
+        if not self._unclaimed.acquire(blocking=False):
+            return False
+        self._given_up = True
+        return True
 
     def _start_here(self) -> None:
         """In a thread that is not the main one."""
         if self._unclaimed.acquire(blocking=False):
             try:
                 super().start()
-                self._begun = True
             except BaseException as error:  # whatever it is, it is raised where the thread is needed
                 self._error = error
-            self._changed.ring()
+                self._unclaimed.release()
+                self._changed.ring()
 
     def run(self) -> None:
         """Does the work."""
+        self._begun = True
+        self._changed.ring()
         try:
             super().run()
         finally:
@@ -111,4 +118,4 @@ class DaemonThread(threading.Thread):
             self._changed.wait(min(TICK_S, left))
         if self._over:
             self._changed.ring()  # for others that wait
-            super().join(timeout)
+            super().join(None if timeout is None else max(0.0, until - time.monotonic()))

@@ -297,7 +297,9 @@ def _let_starter_go() -> None:
     """Ends the thread if its Ray is gone."""
     global _starter
     starter = _starter
-    if starter is not None and starter.session != current() and starter is not threading.current_thread():
+    if starter is None or starter is threading.current_thread():
+        return
+    if starter.spent or starter.session != current():
         starter.leave()
         _starter = None
 
@@ -322,7 +324,7 @@ def started_here() -> bool:
 def end() -> None:
     """Shuts Ray down if it was started here; one that other ranks use lives on."""
     global _started
-    if _starter is not None:
+    if _starter is not None and not _starter.give_up():
         _starter.wait()  # as in `ensure`
     if started_here():
         _shut_down()

@@ -33,7 +33,7 @@ class Janitor:
     def __init__(self, tidy: Callable[[], float | None]) -> None:
         self._tidy = tidy
         self._pid = os.getpid()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None ends the thread
+        self._jobs: queue.SimpleQueue[Job | DaemonThread] = queue.SimpleQueue()  # a thread: that ends here
         self._thread: DaemonThread | None = None
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class Janitor:
         """Ends the thread once all jobs that came so far are done; callable more than once."""
         thread = self._thread
         if os.getpid() == self._pid and thread is not None and not self._is_here():
-            self._jobs.put(None)
+            self._jobs.put(thread)
             thread.start()  # an interrupt may have come first
             thread.join()
             self._thread = None
@@ -91,11 +91,13 @@ class Janitor:
                 job = self._jobs.get(timeout=seconds_left)
             except queue.Empty:  # a deadline has passed
                 job = _nothing
-            if job is None:
-                return
+            if isinstance(job, DaemonThread):
+                if job is threading.current_thread():
+                    return
+                job = _nothing  # it has ended already, and was told twice
             with session.no_shutdown():
                 seconds_left = self._do(job)
-                job = None  # what it refers to goes now: to drop Ray's references is to call Ray
+                job = _nothing  # what it refers to goes now: to drop Ray's references is to call Ray
 
     def _do(self, job: Job) -> float | None:
         for step in (job, self._tidy):

@@ -34,7 +34,7 @@ from ray.util.metrics import Counter, Gauge
 
 from rayloader import session
 from rayloader._compat_ray import draining_nodes
-from rayloader.bell import DaemonThread
+from rayloader.bell import TICK_S, Bell, DaemonThread
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.draining import Draining
 from rayloader.driver.janitor import Janitor
@@ -392,27 +392,23 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
     """Starts Ray and so many actors in a thread that holds the lock: whoever needs the pool waits for it."""
     session.check_names(ray_options)
     session.check_options(ray_options)
-    lock = _pool_lock
+    lock, has_lock = _pool_lock, Bell()
 
     def prepare() -> None:
         global _failure
-        try:
-            pool = _get_pool(session.ensure(ray_options, ahead=True))
-            if num_workers:
-                pool.prepare(remote_args, num_workers)
-        except BaseException as error:  # whatever it is, it is raised where the pool is needed
-            _failure = error
-        finally:
-            lock.release()
+        with lock:
+            has_lock.ring()
+            try:
+                pool = _get_pool(session.ensure(ray_options, ahead=True))
+                if num_workers:
+                    pool.prepare(remote_args, num_workers)
+            except BaseException as error:  # whatever it is, it is raised where the pool is needed
+                _failure = error
 
     thread = DaemonThread(prepare, "rayloader-init")
-    lock.acquire()
-    try:
-        thread.start()
-    except BaseException:  # no thread could be started, or Ctrl-C
-        if thread.give_up():  # nobody else would let go of the lock
-            lock.release()
-        raise
+    thread.start()
+    while thread.is_alive() and not has_lock.wait(TICK_S):
+        pass
 
 
 def shutdown() -> None:

@@ -67,8 +67,9 @@ class Preparer:
         if self._thread is None and (self._pin is not None or tables.crew.ways.copies):
             with tables.lock:
                 if not tables.schedule.closed:
-                    self._thread = AheadThread(self._work, self._device_index)
-                    tables.on_change = self._thread.ring
+                    thread = AheadThread(self._work, self._device_index)
+                    tables.on_change = thread.ring
+                    self._thread = thread
         if self._thread is not None:
             self._thread.start()
 

@@ -37,7 +37,7 @@ def state_of(generator: Any) -> Any:
         bits = engine(generator)
         # How many generators were spawned of it is in what it was seeded with.
         has_seed = type(bits.seed_seq) is np.random.SeedSequence
-        return {**bits.state, _SEED: bits.seed_seq.state} if has_seed else bits.state
+        return {**bits.state, _SEED: _plain_seed(bits.seed_seq)} if has_seed else bits.state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.get_state().numpy().tobytes()
@@ -55,6 +55,17 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _plain_seed(seed: np.random.SeedSequence) -> dict[str, Any]:
+    """Its state, equal to that of another one that gives the same, whatever kinds of numbers it was made of."""
+    return {**seed.state, "entropy": _plain(seed.entropy), "spawn_key": _plain(seed.spawn_key)}
+
+
+def _plain(numbers: Any) -> Any:
+    if numbers is None or isinstance(numbers, str):
+        return numbers
+    return int(numbers) if isinstance(numbers, (int, np.integer)) else tuple(map(_plain, numbers))
 
 
 def _set_seed(seed: Any, state: dict[str, Any]) -> None:

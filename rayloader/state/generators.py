@@ -161,8 +161,11 @@ class Generators:
         self._waiting: list[Later] = []  # of modules that are not imported yet
         self._in_vain: list[Any] = []  # to which no path led, not from any module
         # What modules have made while the replica was opened: in another process they make it again.
-        others = living_generators() if replica else []
-        self._at_start = {id(one): (one, pickle.dumps(state_of(one))) for one in others}
+        self._at_start: dict[int, tuple[Any, bytes]] = {}
+        for one in living_generators() if replica else []:
+            if id(engine(one)) not in self._known:
+                with contextlib.suppress(Exception):  # a class of the user's
+                    self._at_start[id(one)] = one, pickle.dumps(state_of(one))
         _in_this_process.add(self)
 
     def look(self, *, new_last: bool = True) -> tuple[Later, ...]:

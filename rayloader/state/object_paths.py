@@ -29,7 +29,7 @@ Node = tuple[Any, Step] | None  # the parent's node, and the step from there
 
 ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, types.ModuleType, torch.Tensor, range}
 ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, np.dtype}
-_PLAIN = ATOMS - {type}
+_PLAIN = (ATOMS - {type}) | {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
 _CONTAINERS = {dict, list, tuple, set, frozenset, collections.deque}
 _MOST_NESTED = 10  # containers in one another
 _SEQUENCES = list, tuple, collections.deque
@@ -42,7 +42,6 @@ def walk(
     passed: Callable[[type], bool] = is_imported,
     reads: Callable[[types.FunctionType], bool] | None = None,
     met: Callable[[Node, Any], object] | None = None,
-    plain: bool = False,
     most: int = sys.maxsize,
 ) -> Iterator[tuple[Path, Any]]:
     """The generators that are reached from some objects, with each path to them, the shortest first.
@@ -51,8 +50,7 @@ def walk(
         roots: the objects, with their nodes.
         passed: whether to pass over the attributes of a class.
         reads: whether what a function's code names is looked at too (see `named_by`); None: of no function.
-        met: told of each object that is looked at; True: the walk goes on elsewhere.
-        plain: whether to look into containers of plain values only, too: so that `met` is told of those.
+        met: told of each object that is looked at, but for what containers of plain values hold.
         most: objects to look at.
     """
     queue = collections.deque(roots)
@@ -67,9 +65,9 @@ def walk(
             continue
         seen.add(id(obj))
         keep.append(obj)
-        if met is not None and met(node, obj) is True:
-            continue
-        if not plain and is_plain_all_through(obj):
+        if met is not None:
+            met(node, obj)
+        if plain_containers(obj) is not None:
             continue
         children = _children(obj, slots, passed, reads)
         nodes = (((node, step), child) for step, child in children if _has_parts(child, passed))
@@ -80,17 +78,22 @@ def _has_parts(obj: Any, passed: Callable[[type], bool]) -> bool:
     return type(obj) not in ATOMS or (type(obj) is type and not passed(obj))
 
 
-def is_plain_all_through(obj: Any) -> bool:
-    """Whether a container leads to nothing but plain values; in C, for a dataset may have a million in a list."""
-    held = [obj]
+def plain_containers(obj: Any) -> list[Any] | None:
+    """A container with those in it, if it leads to nothing but plain values; None of anything else.
+
+    In C, for a dataset may have a million of them in a list.
+    """
+    held, found = [obj], []
     for _ in range(_MOST_NESTED):
         if not _CONTAINERS.issuperset(map(type, held)):
-            return False
+            return None
+        found += held
         held = gc.get_referents(*held)
         held = list(itertools.compress(held, map(operator.not_, map(_PLAIN.__contains__, map(type, held)))))
+        held = list(dict(zip(map(id, held), held, strict=True)).values())  # many may share one
         if not held:
-            return True
-    return False
+            return found
+    return None
 
 
 def path_of(node: Node) -> Path:

@@ -3,6 +3,7 @@
 import collections
 import functools
 import gc
+import io
 import random
 import string
 import sys
@@ -16,6 +17,7 @@ from rayloader.errors import ReplayError
 from rayloader.state import generators, living_generators, object_paths
 from rayloader.state.generator_kinds import engine, kind_of, make_generator, set_state, state_of
 from rayloader.state.generators import Generators, find_generators, noting
+from rayloader.state.random_state import RandomState
 from rayloader.transport import codec
 
 
@@ -132,6 +134,39 @@ def test_how_many_were_spawned_is_in_the_state_and_in_what_it_was_seeded_with():
     again = make_generator(kind_of(generator), then)
     set_state(again, then)
     assert again.spawn(1)[0].random() == second
+
+
+ENTROPIES = {
+    "number": 2**100,
+    "NumPy number": np.uint32(7),
+    "list of NumPy numbers": [np.int64(1), 2],
+    "range": range(3),
+    "array": np.array([3, 4], np.uint32),
+    "array of objects": np.array([2**70, 3], object),
+    "list with text": ["12", 3],
+}
+
+
+@pytest.mark.parametrize("entropy", ENTROPIES)
+def test_what_a_generator_was_seeded_with_can_be_saved(entropy):
+    generator = np.random.default_rng(ENTROPIES[entropy]).spawn(2)[1]
+    generator.spawn(1)
+    state = RandomState(others=(state_of(generator),))
+    file = io.BytesIO()
+    torch.save(state.pack(), file)
+    file.seek(0)
+    saved = RandomState.unpack(torch.load(file, weights_only=True))
+    assert saved.equals(state)
+    expected = generator.spawn(1)[0].random()
+    again = make_generator(kind_of(generator), saved.others[0])
+    set_state(again, saved.others[0])
+    assert again.spawn(1)[0].random() == expected
+
+
+def test_children_that_share_what_they_were_seeded_with_have_the_state_that_was_saved():
+    children = np.random.default_rng([1, 2]).spawn(2)
+    state = RandomState(others=tuple(map(state_of, children)))
+    assert RandomState.unpack(state.pack()).equals(state)
 
 
 def travelled(obj):
@@ -520,3 +555,10 @@ def test_a_container_of_containers_that_hold_each_other_is_looked_through_once()
     assert find_generators(contents) == []
     contents[0]["rng"] = random.Random(1)
     assert find_generators(contents) == [contents[0]["rng"]]
+
+
+def test_what_many_share_is_looked_through_once():
+    shared = [str(number) for number in range(1000)]
+    records = [(number, shared) for number in range(20_000)]
+    (containers,) = [object_paths.plain_containers(records)]
+    assert sum(container is shared for container in containers) == 1

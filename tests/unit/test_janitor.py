@@ -93,20 +93,38 @@ def test_a_thread_that_was_given_up_in_time_never_begins():
     thread = bell.DaemonThread(pytest.fail, "works")
     assert thread.give_up()
     thread._start_here()  # as after an interrupt, of whom had called for it
+    thread.start()
+    thread.join()
     assert not thread.is_alive()
+    assert thread.spent
     assert not thread.give_up()
 
 
-def test_a_thread_that_cannot_be_started_says_so_each_time(monkeypatch):
+def test_a_thread_that_cannot_be_started_says_so_and_may_be_started_later(monkeypatch):
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    thread = bell.DaemonThread(pytest.fail, "works")
+    done = []
+    thread = bell.DaemonThread(lambda: done.append(1), "works")
     with monkeypatch.context() as patched:
         patched.setattr(threading, "_start_new_thread", refuse)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="can't start"):
                 thread.start()
-    assert thread.spent
-    assert thread.give_up()
+    assert not thread.is_alive()
+    thread.start()
     thread.join()
+    assert done == [1]
+
+
+def test_one_that_was_told_twice_to_end_does_not_end_the_next_one():
+    janitor = Janitor(lambda: None)
+    janitor.start()
+    janitor._jobs.put(janitor._thread)  # as by an `end` that was interrupted
+    janitor.end()
+    done = []
+    janitor.later(lambda: done.append(1))
+    janitor.start()
+    janitor.do(lambda: done.append(2))
+    assert done == [1, 2]
+    janitor.end()

@@ -146,17 +146,33 @@ def draw(): return RNG, LAST, CACHE, RECORDS, Item
 """
 
 
-def test_after_a_change_only_what_was_bound_since_is_looked_at(program, searches):
+def test_it_searches_again_where_something_is_bound_that_may_lead_to_a_generator(program, searches):
     own = program(CHANGING)
     named = NamedGenerators(own.draw)
-    assert named.look() == named.look() == [own.RNG]
-    assert searches == [(own.draw,)]
     for number in range(3):
-        before, own.LAST, own.CACHE[number] = own.LAST, own.Item(), [number]
+        own.LAST = number
         assert named.look() == [own.RNG]
-        assert searches[1:] == [own.LAST, own.CACHE[number]]
-        assert before is not own.LAST
-        del searches[1:]
+    assert len(searches) == 1
+    own.LAST = own.Item()
+    named.look()
+    own.CACHE[1] = 1
+    named.look()
+    assert len(searches) == 3
+
+
+def test_an_interrupted_search_is_made_again(program, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    own = program(CHANGING)
+    named = NamedGenerators(own.draw)
+    named.look()
+    own.RNG = random.Random(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(named_generators, "walk", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            named.look()
+    assert named.look() == [own.RNG]
 
 
 def test_values_that_are_gone_are_not_kept(program):
@@ -174,15 +190,11 @@ def test_values_that_are_gone_are_not_kept(program):
         assert gone() is None
 
 
-def test_a_place_that_has_grown_too_large_is_left(program, monkeypatch, searches):
-    own = program("RNG = R(1)\nCACHE = {}\ndef draw(): return RNG, CACHE")
+def test_a_place_that_is_too_large_is_not_watched_and_others_are(program, monkeypatch):
+    own = program("RECORDS = [{} for _ in range(200)]\nRNG = R(1)\ndef draw(): return RECORDS, RNG")
     monkeypatch.setattr(named_generators, "_MOST_WATCHED", 200)
     named = NamedGenerators(own.draw)
     named.look()
-    for number in range(200):
-        own.CACHE[number] = [number]
-        assert named.look() == [own.RNG]
-    assert 10 < len(searches) < 150
     own.RNG = random.Random(2)
     assert named.look() == [own.RNG]
 
