@@ -1,0 +1,89 @@
+"""What torch's loader and ours read of Hugging Face's `datasets`, and what they make of it.
+
+python datasets_cases.py OUT NAME...   write to OUT, as JSON, what torch's loader makes of these cases
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import datasets
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from framework_data import seed
+
+SETTINGS = {"0": {"num_workers": 0}, "2": {"num_workers": 2}, "2p": {"num_workers": 2, "persistent_workers": True}}
+
+
+def rows():
+    """Texts of different lengths."""
+    return datasets.Dataset.from_dict(
+        {"number": list(range(26)), "text": ["low lower lowest"[: 3 + number % 14] for number in range(26)]}
+    )
+
+
+def tokenizer():
+    """Made here, for nothing can be fetched."""
+    import tokenizers
+    import transformers
+
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "low", "lower", "lowest"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def tokenized(dataset):
+    """Tokens in place of texts, and the collator that makes those of a batch equally long."""
+    import transformers
+
+    tokens = tokenizer()
+    dataset = dataset.map(lambda row: tokens(row["text"]), remove_columns="text")
+    return {"dataset": dataset, "collate_fn": transformers.DataCollatorWithPadding(tokens)}
+
+
+def stream():
+    return rows().to_iterable_dataset(num_shards=4)
+
+
+CASES = {
+    "rows": lambda: {"dataset": rows().with_format("torch"), "shuffle": True},
+    "stream": lambda: {"dataset": stream().with_format("torch")},
+    "shuffled": lambda: {"dataset": stream().shuffle(seed=3, buffer_size=5).with_format("torch")},
+    "tokenized rows": lambda: {**tokenized(rows()), "shuffle": True},
+    "tokenized stream": lambda: tokenized(stream()),
+}
+
+
+def make(loader_class, case, setting):
+    """The loader, from the same seed each time."""
+    seed(1)
+    return loader_class(**CASES[case](), batch_size=3, **SETTINGS[setting])
+
+
+def plain(batch):
+    """A batch as JSON can hold it, with the types of its tensors."""
+    return {
+        name: [str(value.dtype), value.tolist()] if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+
+
+def epoch(loader, number):
+    """The batches of this epoch, whose number streams are told."""
+    if hasattr(loader.dataset, "set_epoch"):
+        loader.dataset.set_epoch(number)
+    return [plain(batch) for batch in loader]
+
+
+def two_epochs(loader_class, name):
+    case, setting = name.split(", ")
+    loader = make(loader_class, case, setting)
+    return [epoch(loader, 0), epoch(loader, 1)]
+
+
+if __name__ == "__main__":
+    found = {name: two_epochs(DataLoader, name) for name in sys.argv[2:]}
+    assert "ray" not in sys.modules, "torch's side must not have Ray in it"
+    Path(sys.argv[1]).write_text(json.dumps(found))
