@@ -30,6 +30,21 @@ def stored_samples(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> to
     return torch.randint(0, 256, (count, *shape), dtype=dtype, generator=generator)
 
 
+class Views(list[torch.Tensor]):
+    """The rows of a tensor, pickled as that tensor: loaders whose workers unpickle would pickle all of it for each row.
+
+    Attributes:
+        whole: the tensor.
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        super().__init__(whole.unbind())
+        self.whole = whole
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Views, (self.whole,)
+
+
 Labelled = tuple[torch.Tensor, int]
 
 
@@ -37,8 +52,7 @@ class Stored(Dataset[Labelled]):
     """Samples that are there already, each a tensor and its label: to fetch one costs next to nothing."""
 
     def __init__(self, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.pool = stored_samples(min(length, POOL), shape, dtype)
-        self.samples = self.pool.unbind()
+        self.samples = Views(stored_samples(min(length, POOL), shape, dtype))
         self.length = length
 
     def __len__(self) -> int:
@@ -55,8 +69,8 @@ class Segmentation(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, length: int) -> None:
         count = min(length, POOL // 8)
-        self.images = stored_samples(count, (3, self.SIDE, self.SIDE), torch.uint8).unbind()
-        self.masks = stored_samples(count, (self.SIDE, self.SIDE), torch.int64).unbind()
+        self.images = Views(stored_samples(count, (3, self.SIDE, self.SIDE), torch.uint8))
+        self.masks = Views(stored_samples(count, (self.SIDE, self.SIDE), torch.int64))
         self.length = length
 
     def __len__(self) -> int:
@@ -168,8 +182,7 @@ class Stream(IterableDataset[Labelled]):
     """Stored samples as an iterable dataset; each worker yields its share."""
 
     def __init__(self, length: int) -> None:
-        self.pool = stored_samples(POOL, (3, 32, 32), torch.uint8)
-        self.samples = self.pool.unbind()
+        self.samples = Views(stored_samples(POOL, (3, 32, 32), torch.uint8))
         self.length = length
 
     def __iter__(self) -> Iterator[Labelled]:
@@ -183,8 +196,7 @@ class Stragglers(Dataset[Labelled]):
     """Samples that come from a storage: it answers after 0.2 ms, and after 100 ms for 2% of them."""
 
     def __init__(self, length: int) -> None:
-        self.pool = stored_samples(POOL, (3, 32, 32), torch.uint8)
-        self.samples = self.pool.unbind()
+        self.samples = Views(stored_samples(POOL, (3, 32, 32), torch.uint8))
         self.slow = frozenset(random.Random(0).sample(range(length), k=round(0.02 * length)))
         self.length = length
 

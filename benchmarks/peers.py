@@ -174,7 +174,7 @@ def _ray_data(job: Job) -> Iterable[Any]:
         data = rows.materialize()
     elif isinstance(job.dataset, Stored):
         # The pool's block is named as often as an epoch goes through it: one copy in the store.
-        pool = job.dataset.pool.numpy()
+        pool = job.dataset.samples.whole.numpy()
         if length % len(pool):
             raise Unavailable(f"an epoch of {length} samples is no multiple of the {len(pool)} that exist")
         (images,) = ray.data.from_numpy(pool).to_arrow_refs()

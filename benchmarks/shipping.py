@@ -43,7 +43,7 @@ def first_batches(name: str, gigabytes: float, rounds: int, workers: int) -> dic
         # The other way round every other round: what one epoch leaves behind must not weigh on the same side always.
         for metric in METRICS[:2] if number % 2 else METRICS[1::-1]:
             if metric == "changed":
-                dataset.pool.bitwise_not_()
+                dataset.samples.whole.bitwise_not_()
             seconds[metric] = _seconds(loader, dataset)
         if number >= 0:
             for metric in seconds:

@@ -66,7 +66,7 @@ def _whole_epochs(
 ) -> tuple[int, float, float]:
     """Batches, seconds and seconds of CPU of several epochs, from the first `iter()` on."""
     count = 0
-    dataset = loader.dataset if case.new_loader else None
+    dataset = case.dataset(batches) if case.new_loader else None
     begin, cpu_begin = time.perf_counter(), time.process_time()
     for _ in range(case.epochs):
         if case.new_loader:
