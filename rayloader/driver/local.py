@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
-from rayloader import fetching, skipping
+from rayloader import _compat_datasets, fetching, skipping
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
@@ -77,6 +77,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
             if state is not None and state["redeal"] is not None:
                 self._sampler_iter = position.redeals(state["redeal"])
+            _compat_datasets.begins(self._dataset)
             begin = RandomState.capture(self._generators) if self._is_read_again else None
             self._iterate(Stream(begin))
         else:

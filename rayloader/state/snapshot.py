@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from rayloader import _compat_datasets
 from rayloader.errors import ReplayError
 from rayloader.state import plain_state
 from rayloader.state.generator_kinds import suit
@@ -215,4 +216,4 @@ def dump_state(obj: Any) -> bytes:
 def load_state(obj: Any, state: bytes | None) -> None:
     """Gives an object of the user's its state back."""
     if state is not None:
-        obj.load_state_dict(pickle.loads(state))
+        obj.load_state_dict(_compat_datasets.loadable(obj, pickle.loads(state)))

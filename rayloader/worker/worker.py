@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
-from rayloader import fetching, session, skipping
+from rayloader import _compat_datasets, fetching, session, skipping
 from rayloader._compat import (
     DatasetKind,
     ExceptionWrapper,
@@ -284,6 +284,7 @@ class Worker:
             with self._keeping_failure():
                 self._shuffle_datapipe(resumed.shared_seed)
                 self._tell_epoch(resumed.dataset_epoch)
+                _compat_datasets.begins(self._dataset)
                 self._create_fetcher()
         self._recorder.forget()  # answers of an epoch that was broken off
         return self.snapshot()

@@ -1,6 +1,10 @@
 """What the tests of several frameworks use."""
 
+import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -58,3 +62,26 @@ def seed(number):
     for module in (random, np.random):
         module.seed(number)
     torch.manual_seed(number)
+
+
+HANG_LIMIT = 300  # seconds for a script; on expiry it is killed and the test fails
+
+
+def written_by(script, folder, *names):
+    """What a script beside this file writes as JSON: in a process without Ray, for torch's workers are its forks."""
+    out = folder / "written.json"
+    subprocess.run([sys.executable, Path(__file__).with_name(script), out, *names], check=True, timeout=HANG_LIMIT)
+    return json.loads(out.read_text())
+
+
+def recorded(monkeypatch, loader_class):
+    """The classes of the loaders whose iterators are made, as far as they derive from this one."""
+    kinds = []
+    get_iterator = loader_class._get_iterator
+
+    def noted(loader):
+        kinds.append(type(loader))
+        return get_iterator(loader)
+
+    monkeypatch.setattr(loader_class, "_get_iterator", noted)
+    return kinds

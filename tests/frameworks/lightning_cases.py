@@ -49,6 +49,19 @@ class Regression(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+def trained(loader_class, options):
+    """The losses of an epoch, of a loader that the module makes."""
+
+    class Module(Regression):
+        def train_dataloader(self):
+            return loader_class(Sums(), 8, shuffle=True, **options)
+
+    seed(1)
+    module = Module()
+    lightning.Trainer(max_epochs=1, **QUIET).fit(module)
+    return module.losses
+
+
 def validated(loader_class, options):
     """The losses of two epochs with two validations in each, after the sanity check; and of a validation by itself."""
     seed(1)
@@ -108,6 +121,7 @@ def combined(loader_class, mode, options):
 
 
 CASES = {
+    "training": lambda loader_class, **own: trained(loader_class, {**FRESH, **own}),
     "validation, fresh workers": lambda loader_class: validated(loader_class, FRESH),
     "validation, persistent workers": lambda loader_class: validated(loader_class, PERSISTENT),
     "min_size": lambda loader_class: combined(loader_class, "min_size", FRESH),
@@ -118,9 +132,9 @@ CASES = {
 }
 
 
-def run(loader_class, case):
-    """As JSON gives it back."""
-    return json.loads(json.dumps(CASES[case](loader_class)))
+def run(loader_class, case, **own):
+    """As JSON gives it back; some cases take more arguments of the loader."""
+    return json.loads(json.dumps(CASES[case](loader_class, **own)))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 """Hugging Face's `datasets`: rows and streams give torch's batches, and a stream's own state leads to the rest."""
 
 import itertools
-import json
-import subprocess
-import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import rayloader
 from datasets_cases import CASES, SETTINGS, epoch, make, plain, two_epochs
+from framework_data import written_by
+
+EXIT_LIMIT = 30  # seconds for a killed process to end; on expiry the test fails
 
 full = pytest.mark.full
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("default")]
 
-HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the process and raises
 SAMPLE = {"rows, 2p", "stream, 0"}  # workers import a large package; the collator's is there for `make test-full` only
 NAMES = [f"{case}, {setting}" for case, setting in itertools.product(CASES, SETTINGS)]
 
@@ -24,10 +24,7 @@ def theirs(request, tmp_path_factory):
     """What torch's loader gives for the cases of this run, made in a process without Ray: its workers are forks."""
     own = [item for item in request.session.items if item.path == Path(__file__) and "theirs" in item.fixturenames]
     names = {item.callspec.params["name"] for item in own}
-    out = tmp_path_factory.mktemp("datasets") / "cases.json"
-    script = Path(__file__).with_name("datasets_cases.py")
-    subprocess.run([sys.executable, script, out, *sorted(names)], check=True, timeout=HANG_LIMIT)
-    return json.loads(out.read_text())
+    return written_by("datasets_cases.py", tmp_path_factory.mktemp("datasets"), *sorted(names))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SAMPLE else full) for name in NAMES])
@@ -54,3 +51,59 @@ def test_the_states_of_a_stream_lead_to_the_rest(setting):
     again = make(rayloader.DataLoader, "stream", setting)
     again.load_state_dict(states[0][-1])
     assert epoch(again, 1) == epochs[1]
+
+
+@pytest.mark.parametrize("setting", ["0", *(pytest.param(name, marks=full) for name in ("2", "2p"))])
+def test_epochs_after_a_resumed_one_are_whole_though_no_epoch_is_told(setting):
+    """The dataset begins at the position that was loaded into it until the epoch is another."""
+    loader = make(rayloader.DataLoader, "stream", setting)
+    states = []
+    for _ in range(2):
+        iterator = iter(loader)
+        states.append(loader.state_dict())
+        batches = []
+        for batch in iterator:
+            batches.append(plain(batch))
+            states.append(loader.state_dict())
+    for place in (0, 2, len(batches), len(batches) + 1, len(batches) + 3):
+        again = make(rayloader.DataLoader, "stream", setting)
+        again.load_state_dict(states[place])
+        taken = place % (len(batches) + 1)
+        assert [plain(batch) for batch in again] == batches[taken:], place
+        assert [plain(batch) for batch in again] == batches, place
+
+
+@pytest.mark.parametrize("setting", ["0", pytest.param("2p", marks=full)])
+def test_a_position_that_the_program_has_loaded_counts_in_each_epoch(setting):
+    stream = make(rayloader.DataLoader, "stream", "0").dataset
+    iterator = iter(stream)
+    next(iterator)
+    position = stream.state_dict()
+    state, found = None, []
+    for resumed in (False, True):
+        loader = make(rayloader.DataLoader, "stream", setting)
+        loader.dataset.load_state_dict(position)
+        if resumed:
+            loader.load_state_dict(state)
+        iterator = iter(loader)
+        first = [] if resumed else [plain(next(iterator))]
+        state = loader.state_dict() if state is None else state
+        found.append(first + [plain(batch) for batch in iterator])
+        found.append([plain(batch) for batch in loader])
+    whole, second, rest, after = found
+    assert second == after == whole
+    assert rest == whole[1:]
+    assert whole != [plain(batch) for batch in make(rayloader.DataLoader, "stream", setting)]
+
+
+@full
+def test_epochs_in_which_workers_are_killed_are_whole_though_no_epoch_is_told():
+    loader = make(rayloader.DataLoader, "stream", "2p")
+    expected = [plain(batch) for batch in loader]
+    for number in range(4):
+        iterator = iter(loader)
+        found = [plain(next(iterator)) for _ in range(3)]
+        process = psutil.Process(iterator._crew.address(iterator._crew.slots[number % 2]).pid)
+        process.kill()
+        process.wait(EXIT_LIMIT)
+        assert found + [plain(batch) for batch in iterator] == expected, number

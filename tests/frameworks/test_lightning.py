@@ -1,23 +1,18 @@
-"""Lightning's loops: validation, and several loaders at once. Its package is there for `make test-full` alone."""
+"""Lightning's loops: training, validation, several loaders at once. Its package is there for `make test-full` alone."""
 
 import importlib
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader, DistributedSampler
 
 import rayloader
-from framework_data import Augmented, Numbers
+from framework_data import Augmented, Numbers, Sums, recorded, written_by
 
 pytestmark = [
     pytest.mark.full,
     pytest.mark.usefixtures("ray_session"),
     pytest.mark.filterwarnings("default"),  # what Lightning warns of is its own matter
 ]
-
-HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the process and raises
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +24,47 @@ def cases():
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """What Lightning makes of torch's loaders, in a process without Ray: their workers are forks."""
-    out = tmp_path_factory.mktemp("lightning") / "cases.json"
-    subprocess.run(
-        [sys.executable, Path(__file__).with_name("lightning_cases.py"), out], check=True, timeout=HANG_LIMIT
-    )
-    return json.loads(out.read_text())
+    return written_by("lightning_cases.py", tmp_path_factory.mktemp("lightning"))
+
+
+def test_training_gives_torchs_losses(monkeypatch, theirs, cases):
+    """A loader that it makes anew is of the loader's own class."""
+    expected = theirs["training"]
+    assert len(expected) == 20
+    kinds = recorded(monkeypatch, rayloader.DataLoader)
+    assert cases.run(rayloader.DataLoader, "training", on_error="skip") == expected
+    with rayloader.patch(on_error="skip"):
+        assert cases.run(DataLoader, "training") == expected
+    assert kinds == [rayloader.DataLoader] * 2
+
+
+def test_samples_are_dealt_out_to_the_ranks():
+    data = importlib.import_module("lightning.fabric.utilities.data")
+    loader = rayloader.DataLoader(Sums(), 8, num_workers=2, on_error="skip", max_skipped=3)
+    sampler = DistributedSampler(loader.dataset, 2, 1)
+    anew = data._update_dataloader(loader, sampler)
+    assert type(anew) is rayloader.DataLoader
+    assert (anew.sampler, len(anew), anew.on_error, anew.max_skipped) == (sampler, 10, "skip", 3)
+    with rayloader.patch(on_error="skip"):
+        loader = DataLoader(Sums(), 8, num_workers=2)
+    anew = data._update_dataloader(loader, sampler)  # afterwards
+    assert type(anew) is rayloader.DataLoader
+    assert (anew.sampler, anew.on_error) == (sampler, "skip")
+
+
+def test_training_goes_on_in_mid_epoch(tmp_path, cases):
+    """With a stream, whose length it does not know, it is a batch ahead."""
+
+    def fit(path=None):
+        module = cases.Noting(tmp_path if path is None else None)
+        trainer = cases.lightning.Trainer(max_epochs=2, **cases.QUIET)
+        trainer.fit(module, rayloader.DataLoader(Numbers(), 3, num_workers=2), ckpt_path=path)
+        return module.seen
+
+    batches = fit()
+    assert len(batches) == 16
+    for step in (1, 7, 8, 11):
+        assert fit(tmp_path / f"{step}") == batches[step:], step
 
 
 @pytest.mark.parametrize("case", ["validation, fresh workers", "validation, persistent workers"])

@@ -1,16 +1,12 @@
 """torchdata's StatefulDataLoader: where its import is changed to rayloader's DataLoader, the program stays as it is."""
 
 import itertools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rayloader
-from framework_data import Numbers
+from framework_data import Numbers, written_by
 from torchdata_cases import DATASETS, NUM_WORKERS, Squares, run, turns
 
 pytestmark = [
@@ -18,17 +14,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # which its constructor calls
 ]
 
-HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the process and raises
-
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """What torchdata's loader gives for each case, made in a process without Ray: its workers are forks."""
-    out = tmp_path_factory.mktemp("torchdata") / "cases.json"
-    subprocess.run(
-        [sys.executable, Path(__file__).with_name("torchdata_cases.py"), out], check=True, timeout=HANG_LIMIT
-    )
-    return json.loads(out.read_text())
+    return written_by("torchdata_cases.py", tmp_path_factory.mktemp("torchdata"))
 
 
 @pytest.mark.parametrize(

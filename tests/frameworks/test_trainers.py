@@ -1,4 +1,4 @@
-"""Trainers that have loops of their own: Hugging Face Transformers, Lightning, Ray Train."""
+"""Trainers that have loops of their own: Hugging Face Transformers, Ray Train."""
 
 import importlib
 import os
@@ -9,36 +9,13 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import rayloader
-from framework_data import Augmented, Model, Numbers, Sums, seed
-
-HANG_LIMIT = 300  # seconds for a script; on expiry it is killed and the test fails
-# Of Lightning's trainers: nothing is shown or saved by itself.
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+from framework_data import HANG_LIMIT, Augmented, Model, Numbers, Sums, recorded, seed
 
 full = pytest.mark.full
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-
-def recorded(monkeypatch, loader_class):
-    """The classes of the loaders whose iterators are made, as far as they derive from this one."""
-    kinds = []
-    get_iterator = loader_class._get_iterator
-
-    def noted(loader):
-        kinds.append(type(loader))
-        return get_iterator(loader)
-
-    monkeypatch.setattr(loader_class, "_get_iterator", noted)
-    return kinds
 
 
 # ---- Transformers: its Trainer makes loaders by torch's name, and Accelerate makes them anew
@@ -82,97 +59,6 @@ def test_transformers(tmp_path, monkeypatch):
         found = transformers_losses(tmp_path)
     assert kinds == [rayloader.DataLoader]
     assert found == expected
-
-
-# ---- Lightning: makes a loader anew of the loader's own class
-
-
-def lightning_losses(loader_class, **arguments):
-    lightning = importlib.import_module("lightning.pytorch")
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model, self.losses = Model(), []
-
-        def training_step(self, batch, _):
-            loss = self.model(**batch)["loss"]
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-        def train_dataloader(self):
-            return loader_class(Sums(), 8, shuffle=True, num_workers=2, **arguments)
-
-    seed(1)
-    module = Module()
-    trainer = lightning.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET)
-    trainer.fit(module)
-    return module.losses
-
-
-@full
-@pytest.mark.filterwarnings("default")
-def test_lightning(monkeypatch):
-    expected = lightning_losses(DataLoader)
-    assert len(expected) == 20
-    kinds = recorded(monkeypatch, rayloader.DataLoader)
-    assert lightning_losses(rayloader.DataLoader, on_error="skip") == expected
-    with rayloader.patch(on_error="skip"):
-        assert lightning_losses(DataLoader) == expected
-    assert kinds == [rayloader.DataLoader] * 2
-
-
-@full
-@pytest.mark.filterwarnings("default")
-def test_lightning_deals_the_samples_out_to_the_ranks():
-    data = importlib.import_module("lightning.fabric.utilities.data")
-    loader = rayloader.DataLoader(Sums(), 8, num_workers=2, on_error="skip", max_skipped=3)
-    sampler = DistributedSampler(loader.dataset, 2, 1)
-    anew = data._update_dataloader(loader, sampler)
-    assert type(anew) is rayloader.DataLoader
-    assert (anew.sampler, len(anew), anew.on_error, anew.max_skipped) == (sampler, 10, "skip", 3)
-    with rayloader.patch(on_error="skip"):
-        loader = DataLoader(Sums(), 8, num_workers=2)
-    anew = data._update_dataloader(loader, sampler)  # afterwards
-    assert type(anew) is rayloader.DataLoader
-    assert (anew.sampler, anew.on_error) == (sampler, "skip")
-
-
-@full
-@pytest.mark.filterwarnings("default")
-def test_lightning_goes_on_in_mid_epoch(tmp_path):
-    """With a stream, whose length it does not know, it is a batch ahead."""
-    lightning = importlib.import_module("lightning.pytorch")
-
-    class Module(lightning.LightningModule):
-        def __init__(self, saves):
-            super().__init__()
-            self.model, self.saves, self.seen = Model(), saves, []
-
-        def training_step(self, batch, _):
-            self.seen.append(batch.tolist())
-            return 0 * self.model(torch.zeros(1, 4), torch.zeros(1))["loss"]
-
-        def on_train_batch_end(self, *_):
-            if self.saves:
-                self.trainer.save_checkpoint(tmp_path / f"{self.global_step}")
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    def fit(path=None):
-        module = Module(path is None)
-        trainer = lightning.Trainer(max_epochs=2, **QUIET)
-        trainer.fit(module, rayloader.DataLoader(Numbers(), 3, num_workers=2), ckpt_path=path)
-        return module.seen
-
-    batches = fit()
-    assert len(batches) == 16
-    for step in (1, 7, 8, 11):
-        assert fit(tmp_path / f"{step}") == batches[step:], step
 
 
 # ---- Ray Train: with several trainers it makes a loader anew, with a DistributedSampler

@@ -1,0 +1,47 @@
+"""Every private name of Hugging Face's `datasets` that rayloader uses: a stream's memory of a position it has loaded.
+
+NOTE [Loaded positions]. An `IterableDataset` that was told a position, `load_state_dict()`, begins each iteration there
+until its epoch is another, and between two iterations tells the position at which the last one ended. A program that
+loads one wants that. Where rayloader does, for the rest of one epoch, the next would begin in its middle, or be empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class Position(dict[str, Any]):
+    """A position that rayloader loads, and, as an attribute, what the program had loaded before.
+
+    Attributes:
+        before: it, or None.
+    """
+
+    before: Any = None
+
+
+def loadable(dataset: Any, state: Any) -> Any:
+    """What to load into a dataset to bring it to this state, so that `begins` can undo it."""
+    if not _is_stream(dataset) or not isinstance(state, dict):
+        return state
+    position = Position(state)
+    position.before = _own_position(dataset)
+    return position
+
+
+def begins(dataset: Any) -> None:
+    """Has a stream begin its next iteration where the program would have it begin, and say that it stands there."""
+    if _is_stream(dataset):
+        dataset._starting_state_dict = _own_position(dataset)
+        dataset._prepare_ex_iterable_for_iteration()  # makes `_state_dict` that of the start
+
+
+def _own_position(dataset: Any) -> Any:
+    loaded = dataset._starting_state_dict
+    return loaded.before if isinstance(loaded, Position) else loaded
+
+
+def _is_stream(dataset: Any) -> bool:
+    module = sys.modules.get("datasets.iterable_dataset")
+    return module is not None and isinstance(dataset, module.IterableDataset)
