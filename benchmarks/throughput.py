@@ -8,7 +8,8 @@ the first batch is a question of its own (`first_batch.py`); cases of several sh
 included. The consumer touches nothing; torch's loader and rayloader are measured a second time with one that reads
 every byte once. Everybody has OMP_NUM_THREADS=1. Figures are medians over the rounds; ratios are of medians. The floor
 is what is left to gain: as many processes as there are workers, all at once, that fetch and collate the same batches
-into four buffers in turn.
+into four buffers in turn. Loaders beside these three have shorter epochs (`LONG`), for some take minutes. The CPU time
+of torch's workers begins with the fork of their process, and that of rayloader's with the clock.
 Command: python benchmarks/throughput.py [--rounds N] [--cases tiny,medium] [--peers torch,rayloader] [--quick]
 Last results: benchmarks/results/latest.json, question "throughput".
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -31,26 +33,38 @@ from processes import Missing
 QUESTION = "throughput"
 PEERS = ["torch", "torchdata", "spdl", "spdl-threads", "grain", "ray-data", "rayloader", "floor"]
 QUICK_PEERS = ["torch", "rayloader", "floor"]
-READERS = ("torch", "rayloader")  # measured with a consumer that reads, too
+READERS = ("torch", "rayloader")  # measured with a consumer that reads, too, and by the CPU time they take
+LONG = {*READERS, "floor"}  # the others have epochs of a sixth of the length, or two in place of several
 QUICK_CASES = ("tiny", "tiny-short", "tiny-depth-2", "medium", "large", "text", "stream")
 RATE, RATE_READ = "batches/s", "batches/s, every byte read"
+CPU = {"cpu_s_per_batch": "trainer's CPU a batch", "workers_cpu_s_per_batch": "workers' CPU a batch"}
 RATIOS = {RATE: "ratio to torch", RATE_READ: "ratio to torch, every byte read"}
 
 _loader: dict[tuple[Any, ...], Any] = {}  # the last one, in an implementation's process
 
 
-def epoch(name: str, case: str, batches: int, workers: int, *, read: bool = False) -> dict[str, float]:
-    """One measurement in this process: the rate, and the seconds of CPU that this process spent on a batch."""
+def epoch(name: str, case: str, batches: int, workers: int, *, epochs: int = 0, read: bool = False) -> dict[str, float]:
+    """One measurement in this process: the rate, and the seconds of CPU that it and its workers spent on a batch.
+
+    Args:
+        name: the implementation.
+        case: see `CASES`.
+        batches: an epoch.
+        workers: of the loader.
+        epochs: in place of the case's number of them, where that is more than one.
+        read: whether the consumer reads every byte.
+    """
+    epochs = epochs or CASES[case].epochs
     key = (case, batches, workers)
     if key not in _loader:
         _loader.clear()
         gc.collect()
         _loader[key] = peers.make(name, CASES[case], batches, workers)
-    loader = _loader[key]
+    loader, workers_began = _loader[key], _workers_cpu()
     if isinstance(loader, peers.Floor):
-        count, seconds, cpu_seconds = batches * CASES[case].epochs, loader.seconds(), 0.0
+        count, seconds, cpu_seconds = batches * epochs, loader.seconds(), 0.0
     elif CASES[case].epochs > 1:
-        count, seconds, cpu_seconds = _whole_epochs(name, CASES[case], loader, batches, workers, read=read)
+        count, seconds, cpu_seconds = _whole_epochs(name, CASES[case], loader, batches, workers, epochs, read=read)
     else:
         iterator = iter(loader)
         next(iterator)
@@ -58,17 +72,28 @@ def epoch(name: str, case: str, batches: int, workers: int, *, read: bool = Fals
         count = _consume(iterator, CASES[case], read=read)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         _check(name, case, count + 1, batches)
-    return {"batches_per_s": count / seconds, "cpu_s_per_batch": cpu_seconds / count}
+    return {
+        "batches_per_s": count / seconds,
+        "cpu_s_per_batch": cpu_seconds / count,
+        "workers_cpu_s_per_batch": (_workers_cpu() - workers_began) / count,
+    }
+
+
+def _workers_cpu() -> float:
+    """Seconds of CPU of the child processes that have ended, as torch's have after an epoch, and of Ray's workers."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    alive = [times for worker in harness.ray_workers() for times in worker.cpu_times()[:2]]
+    return ended.ru_utime + ended.ru_stime + sum(alive)
 
 
 def _whole_epochs(
-    name: str, case: Case, loader: Any, batches: int, workers: int, *, read: bool
+    name: str, case: Case, loader: Any, batches: int, workers: int, epochs: int, *, read: bool
 ) -> tuple[int, float, float]:
     """Batches, seconds and seconds of CPU of several epochs, from the first `iter()` on."""
     count = 0
     dataset = case.dataset(batches) if case.new_loader else None
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    for _ in range(case.epochs):
+    for _ in range(epochs):
         if case.new_loader:
             loader = peers.make_for(name, case, dataset, batches, workers)
         taken = _consume(iter(loader), case, read=read)
@@ -109,14 +134,13 @@ def measure(options: Options) -> list[Figure]:
 
 
 def _measure_case(case: str, sides: dict[str, processes.Peer], options: Options) -> list[Figure]:
-    batches = CASES[case].epoch_length(options.quick)
-    size = {"batches": batches, "workers": options.workers}
-    rounds: dict[str, list[float]] = {}
+    sizes = {name: _size(name, CASES[case], options) for name in sides}
+    rounds: dict[str, list[dict[str, float]]] = {}
     missing: dict[str, Missing] = {}
     for name, side in sides.items():
         harness.say(f"{QUESTION}: {case}, {name}, warming up")
         try:
-            first = side.call(f"{QUESTION}:epoch", case=case, **size)
+            first = side.call(f"{QUESTION}:epoch", case=case, **sizes[name])
         except processes.PeerDied as died:
             if name in peers.REQUIRED:
                 raise
@@ -127,28 +151,35 @@ def _measure_case(case: str, sides: dict[str, processes.Peer], options: Options)
             missing[name] = first
         else:
             rounds[name] = []
-    read: dict[str, list[float]] = {name: [] for name in rounds if name in READERS and options.read}
+    read: dict[str, list[dict[str, float]]] = {name: [] for name in rounds if name in READERS and options.read}
     for number in range(options.rounds):
         harness.say(f"{QUESTION}: {case}, round {number + 1} of {options.rounds}")
         for name in harness.rotated(list(rounds), number):
-            rounds[name].append(_rate(sides[name], case, size))
+            rounds[name].append(sides[name].call(f"{QUESTION}:epoch", case=case, **sizes[name]))
         for name in harness.rotated(list(read), number):
-            read[name].append(_rate(sides[name], case, size, read=True))
-    title = {"title": CASES[case].title}
-    rates = {
-        name: harness.figure(QUESTION, case, name, RATE, "1/s", missing.get(name) or rounds[name], **size, **title)
-        for name in sides
-    }
-    rates_read = {
-        name: harness.figure(QUESTION, case, name, RATE_READ, "1/s", values, **size, **title)
-        for name, values in read.items()
-    }
-    return [*rates.values(), *rates_read.values(), *_ratios(case, rates), *_ratios_read(rates_read)]
+            read[name].append(sides[name].call(f"{QUESTION}:epoch", case=case, **sizes[name], read=True))
+
+    def figure(name: str, metric: str, unit: str, answers: list[dict[str, float]] | Missing, key: str) -> Figure:
+        scale = 1e6 if unit == "us" else 1
+        values = answers if isinstance(answers, Missing) else [scale * answer[key] for answer in answers]
+        return harness.figure(QUESTION, case, name, metric, unit, values, **sizes[name], title=CASES[case].title)
+
+    rates = {name: figure(name, RATE, "1/s", missing.get(name) or rounds[name], "batches_per_s") for name in sides}
+    rates_read = {name: figure(name, RATE_READ, "1/s", answers, "batches_per_s") for name, answers in read.items()}
+    spent = [
+        figure(name, metric, "us", rounds[name], key)
+        for name in rounds
+        if name in READERS
+        for key, metric in CPU.items()
+    ]
+    return [*rates.values(), *rates_read.values(), *_ratios(case, rates), *_ratios_read(rates_read), *spent]
 
 
-def _rate(side: processes.Peer, case: str, size: dict[str, int], **more: Any) -> float:
-    rate: float = side.call(f"{QUESTION}:epoch", case=case, **size, **more)["batches_per_s"]
-    return rate
+def _size(name: str, case: Case, options: Options) -> dict[str, int]:
+    """Of an epoch; see `LONG`."""
+    is_short = options.quick or (name not in LONG and case.epochs == 1)
+    epochs = case.epochs if name in LONG else min(case.epochs, 2)
+    return {"batches": case.epoch_length(is_short), "epochs": epochs, "workers": options.workers}
 
 
 def _ratios(case: str, rates: dict[str, Figure]) -> list[Figure]:
@@ -187,6 +218,16 @@ def show(figures: list[Figure]) -> None:
     harness.print_table(
         "Batches a second", ["case", *names, *("rayloader " + ratio["metric"] for ratio in ratios)], rows
     )
+    spent = [(name, metric) for name in READERS if name in names for metric in CPU.values()]
+    rows = [
+        [
+            CASES[case].title,
+            *(harness.show(harness.find(figures, case=case, implementation=n, metric=m)) for n, m in spent),
+        ]
+        for case in cases
+    ]
+    header = ["case", *(f"{name}: {metric}" for name, metric in spent)]
+    harness.print_table("Microseconds of CPU for a batch", header, rows)
     for name in names:
         print(f"- {name}: {peers.NOTES[name]}")
     harness.print_missing(figures)
