@@ -23,6 +23,10 @@ class _Target(threading.local):
 
 
 _target = _Target()
+_NUMPY = {
+    getattr(torch, name): name
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
 
 
 def stack_into(arena: ArenaWriter | None) -> None:
@@ -40,8 +44,16 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     elem = batch[0]
     if elem.is_nested or elem.layout is not torch.strided or not elem.is_cpu:
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
     arena = _target.arena
+    nbytes = elem.nbytes * len(batch)
+    kind = _NUMPY.get(elem.dtype)
+    if type(elem) is torch.Tensor and kind is not None and nbytes and (arena is None or nbytes <= arena.small):
+        out = torch.from_numpy(np.empty((len(batch), *elem.shape), kind))
+        try:
+            return torch.stack(batch, 0, out=out)
+        except RuntimeError:
+            pass  # the samples are not alike: what the error says depends on the memory that they would have needed
+    nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
     room = arena.allocate(nbytes) if arena is not None and nbytes > arena.small else None
     memory = storage_over(room) if room is not None else torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()
     storage = torch.TypedStorage(wrap_storage=memory, dtype=elem.dtype, _internal=True)
