@@ -48,7 +48,7 @@ chaos: $(READY) ## kill workers and whole Ray nodes at random for some minutes; 
 bench: $(BENCH_READY) ## every benchmark, beside torch's loader and others: table, JSON and plot in benchmarks/results
 	@$(PY) benchmarks/run_all.py
 
-bench-quick: $(BENCH_READY) ## the same in under two minutes: smaller, and beside torch's loader only
+bench-quick: $(BENCH_READY) ## the same in two to three minutes: smaller, and beside torch's loader only
 	@$(PY) benchmarks/run_all.py --quick
 
 bench-check: $(READY) ## fail when tiny or medium batches come at less than three times torch's rate, and far from the floor

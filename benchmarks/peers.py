@@ -249,6 +249,8 @@ class Floor:
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=worker_id, num_workers=self.job.workers, seed=worker_id, dataset=self.job.dataset
         )
+        # Else a collate of the case's own that calls torch's would get fresh shared memory for each batch.
+        default_collate_fn_map[torch.Tensor] = lambda tensors, *, collate_fn_map=None: torch.stack(tensors)
         lists = self.job.index_lists()[worker_id :: self.job.workers]
         warm_up = _fetcher(self.job, self.collate_fn)
         for indices in lists[:BUFFERS]:

@@ -57,7 +57,7 @@ def _seconds(loader: Any, dataset: Stored) -> float:
     iterator = iter(loader)
     batch = next(iterator)
     seconds = time.perf_counter() - begin
-    if not batch[0].equal(dataset[0]):
+    if not batch[0][0].equal(dataset[0][0]):
         raise RuntimeError("the workers have not seen the dataset's change")
     for _ in iterator:
         pass

@@ -80,10 +80,12 @@ def epoch(name: str, case: str, batches: int, workers: int, *, epochs: int = 0, 
 
 
 def _workers_cpu() -> float:
-    """Seconds of CPU of the child processes that have ended, as torch's have after an epoch, and of Ray's workers."""
+    """Seconds of CPU of the workers: rayloader's, or child processes, whether they have ended or not."""
+    import psutil
+
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    alive = [times for worker in harness.ray_workers() for times in worker.cpu_times()[:2]]
-    return ended.ru_utime + ended.ru_stime + sum(alive)
+    alive = harness.ray_workers() or psutil.Process().children()
+    return ended.ru_utime + ended.ru_stime + sum(sum(worker.cpu_times()[:2]) for worker in alive)
 
 
 def _whole_epochs(
