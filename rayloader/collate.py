@@ -51,8 +51,8 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         out = torch.from_numpy(np.empty((len(batch), *elem.shape), kind))
         try:
             return torch.stack(batch, 0, out=out)
-        except RuntimeError:
-            pass  # the samples are not alike: what the error says depends on the memory that they would have needed
+        except Exception:
+            pass  # the samples are not alike: what is raised then is raised below, where all is done in torch's order
     nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
     room = arena.allocate(nbytes) if arena is not None and nbytes > arena.small else None
     memory = storage_over(room) if room is not None else torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()
