@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 
-class Position(dict[str, Any]):
+class LoadedPosition(dict[str, Any]):
     """A position that rayloader loads, and, as an attribute, what the program had loaded before.
 
     Attributes:
@@ -25,7 +25,7 @@ def loadable(dataset: Any, state: Any) -> Any:
     """What to load into a dataset to bring it to this state, so that `begins` can undo it."""
     if not _is_stream(dataset) or not isinstance(state, dict):
         return state
-    position = Position(state)
+    position = LoadedPosition(state)
     position.before = _own_position(dataset)
     return position
 
@@ -39,7 +39,7 @@ def begins(dataset: Any) -> None:
 
 def _own_position(dataset: Any) -> Any:
     loaded = dataset._starting_state_dict
-    return loaded.before if isinstance(loaded, Position) else loaded
+    return loaded.before if isinstance(loaded, LoadedPosition) else loaded
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from rayloader._compat import collate_tensor_fn, default_collate_fn_map
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.raw import storage_over
+from rayloader.transport.raw import NAMES, NUMPYS, storage_over
 
 
 class _Target(threading.local):
@@ -23,10 +23,6 @@ class _Target(threading.local):
 
 
 _target = _Target()
-_NUMPY = {
-    getattr(torch, name): name
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-}
 
 
 def stack_into(arena: ArenaWriter | None) -> None:
@@ -46,13 +42,12 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
     arena = _target.arena
     nbytes = elem.nbytes * len(batch)
-    kind = _NUMPY.get(elem.dtype)
-    if type(elem) is torch.Tensor and kind is not None and nbytes and (arena is None or nbytes <= arena.small):
-        out = torch.from_numpy(np.empty((len(batch), *elem.shape), kind))
+    if type(elem) is torch.Tensor and elem.dtype in NUMPYS and nbytes and (arena is None or nbytes <= arena.small):
+        out = torch.from_numpy(np.empty((len(batch), *elem.shape), NAMES[elem.dtype]))
         try:
             return torch.stack(batch, 0, out=out)
-        except Exception:
-            pass  # the samples are not alike: what is raised then is raised below, where all is done in torch's order
+        except Exception:  # the samples are not alike: it is raised below, where all is done in torch's order
+            pass
     nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
     room = arena.allocate(nbytes) if arena is not None and nbytes > arena.small else None
     memory = storage_over(room) if room is not None else torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()

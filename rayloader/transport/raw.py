@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 # Data types of plain strided tensors by the name that travels. Quantized ones need their quantizer too.
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 NAMES = {d: name for name, d in DTYPES.items() if not name.startswith(("qint", "quint"))}
-# Those that `torch.frombuffer` knows.
-_FROM_BUFFER = {
+# Those that NumPy has under the same name, and those that `torch.frombuffer` knows.
+NUMPYS = {
     getattr(torch, name)
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 }
+_FROM_BUFFER = {*NUMPYS, torch.bfloat16}
 _MAPPED = 1 << 20  # bytes; copies from this size on are not taken from the heap
 
 
