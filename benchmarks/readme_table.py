@@ -76,10 +76,10 @@ def _pair_row(figures: list[Figure], theirs: Figure, title: str, unit: str, fact
 def _number(figure: Figure, factor: float = 1.0) -> str:
     if "missing" in figure:
         return "-"
-    value = figure["median"] * factor
+    value = max(0.0, figure["median"] * factor)  # a difference below zero is noise
     if figure["unit"] == "GB":
-        return f"{max(0.0, value):.2f}"  # what is below a hundredth is noise, of either sign
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _row(cells: Any) -> str:
