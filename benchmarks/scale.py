@@ -9,10 +9,10 @@ touches nothing. The ideal rate is that of the workers, or of the consumer's ste
 trainer's own object store) and "remote" (on the other nodes: a line by TCP, and batches behind its messages).
 One process measures one after the other; its workers stay warm. The first batches, which fill the window, do not count.
 CPU time is that of the user's thread, and of the whole process; by steps in an epoch of its own. Ray Data maps the same
-work over rows, one a batch, with as many actors. At last a node is killed in mid-epoch; its workers find room on
-another one.
-Command: python benchmarks/scale.py [--rounds N] [--cases tiny,medium,large] [--peers local,calls,remote,ray-data]
-[--workers MOST] [--quick]
+work over rows, one a batch, with as many actors. "ray-get" is the bandwidth of one `ray.get` at a time of results of an
+actor on another node. At last a node is killed in mid-epoch; its workers find room on another one.
+Command: python benchmarks/scale.py [--rounds N] [--cases tiny,medium,large] [--workers MOST] [--quick]
+[--peers local,calls,remote,ray-data,ray-get]
 Results: benchmarks/results/scale.json, with --quick too, for even that takes minutes; ways that a run leaves out keep
 their figures. `scaling.py` goes on from it.
 """
@@ -41,11 +41,12 @@ RESULTS = harness.RESULTS / "scale.json"
 WORK_S = 0.04
 STEP_S = 0.001
 NBYTES = {"tiny": 50_000, "medium": 1_200_000, "large": 9_600_000}
-WAYS = ("local", "calls", "remote", "ray-data")
+WAYS = ("local", "calls", "remote", "ray-data", "ray-get")
 COUNTS = (1, 2, 4, 8, 16, 32)
 RAY_DATA_WORKERS = 4  # its driver takes most of this machine's cores with more
 DATA_NODES = 3
 RATE, THREAD, PROCESS = "batches/s", "CPU of the user's thread", "CPU of the process"
+BANDWIDTH = "bytes/s"
 GAP = "longest time between two batches around a node's death"
 
 
@@ -171,6 +172,9 @@ def measure(options: Options) -> list[Figure]:
         figures: list[Figure] = []
         for way in options.pick_peers(WAYS):
             for case in options.pick_cases(list(NBYTES)):
+                if way == "ray-get":
+                    figures.append(_measure_get(case, options))
+                    continue
                 counts = [count for count in COUNTS if count <= options.workers]
                 for workers in counts if way != "ray-data" else [min(RAY_DATA_WORKERS, options.workers)]:
                     figures += _measure_one(way, case, workers, options)
@@ -218,6 +222,32 @@ def _measure_steps(batches: Iterable[Any], uncounted: int, case: str, way: str, 
     return [*found, harness.figure(QUESTION, case, way, "waits a batch", "", [spent["wait"].calls / count], **named)]
 
 
+class _Gives:
+    """An actor that gives a batch's bytes."""
+
+    def give(self, nbytes: int) -> Any:
+        return torch.full((nbytes,), 1, dtype=torch.uint8).numpy()
+
+
+def _measure_get(case: str, options: Options) -> Figure:
+    """One batch after the other, each of which is there on the other node when it is asked for."""
+    import ray
+
+    actor = ray.remote(_Gives).options(num_cpus=0, resources={"remote": 1}).remote()
+    count, rounds = (20 if options.quick else 100), []
+    for _ in range(1 + options.rounds):
+        spent = 0.0
+        for _ in range(count):
+            result = actor.give.remote(NBYTES[case])
+            ray.wait([result], fetch_local=False)
+            began = time.perf_counter()
+            ray.get(result)
+            spent += time.perf_counter() - began
+        rounds.append(count * NBYTES[case] / spent)
+    ray.kill(actor)
+    return harness.figure(QUESTION, case, "ray-get", BANDWIDTH, "1/s", rounds[1:], workers=1, nbytes=NBYTES[case])
+
+
 def _measure_death(nodes: Nodes, workers: int) -> Figure:
     """Kills a node when a third of the epoch was taken."""
     length = int(15 * ideal(workers))
@@ -244,6 +274,8 @@ def show(figures: list[Figure]) -> None:
             rows.append([f"{way}, {case}", *("-" if f is None else f"{scale * f['median']:.3g}" for f in found)])
         title = metric if metric == RATE else f"{metric}, ms a batch"
         harness.print_table(title, ["", *(f"{count} workers" for count in counts)], rows)
+    for found in (f for f in figures if f["metric"] == BANDWIDTH):
+        print(f"one ray.get at a time, {found['case']}: {found['median'] / 1e9:.3g} GB/s")
     ideals = {count: ideal(count) for count in counts}
     print(f"ideal rates: {ideals}")
     death = harness.find(figures, metric=GAP)

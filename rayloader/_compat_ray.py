@@ -57,6 +57,15 @@ def draining_nodes(ray: ModuleType) -> dict[str, int]:
     return nodes
 
 
+def node_first(ray: ModuleType, node_id: str) -> Any:
+    """The scheduling strategy of actors that are to run on this node if it has room, else on another one.
+
+    Ray's public argument, `soft`, has an actor wait for the node as long as it could ever have room.
+    """
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    return affinity(node_id, soft=True, _spill_on_unavailable=True)
+
+
 def give_own_random(ray: ModuleType) -> None:
     """Has Ray's processes and connections draw from a generator of their own, not from the program's `random`."""
     for name, module in list(sys.modules.items()):

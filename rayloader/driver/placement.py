@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from rayloader import session
-from rayloader._compat_ray import may_autoscale
+from rayloader._compat_ray import may_autoscale, node_first
 from rayloader.errors import WorkerStartError
 
 logger = logging.getLogger("rayloader")
@@ -52,7 +52,7 @@ class Placement:
         self._without_place: set[bytes] = set()  # options of actors that were given up
 
     def options(self, remote_args: dict[str, Any], count: int, wanted: int) -> dict[str, Any]:
-        """Actor options; "DEFAULT" keeps the actors out of a placement group that Ray Tune would put them into.
+        """What each actor is to have, but for `where`.
 
         Args:
             remote_args: the user's options.
@@ -61,10 +61,22 @@ class Placement:
         """
         # Ray has no public answer to this one question: would more nodes start if they were asked for?
         self._autoscaling = may_autoscale(ray)
-        options: dict[str, Any] = {"scheduling_strategy": "DEFAULT", "enable_task_events": False, **remote_args}
+        options: dict[str, Any] = {"enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
             options["num_cpus"] = self._cpus_per_worker(count, wanted)
         return options
+
+    def where(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The option that says where an actor with these options runs, if they leave it open.
+
+        It is the driver's node as long as that has room: batches take the shortest way from there, and Ray by itself
+        fills no node more than half while another one has room. Those that ask for nothing Ray spreads, which all on
+        one node would share its CPUs. Either way a placement group that Ray Tune would put them into is left alone.
+        """
+        if "scheduling_strategy" in options:
+            return {}
+        is_open = not options.get("label_selector") and _in_words(options) != NO_RESOURCES
+        return {"scheduling_strategy": node_first(ray, session.node_id()) if is_open else "DEFAULT"}
 
     def _cpus_per_worker(self, count: int, wanted: int) -> float:
         """One if the cluster has, or can get, as many CPUs as this process has workers; else none, as with torch.

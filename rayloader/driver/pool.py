@@ -319,6 +319,7 @@ class Pool:
         staying = [actor for actor in self.actors if not self.is_draining(actor)]
         living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
         options = self._placement.options(remote_args, count, count + living)
+        where = self._placement.where(options)
         probe = self._probe.address if self._probe is not None else None
         actors = []
         label = lease.name if lease is not None and lease.name else "worker"
@@ -327,7 +328,7 @@ class Pool:
             named = {"name": f"rayloader:{label}:{next(self._made[label])}", "namespace": self._namespace}
             try:
                 # Ray ends it if an interrupt comes before it is noted below.
-                handle = _remote_worker.options(**options, **named).remote()
+                handle = _remote_worker.options(**options, **where, **named).remote()
             except Exception as error:  # whatever Ray says of the user's options
                 add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
                 raise

@@ -45,7 +45,7 @@ _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span 
 
 _NO_BUFFERS = pickle.dumps(([], [], [], [], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
-_INT = {int}
+_INDICES = {int, type(None)}  # an iterable dataset's are None
 
 
 class Encoded(NamedTuple):
@@ -97,7 +97,7 @@ def encode(
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
             that requires grad and is no leaf is refused in torch's words.
     """
-    if type(obj) is int or (type(obj) is list and set(map(type, obj)) == _INT):  # a sample's index, or a batch's
+    if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
         return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, [], [])
     if mapped is None and (simple := plain.encode(obj)) is not None:
         return Encoded(*simple, [])

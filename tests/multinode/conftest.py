@@ -26,7 +26,7 @@ from ray.cluster_utils import Cluster
 import rayloader.driver.pool
 import rayloader.session
 from multinode_data import AWAY, ON_EACH
-from multinode_waiting import wait_until
+from multinode_waiting import remove_nodes, wait_until
 from rayloader import DataLoader
 
 HERE = Path(__file__).parent
@@ -101,6 +101,21 @@ def warm(nodes, keepers):
     for loader in loaders:
         keepers.remove(loader)
     del loader, loaders
+
+
+@pytest.fixture
+def add_node(nodes):
+    """Adds a node with some resources, and gives its id; they leave when the test ends."""
+    added = []
+
+    def add(*, store=None, **resources):
+        options = {} if store is None else {"object_store_memory": store}
+        added.append(nodes.cluster.add_node(num_cpus=1, resources=resources, **options))
+        return added[-1].node_id
+
+    yield add
+    gc.collect()  # workers of loaders that an iterator refers to
+    remove_nodes(nodes, added)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import threading
 import time
 
 import psutil
+import ray
 
 HANG_LIMIT = 30.0  # seconds; on expiry the test fails
 START_LIMIT = 120.0  # seconds for a task that starts a loader; on expiry the test fails
@@ -28,3 +29,14 @@ def wait_for_exit(pids):
             continue
     _, alive = psutil.wait_procs(processes, timeout=HANG_LIMIT)
     assert not alive, f"processes left: {alive}"
+
+
+def remove_nodes(nodes, added, *lost):
+    """Takes nodes out of the cluster, and waits until Ray knows; `lost` are some that it may not know of yet."""
+    for node in added:
+        nodes.cluster.remove_node(node, allow_graceful=True)
+    gone = {node.node_id for node in (*added, *lost)}
+    wait_until(
+        lambda: not any(known["Alive"] and known["NodeID"] in gone for known in ray.nodes()),
+        "Ray knows that the nodes are gone",
+    )

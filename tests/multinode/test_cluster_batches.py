@@ -2,8 +2,10 @@
 
 import gc
 import threading
+from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from multinode_data import AWAY, Calls, as_is
@@ -110,6 +112,27 @@ def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefet
     wait_until(workers_are_idle, "the workers have done what they may")
     assert budget // 4 < max(ready) <= budget + 2 * 8 * grown  # beyond it what Ray had been told before
     assert [int(batch[0]) for batch in iterator] == [index % 100 for index in range(40, 500)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("depth", "budget", "spills"), [(None, 32 * MB, False), (60, 1000 * MB, True)])
+def test_ray_spills_nothing_on_our_account_while_the_trainer_does_something_else(depth, budget, spills, add_node):
+    """Where batches lie in the store of a node that holds a tenth of the epoch. A user may ask for more than that."""
+    add_node(store=100 * MB, apart=1)
+    there = {"num_cpus": 0, "resources": {"apart": 0.1}}
+    options = {"arenas": False, "prefetch_factor": depth, "prefetch_bytes": budget, "ray_remote_args": there}
+    batches = iter(load(lambda index: torch.full((4 * MB,), index, dtype=torch.uint8), 250, **options))
+    assert int(next(batches)[0]) == 0
+    tables = batches._epoch.tables
+
+    def workers_are_idle():
+        with tables.lock:
+            return not [slot for slot in tables.crew.slots if slot.calls]
+
+    wait_until(workers_are_idle, "the workers have done what they may")
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    assert bool(list(session.glob("ray_spilled_objects*/*"))) == spills
+    assert [int(batch[-1]) for batch in batches] == list(range(1, 250))
 
 
 def test_who_keeps_all_batches_is_told_once_and_gets_the_rest(caplog, monkeypatch):

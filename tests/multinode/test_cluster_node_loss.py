@@ -11,7 +11,7 @@ from ray.core.generated import autoscaler_pb2
 from torch.utils.data import get_worker_info
 
 from multinode_data import CASES, EPOCHS, Calls, as_is, difference, origin
-from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_for_exit, wait_until
+from multinode_waiting import HANG_LIMIT, START_LIMIT, remove_nodes, wait_for_exit, wait_until
 from rayloader import DataLoader, WorkerDiedError
 
 pytestmark = pytest.mark.multinode
@@ -191,7 +191,7 @@ def test_others_do_the_work_of_a_node_that_vanished_until_a_new_process_takes_it
         assert node_id == added[-1].node_id
         del iterator, loader
     finally:
-        remove(nodes, added, one, other)
+        remove_nodes(nodes, added, one, other)
 
 
 @pytest.mark.full
@@ -214,18 +214,7 @@ def test_after_the_loss_of_a_node_that_helped_out_each_worker_has_a_process_of_i
         take(iterator, origins, lambda found: len(set({index % 3: pid for index, _, pid in found}.values())) == 3)
         del iterator
     finally:
-        remove(nodes, added, *lost)
-
-
-def remove(nodes, added, *lost):
-    """Takes nodes out of the cluster, and waits until Ray knows; `lost` are some that it may not know of yet."""
-    for node in added:
-        nodes.cluster.remove_node(node, allow_graceful=True)
-    gone = {node.node_id for node in (*added, *lost)}
-    wait_until(
-        lambda: not any(known["Alive"] and known["NodeID"] in gone for known in ray.nodes()),
-        "Ray knows that the nodes are gone",
-    )
+        remove_nodes(nodes, added, *lost)
 
 
 def drain(nodes, node, reason, seconds):
@@ -298,7 +287,7 @@ def test_the_workers_of_a_drained_node_leave_it_before_it_goes(room, seconds, no
         ]
         del iterator, loader
     finally:
-        remove(nodes, added)
+        remove_nodes(nodes, added)
 
 
 def is_alive(node):
@@ -326,7 +315,7 @@ def test_a_node_that_joins_takes_its_share(nodes, tmp_path, monkeypatch):
         assert [node_id for _, node_id, _ in origins.read()[2:]] == [added[1].node_id]
         del iterator
     finally:
-        remove(nodes, added)
+        remove_nodes(nodes, added)
 
 
 @pytest.mark.full

@@ -1,0 +1,58 @@
+"""Nodes that are not alike: the driver's own, of other sizes, and slow ones."""
+
+from collections import Counter
+
+import pytest
+
+from multinode_data import Calls, as_is, origin
+from multinode_waiting import wait_until
+from rayloader import DataLoader
+
+pytestmark = [pytest.mark.multinode, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
+
+
+def where(num_workers, resource):
+    """How many workers run on which node."""
+    options = {"ray_remote_args": {"num_cpus": 0, "resources": {resource: 1}}, "collate_fn": as_is}
+    found = list(DataLoader(Calls(lambda _: origin(), 2 * num_workers), None, num_workers=num_workers, **options))
+    assert found[num_workers:] == found[:num_workers]
+    return Counter(node_id for node_id, _ in found[:num_workers])
+
+
+def test_the_drivers_node_is_filled_before_others(nodes, add_node):
+    """Ray by itself fills half of it, and goes on elsewhere."""
+    other = add_node(here=4)
+    assert where(5, "here") == {nodes.here: 4, other: 1}
+
+
+@pytest.mark.full
+def test_nodes_of_other_sizes_have_as_many_workers_as_they_have_room_for(add_node):
+    small, large = add_node(pair=1), add_node(pair=3)
+    assert where(4, "pair") == {small: 1, large: 3}
+
+
+@pytest.mark.full
+def test_a_slow_node_does_not_set_the_pace_of_a_dynamic_schedule(add_node, tmp_path):
+    """While it is at its first sample the other one builds more than its half of what may be under way."""
+    slow, _ = add_node(pair=1), add_node(pair=1)
+    length, depth, built, waited = 100, 20, tmp_path / "built", tmp_path / "waited"
+
+    def sample(index):
+        if origin()[0] == slow and not waited.exists():
+            waited.touch()
+            wait_until(lambda: built.exists() and built.stat().st_size >= 2 * depth - 4, "the other one builds these")
+        with open(built, "a") as file:
+            file.write(".")
+        return index
+
+    loader = DataLoader(
+        Calls(sample, length),
+        None,
+        num_workers=2,
+        prefetch_factor=depth,
+        seeding="batch",
+        scheduling="dynamic",
+        ray_remote_args={"num_cpus": 0, "resources": {"pair": 1}},
+    )
+    assert list(loader) == list(range(length))
+    assert waited.exists()
