@@ -108,9 +108,9 @@ def add_node(nodes):
     """Adds a node with some resources, and gives its id; they leave when the test ends."""
     added = []
 
-    def add(*, store=None, **resources):
+    def add(*, num_cpus=1, store=None, **resources):
         options = {} if store is None else {"object_store_memory": store}
-        added.append(nodes.cluster.add_node(num_cpus=1, resources=resources, **options))
+        added.append(nodes.cluster.add_node(num_cpus=num_cpus, resources=resources, **options))
         return added[-1].node_id
 
     yield add

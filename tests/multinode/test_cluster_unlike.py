@@ -3,32 +3,37 @@
 from collections import Counter
 
 import pytest
+import ray
 
 from multinode_data import Calls, as_is, origin
-from multinode_waiting import wait_until
+from multinode_waiting import START_LIMIT, wait_until
 from rayloader import DataLoader
 
 pytestmark = [pytest.mark.multinode, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
 
-def where(num_workers, resource):
+def where(num_workers, **options):
     """How many workers run on which node."""
-    options = {"ray_remote_args": {"num_cpus": 0, "resources": {resource: 1}}, "collate_fn": as_is}
-    found = list(DataLoader(Calls(lambda _: origin(), 2 * num_workers), None, num_workers=num_workers, **options))
+    loader = DataLoader(
+        Calls(lambda _: origin(), 2 * num_workers), None, num_workers=num_workers, collate_fn=as_is, **options
+    )
+    found = list(loader)
     assert found[num_workers:] == found[:num_workers]
     return Counter(node_id for node_id, _ in found[:num_workers])
 
 
-def test_the_drivers_node_is_filled_before_others(nodes, add_node):
+def test_the_drivers_node_is_filled_before_others(add_node):
     """Ray by itself fills half of it, and goes on elsewhere."""
-    other = add_node(here=4)
-    assert where(5, "here") == {nodes.here: 4, other: 1}
+    own = add_node(num_cpus=4, own=1)
+    driver = ray.remote(where).options(num_cpus=0, resources={"own": 1})
+    assert ray.get(driver.remote(5), timeout=START_LIMIT)[own] == 4
 
 
 @pytest.mark.full
 def test_nodes_of_other_sizes_have_as_many_workers_as_they_have_room_for(add_node):
     small, large = add_node(pair=1), add_node(pair=3)
-    assert where(4, "pair") == {small: 1, large: 3}
+    found = where(4, ray_remote_args={"num_cpus": 0, "resources": {"pair": 1}})
+    assert found == {small: 1, large: 3}
 
 
 @pytest.mark.full
