@@ -23,18 +23,27 @@ class LoadedPosition(dict[str, Any]):
 
 def loadable(dataset: Any, state: Any) -> Any:
     """What to load into a dataset to bring it to this state, so that `begins` can undo it."""
-    if not _is_stream(dataset) or not isinstance(state, dict):
+    if not _is_stream(dataset):
+        return state
+    own = _own_position(dataset)
+    if state is None:  # it stood where its iteration begins
+        return own
+    if not isinstance(state, dict):
         return state
     position = LoadedPosition(state)
-    position.before = _own_position(dataset)
+    position.before = own
     return position
 
 
 def begins(dataset: Any) -> None:
-    """Has a stream begin its next iteration where the program would have it begin, and say that it stands there."""
+    """Has a stream begin its next iteration where the program would have it begin, and tell that it stands there.
+
+    What it tells is None, as a new one does: any other position is one of the shards that are read, which differ by
+    worker and are not known before.
+    """
     if _is_stream(dataset):
         dataset._starting_state_dict = _own_position(dataset)
-        dataset._prepare_ex_iterable_for_iteration()  # makes `_state_dict` that of the start
+        dataset._state_dict = None
 
 
 def _own_position(dataset: Any) -> Any:

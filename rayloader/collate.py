@@ -38,15 +38,15 @@ def changed_collate_fn_map() -> dict[Any, Any]:
 def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stacks as torch's collate does in workers, step by step; see NOTE [no shared memory in collate]."""
     elem = batch[0]
-    if elem.is_nested or elem.layout is not torch.strided or not elem.is_cpu:
+    if elem.is_nested or elem.layout is not torch.strided or not elem.is_cpu or elem.is_neg():
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
     arena = _target.arena
     nbytes = elem.nbytes * len(batch)
     if type(elem) is torch.Tensor and elem.dtype in NUMPYS and nbytes and (arena is None or nbytes <= arena.small):
-        out = torch.from_numpy(np.empty((len(batch), *elem.shape), NAMES[elem.dtype]))
         try:
+            out = torch.from_numpy(np.empty((len(batch), *elem.shape), NAMES[elem.dtype]))
             return torch.stack(batch, 0, out=out)
-        except Exception:  # the samples are not alike: it is raised below, where all is done in torch's order
+        except Exception:  # unlike samples, or too many dimensions: it is raised below, where all is in torch's order
             pass
     nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
     room = arena.allocate(nbytes) if arena is not None and nbytes > arena.small else None

@@ -164,8 +164,9 @@ def handle(message: Message) -> None:
     """
     names, fields = unpacked(message)
     make = logging.getLogRecordFactory()
-    known = (fields[name] for name in ("name", "levelno", "pathname", "lineno", "msg", "args"))
-    record = make(*known, None, fields["funcName"], fields["stack_info"])
+    known = (fields[name] for name in ("name", "levelno", "pathname", "lineno", "msg"))
+    # Its arguments come with the other fields: of a record they may be one dict, which to make one may not.
+    record = make(*known, (), None, fields["funcName"], fields["stack_info"])
     record.__dict__.update(fields)
     source = logging.getLogger(record.name)
     found = source.filter(record)  # newer versions of Python may give another record

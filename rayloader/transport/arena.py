@@ -297,7 +297,8 @@ class ArenaWriter:
         """
         slot, offset, nbytes = place
         taken = self._slots[slot[0]]
-        if taken.region is None or taken.region() is None:
+        # A slot whose first buffer was copied is never sent, though another thread may let go of it meanwhile.
+        if taken.sent and (taken.region is None or taken.region() is None):
             if taken.forks == _forks:
                 taken.region = None  # whatever is forked from here on cannot have seen it
             return place

@@ -137,6 +137,7 @@ class Worker:
             seeded = RandomState.capture([])
             if loaded.worker_init_fn is not None:
                 loaded.worker_init_fn(self._setup.worker_id)
+            _compat_datasets.begins(self._dataset)
             self._recorder = Recorder(self._dataset, generators, seeded)
             if self._setup.max_undone:
                 self._rewind = Rewind(self._setup.max_undone, generators.given)

@@ -47,9 +47,16 @@ def stream():
     return rows().to_iterable_dataset(num_shards=4)
 
 
+def interleaved():
+    """Drawn at random from two; each worker reads some shards of both, and draws other numbers than its neighbour."""
+    return datasets.interleave_datasets([stream(), stream()], probabilities=[0.5, 0.5], seed=7)
+
+
 CASES = {
     "rows": lambda: {"dataset": rows().with_format("torch"), "shuffle": True},
     "stream": lambda: {"dataset": stream().with_format("torch")},
+    "interleaved": lambda: {"dataset": interleaved()},
+    "joined": lambda: {"dataset": datasets.concatenate_datasets([stream(), stream()])},
     "shuffled": lambda: {"dataset": stream().shuffle(seed=3, buffer_size=5).with_format("torch")},
     "tokenized rows": lambda: {**tokenized(rows()), "shuffle": True},
     "tokenized stream": lambda: tokenized(stream()),

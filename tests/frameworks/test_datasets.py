@@ -8,7 +8,7 @@ import pytest
 
 import rayloader
 from datasets_cases import CASES, SETTINGS, epoch, make, plain, two_epochs
-from framework_data import written_by
+from framework_data import seed, written_by
 
 EXIT_LIMIT = 30  # seconds for a killed process to end; on expiry the test fails
 
@@ -54,9 +54,10 @@ def test_the_states_of_a_stream_lead_to_the_rest(setting):
 
 
 @pytest.mark.parametrize("setting", ["0", *(pytest.param(name, marks=full) for name in ("2", "2p"))])
-def test_epochs_after_a_resumed_one_are_whole_though_no_epoch_is_told(setting):
+@pytest.mark.parametrize("case", ["stream", *(pytest.param(name, marks=full) for name in ("interleaved", "joined"))])
+def test_epochs_after_a_resumed_one_are_whole_though_no_epoch_is_told(case, setting):
     """The dataset begins at the position that was loaded into it until the epoch is another."""
-    loader = make(rayloader.DataLoader, "stream", setting)
+    loader = make(rayloader.DataLoader, case, setting)
     states = []
     for _ in range(2):
         iterator = iter(loader)
@@ -66,7 +67,7 @@ def test_epochs_after_a_resumed_one_are_whole_though_no_epoch_is_told(setting):
             batches.append(plain(batch))
             states.append(loader.state_dict())
     for place in (0, 2, len(batches), len(batches) + 1, len(batches) + 3):
-        again = make(rayloader.DataLoader, "stream", setting)
+        again = make(rayloader.DataLoader, case, setting)
         again.load_state_dict(states[place])
         taken = place % (len(batches) + 1)
         assert [plain(batch) for batch in again] == batches[taken:], place
@@ -97,8 +98,30 @@ def test_a_position_that_the_program_has_loaded_counts_in_each_epoch(setting):
 
 
 @full
-def test_epochs_in_which_workers_are_killed_are_whole_though_no_epoch_is_told():
-    loader = make(rayloader.DataLoader, "stream", "2p")
+def test_the_position_at_which_the_program_has_left_a_dataset_is_not_that_of_its_workers():
+    """It has looked at the first samples, or a loader without workers has gone on in the middle of an epoch."""
+    whole = [plain(batch) for batch in make(rayloader.DataLoader, "stream", "2")]
+    looked_at = make(rayloader.DataLoader, "stream", "2")
+    next(iter(looked_at.dataset))
+    iterator = iter(looked_at)
+    state = looked_at.state_dict()
+    assert [plain(batch) for batch in iterator] == whole
+    looked_at.load_state_dict(state)
+    assert [plain(batch) for batch in looked_at] == whole
+    before = make(rayloader.DataLoader, "stream", "0")
+    next(iter(before))
+    after = make(rayloader.DataLoader, "stream", "0")
+    after.load_state_dict(before.state_dict())
+    list(after)
+    seed(1)
+    again = rayloader.DataLoader(after.dataset, batch_size=3, num_workers=2)
+    assert [plain(batch) for batch in again] == whole
+
+
+@full
+@pytest.mark.parametrize("case", ["stream", "interleaved", "joined"])
+def test_epochs_in_which_workers_are_killed_are_whole_though_no_epoch_is_told(case):
+    loader = make(rayloader.DataLoader, case, "2p")
     expected = [plain(batch) for batch in loader]
     for number in range(4):
         iterator = iter(loader)
