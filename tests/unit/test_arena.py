@@ -894,6 +894,19 @@ def test_what_user_code_keeps_of_a_batch_is_copied_when_its_task_ends():
     assert pair.empty
 
 
+def test_a_slot_of_several_arrays_is_sent_for_all_of_them_or_for_none():
+    """Another thread may let go of it between two of them."""
+    pair = Pair(8)
+    pair.writer.begin(0)
+    whole = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.uint8).numpy()
+    places = [pair.writer.place(buffer) for buffer in codec.encode([whole[: PAGE // 2], whole[PAGE // 2 :]]).buffers]
+    first = pair.writer.seal(places[0])
+    del whole
+    second = pair.writer.seal(places[1])
+    assert places[0][0] == places[1][0]
+    assert first[0] != places[0][0] != second[0]
+
+
 def test_without_room_what_user_code_keeps_travels_with_the_message():
     pair = Pair(1)
     pair.writer.begin(0)

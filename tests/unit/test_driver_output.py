@@ -46,7 +46,8 @@ ERRORS = {"raise": RuntimeError("from the handler"), "exit": SystemExit(3), "int
 def send(output, *messages):
     line = connect(output.address, {})
     for message in messages:
-        fields = logging.LogRecord("handled", logging.WARNING, "path", 1, message, (), None).__dict__
+        message, *arguments = message if isinstance(message, tuple) else (message,)
+        fields = logging.LogRecord("handled", logging.WARNING, "path", 1, message, tuple(arguments), None).__dict__
         line.send(pickle.dumps((["handled"], fields)))
     line.drain()
     line.close()
@@ -69,6 +70,13 @@ def test_what_is_no_record_is_told_and_the_next_is_handled(output, handled, caps
     send(output, "next")
     assert [record.msg for record in handled] == ["next"]
     assert "UnpicklingError" in capsys.readouterr().err
+
+
+def test_arguments_come_as_they_were(output, handled, capsys):
+    """A record keeps its only argument by itself where that is a dict."""
+    send(output, ("%(step)d", {"step": 3}), ("%d of %d", 1, 2), ("%s", {}), "none")
+    assert [record.getMessage() for record in handled] == ["3", "1 of 2", "{}", "none"]
+    assert capsys.readouterr().err == ""
 
 
 def test_only_streams_of_the_program_are_handed_over(output, monkeypatch):
