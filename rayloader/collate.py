@@ -24,15 +24,25 @@ class _Target(threading.local):
 
 _target = _Target()
 
+# Of torch's collate map in a process that has just started: torch's own.
+_FIRST_KEYS = frozenset(default_collate_fn_map)
+
 
 def stack_into(arena: ArenaWriter | None) -> None:
     """From here on what this thread stacks lies in slots of the arena, if it is worth one."""
     _target.arena = arena
 
 
-def changed_collate_fn_map() -> dict[Any, Any]:
-    """The entries that the user added to torch's collate map: a forked worker would have them."""
-    return {key: function for key, function in default_collate_fn_map.items() if not _is_stock(function)}
+def adopt_collate_fn_map(drivers: dict[Any, Any]) -> None:
+    """In a worker: makes torch's collate map the driver's, as after a fork; tensors are stacked by `stack`.
+
+    What modules have added while this worker imported them stays, behind the driver's entries: the order matters.
+    """
+    known = _FIRST_KEYS | drivers.keys()
+    added = {key: function for key, function in default_collate_fn_map.items() if key not in known}
+    default_collate_fn_map.clear()
+    for key, function in {**drivers, **added}.items():
+        default_collate_fn_map[key] = stack if function is collate_tensor_fn else function
 
 
 def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
@@ -58,13 +68,8 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
 
 # NOTE [no shared memory in collate]
 # In a worker torch's default_collate stacks into fresh shared memory, ten times slower than a plain stack, and of no
-# use here: batches do not travel in torch's shared memory. So the map's tensor entry does the same in the arena, or in
-# the worker's own memory, whoever calls default_collate. The same to the letter: stacking into a given tensor makes the
-# batch contiguous whatever the samples' strides are, and that its storage cannot grow decides which error samples of
-# different shapes end in. Torch's workers too share with the trainer what default_collate made.
-
-
-def _is_stock(function: Any) -> bool:
-    """Whether an entry of the collate map is torch's or ours, not the user's."""
-    module = getattr(function, "__module__", None) or ""
-    return module.startswith(("torch.utils.data._utils.", "rayloader."))
+# use here: batches do not travel in torch's shared memory. So the map has `stack` in place of torch's function. It does
+# the same in the arena, or in the worker's own memory, whoever calls default_collate. The same to the letter: stacking
+# into a given tensor makes the batch contiguous whatever the samples' strides are, and that its storage cannot grow
+# decides which error samples of different shapes end in. Torch's workers too share with the trainer what
+# default_collate made.

@@ -69,7 +69,7 @@ class Replica:
     dataset: Any
     collate_fn: Callable[[Any], Any]
     worker_init_fn: Callable[[int], Any] | None
-    collate_fn_map: dict[Any, Any]  # what the user changed of torch's default_collate_fn_map
+    collate_fn_map: dict[Any, Any]  # torch's default_collate_fn_map, as the program has it
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,11 @@ from rayloader._compat import (
     BaseIterator,
     DatasetKind,
     ExceptionWrapper,
+    default_collate_fn_map,
     pin_memory,
     profiler_enabled,
     sharding_worker_init_fn,
 )
-from rayloader.collate import changed_collate_fn_map
 from rayloader.driver.crew import Crew
 from rayloader.driver.epoch import Epoch
 from rayloader.driver.epoch_plan import Begin, EpochPlan, plan_epoch
@@ -284,7 +284,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             return pool.image(loader, encoded, mappings), encoded.carried
 
     def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
-        replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, changed_collate_fn_map())
+        replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
         try:
             encoded = codec.encode(replica, carry=CARRY, mapped=mappings)
         except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayloader._compat import default_collate_fn_map
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.module_generators import Carried, Found, Placed
 from rayloader.state.namespaces import namespace_of
@@ -89,6 +90,8 @@ class ModuleGlobals:
         for module_name, attributes in modules.items():
             for name, value in list(attributes.items()):
                 if name.startswith("__") or issubclass(type(value), types.ModuleType):
+                    continue
+                if value is default_collate_fn_map:  # travels with the replica
                     continue
                 if _is_plain(value):
                     plain.setdefault(module_name, {})[name] = value

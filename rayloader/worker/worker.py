@@ -29,12 +29,11 @@ from rayloader import _compat_datasets, fetching, session, skipping
 from rayloader._compat import (
     DatasetKind,
     ExceptionWrapper,
-    default_collate_fn_map,
     numpy_seed,
     set_worker_info,
     torch_worker,
 )
-from rayloader.collate import stack, stack_into
+from rayloader.collate import adopt_collate_fn_map, stack_into
 from rayloader.errors import ReplayError, ReplicaMemoryError
 from rayloader.protocol import (
     CARRY,
@@ -131,8 +130,7 @@ class Worker:
             replica = {name: getattr(loaded, name) for name in names}
             generators = Generators(replica, noted, before, placed_generators(), alone=alone)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
-            default_collate_fn_map[torch.Tensor] = stack
-            default_collate_fn_map.update(loaded.collate_fn_map)
+            adopt_collate_fn_map(loaded.collate_fn_map)
             self._seed()
             seeded = RandomState.capture([])
             if loaded.worker_init_fn is not None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import default_collate, get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
 from torch.utils.data._utils.worker import _generate_state
 
 from latches import Barrier, Mail
@@ -408,6 +408,21 @@ def test_the_drivers_extension_of_torchs_collate_map_reaches_the_workers(monkeyp
     monkeypatch.delitem(default_collate_fn_map, Point)
     with pytest.raises(TypeError, match=r"(?s)Caught TypeError in DataLoader worker process 0.*must contain tensors"):
         list(loader)
+
+
+def test_a_function_of_torchs_for_another_class_reaches_the_workers(monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, Point, collate_str_fn)
+    (batch,) = DataLoader(Calls(Point, 2), 2, num_workers=1)
+    assert batch == [Point(0), Point(1)]
+
+
+def test_what_the_driver_has_removed_from_torchs_collate_map_the_workers_have_not(monkeypatch):
+    loader = DataLoader(Calls(float, 2), 2, num_workers=1)
+    monkeypatch.delitem(default_collate_fn_map, float)
+    with pytest.raises(TypeError, match="must contain tensors"):
+        list(loader)
+    monkeypatch.undo()
+    assert torch.equal(next(iter(loader)), torch.tensor([0.0, 1.0], dtype=torch.float64)), "the process is warm"
 
 
 def test_the_users_own_calls_of_default_collate_make_no_shared_memory():

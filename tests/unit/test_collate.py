@@ -5,15 +5,21 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import namedtuple
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.collate import (
+    collate,
+    collate_float_fn,
+    collate_tensor_fn,
+    default_collate_fn_map,
+)
 
-from rayloader.collate import stack, stack_into
+from rayloader.collate import adopt_collate_fn_map, stack, stack_into
 from rayloader.transport import codec
 from rayloader.transport.arena import Arena, ArenaWriter
 from rayloader.transport.slots import PAGE
@@ -212,3 +218,28 @@ def test_structures_and_arrays_are_collated_into_slots_and_not_copied_again(writ
 
 def plain(batch, *, collate_fn_map=None):
     return torch.stack(batch)
+
+
+# ---- the map
+
+
+@pytest.fixture
+def restored_map():
+    before = dict(default_collate_fn_map)
+    yield
+    default_collate_fn_map.clear()
+    default_collate_fn_map.update(before)
+
+
+class Imported:
+    """Its module has added an entry when the worker imported it."""
+
+
+@pytest.mark.usefixtures("restored_map")
+def test_the_collate_map_is_the_drivers_in_the_drivers_order():
+    drivers = {Imported: collate_float_fn, **default_collate_fn_map, Fraction: collate_tensor_fn, str: plain}
+    del drivers[bytes]
+    default_collate_fn_map[complex] = default_collate_fn_map[Imported] = plain
+    adopt_collate_fn_map(drivers)
+    expected = {**drivers, torch.Tensor: stack, Fraction: stack, complex: plain}
+    assert list(default_collate_fn_map.items()) == list(expected.items())

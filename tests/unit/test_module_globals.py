@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rayloader.state import module_generators
 from rayloader.state.module_generators import Found
@@ -158,6 +159,14 @@ def test_objects_with_plain_attributes_are_as_the_program_has_set_them(tmp_path,
     assert (new.ITEMS, new.ITEMS.name) == ({"a": 1, "b": 2}, 2)
     assert new.DEFAULTS[0] is new.CONFIG
     assert new.DEFAULTS[1] is new.ITEMS
+
+
+def test_torchs_collate_map_under_a_name_of_the_programs_is_not_compared(module, caplog, monkeypatch):
+    """It travels with the dataset."""
+    module.NOTHING = default_collate_fn_map
+    monkeypatch.setitem(default_collate_fn_map, Colour, some_function)
+    in_a_worker(ModuleGlobals.capture())
+    assert not caplog.records
 
 
 def test_a_collection_of_another_size_is_said_by_name(module, caplog):
