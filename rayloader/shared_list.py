@@ -16,6 +16,8 @@ from typing import Any, TypeVar, overload
 import cloudpickle
 import numpy as np
 
+from rayloader.errors import add_note
+
 _T = TypeVar("_T")
 
 _Array = np.ndarray[Any, Any]
@@ -37,6 +39,9 @@ class SharedList(Sequence[_T]):
 
     Args:
         items: What to hold; anything that cloudpickle can pickle. Not kept.
+
+    Raises:
+        Exception: What pickling an item raises, mostly a TypeError; a note names the item's index and type.
 
     `list[i]` takes negative indices. A slice is a `SharedList` too: of step 1 a view of the same memory, otherwise a
     new one. Equal to a list or another `SharedList` of equal items; not hashable, as lists are not.
@@ -122,8 +127,17 @@ def _pickled(items: Sequence[Any]) -> list[bytes]:
     parts = []
     file = io.BytesIO()
     pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    for item in items:
-        pickler.dump(item)
+    for index, item in enumerate(items):
+        try:
+            pickler.dump(item)
+        except Exception as error:  # the item's own pickling may raise anything
+            kind = f"{type(item).__module__}.{type(item).__qualname__}"
+            add_note(
+                error,
+                f"A SharedList pickles its items, and item {index}, of type {kind}, cannot be pickled; hold what it "
+                "can be made from instead, such as a path or an address, and make it where it is used",
+            )
+            raise
         pickler.clear_memo()  # each item by itself
         parts.append(file.getvalue())
         file.seek(0)

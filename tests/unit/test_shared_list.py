@@ -1,6 +1,7 @@
 """`SharedList`: what it holds, what it gives back, how it travels."""
 
 import pickle
+import socket
 from fractions import Fraction
 
 import numpy as np
@@ -61,6 +62,13 @@ def test_any_iterable_and_what_only_cloudpickle_can_pickle():
     assert SharedList() == []
     assert SharedList([lambda: 7])[0]() == 7
     assert SharedList([Fraction(1, 3), torch.ones(2)])[1].sum() == 2
+
+
+def test_an_item_that_cannot_be_pickled_is_named():
+    with socket.socket() as unpicklable, pytest.raises(TypeError, match="cannot pickle 'socket' object") as caught:
+        SharedList([1, {"a": 2}, unpicklable])
+    (note,) = caught.value.__notes__
+    assert note.startswith("A SharedList pickles its items, and item 2, of type socket.socket, cannot be pickled; ")
 
 
 def test_comparison_and_repr():

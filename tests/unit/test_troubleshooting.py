@@ -417,6 +417,9 @@ TESTS = {
         ],
         "test_the_same_random_order_again_is_told_once": ["this epoch has the same"],
     },
+    "unit/test_shared_list.py": {
+        "test_an_item_that_cannot_be_pickled_is_named": ["A SharedList pickles its items"],
+    },
     "unit/test_shares.py": {
         "test_a_stream_of_a_rank_that_nobody_knows_is_refused": ["share() was given a loader of an iterable"],
         "test_a_consumer_iterates_as_a_loader_does": ["cannot pickle a Consumer"],
