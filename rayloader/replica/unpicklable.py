@@ -1,4 +1,4 @@
-"""Says which part of an object cannot be sent to a worker, for the error's text. Never raises, never hangs."""
+"""Says which part of a replica or a batch cannot be pickled, for the error's text. Never raises, never hangs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import contextlib
 import pickle
 import types
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
+from rayloader.errors import add_note
 from rayloader.transport import codec
 from rayloader.transport.mapped import Mappings
 
+_Encode = Callable[[object], object]
+
+
+class _Culprit(NamedTuple):
+    """The part that can't be pickled."""
+
+    path: str
+    kind: str  # its type
+    reason: str  # the error that pickling it raises
+
 
 def explain(obj: object, name: str) -> str | None:
-    """Names the part of an object that can't be pickled, and the remedy.
+    """Names the part of a replica that can't be pickled, and the remedy.
 
     Args:
         obj: What `codec.encode` failed on.
@@ -24,31 +36,48 @@ def explain(obj: object, name: str) -> str | None:
         `dataset.lock: _thread.lock can't be sent to a worker (reason); remedy`, or None if nothing was found.
         At most 2000 objects and 6 levels are searched, and nothing is raised.
     """
+    if (found := _search(obj, name, partial(codec.encode, mapped=Mappings()))) is None:
+        return None
+    remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
+    if found.kind.startswith("multiprocessing."):
+        remedy = f"use a tensor after share_memory_() instead, which all workers on this machine share, or {remedy}"
+    return f"{found.path}: {found.kind} can't be sent to a worker ({found.reason}); {remedy}"
+
+
+def note_batch(error: Exception, batch: object, encode: _Encode) -> None:
+    """Adds a note to what `encode` has raised: which part of the batch can't be pickled, and the remedy."""
+    found = _search(batch, "batch", encode)
+    if found is not None:
+        add_note(
+            error,
+            "What the dataset or collate_fn has returned cannot be sent to the trainer: "
+            f"{found.path}: {found.kind} ({found.reason}); let them return what it can be made from, or leave it out",
+        )
+
+
+def _search(obj: object, name: str, encode: _Encode) -> _Culprit | None:
     try:
-        return _culprit(obj, name, 6, iter(range(2000)), [], Mappings())
+        return _culprit(obj, name, 6, iter(range(2000)), [], encode)
     except Exception:  # the user's objects may raise anything, and this only helps an error that is on its way
         return None
 
 
 def _culprit(
-    obj: object, path: str, depth: int, budget: Iterator[int], above: list[object], mapped: Mappings
-) -> str | None:
+    obj: object, path: str, depth: int, budget: Iterator[int], above: list[object], encode: _Encode
+) -> _Culprit | None:
     if any(obj is one for one in above) or next(budget, None) is None:
         return None
     try:
-        codec.encode(obj, mapped=mapped)
+        encode(obj)
         return None
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     with contextlib.suppress(Exception):  # what can't even be taken apart is the culprit itself
         for suffix, part in _parts(obj) if depth else ():
-            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj], mapped):
+            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj], encode):
                 return found
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
-    remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
-    if kind.startswith("multiprocessing."):
-        remedy = f"use a tensor after share_memory_() instead, which all workers on this machine share, or {remedy}"
-    return f"{path}: {kind} can't be sent to a worker ({reason}); {remedy}"
+    return _Culprit(path, kind, reason)
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, object]]:

@@ -9,6 +9,7 @@ All methods run in one thread of the producer's, which is not that of its event 
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import time
@@ -22,6 +23,7 @@ import ray
 from rayloader import session
 from rayloader.errors import StateError, add_note
 from rayloader.protocol import CARRY
+from rayloader.replica import unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.sharing.ledger import Place
 from rayloader.sharing.messages import Kind, Pipeline
@@ -120,6 +122,7 @@ class HostedLoader:
         try:
             encoded = codec.encode(batch, carry=CARRY)
         except Exception as error:  # the user's own pickling
+            unpicklable.note_batch(error, batch, functools.partial(codec.encode, carry=CARRY))
             return self._as_error(error)
         wire = to_wire(encoded)
         if fits_in_band(wire, INLINE_BYTES):

@@ -7,6 +7,7 @@ the result of a task, never an exception here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import time
@@ -44,6 +45,7 @@ from rayloader.protocol import (
     Setup,
     Source,
 )
+from rayloader.replica import unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.shard_info import Reader
 from rayloader.spent import pack
@@ -64,6 +66,8 @@ from rayloader.worker.output import Output
 
 # How long a call builds again what was built before, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
+
+_encode = functools.partial(codec.encode, known_classes=True, carry=CARRY)  # for the way back to the driver
 
 
 class Task(NamedTuple):
@@ -375,7 +379,11 @@ class Worker:
                 arena.begin(setup.worker_id)
             batch, samples = self._load(task.indices, arena, skipped)
             self._collated = time.perf_counter()
-            encoded = codec.encode(batch, known_classes=True, carry=CARRY)
+            try:
+                encoded = _encode(batch)
+            except Exception as error:  # the user's objects may raise anything
+                unpicklable.note_batch(error, batch, _encode)
+                raise
             checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum(buffer.nbytes for buffer in encoded.buffers)
             if arena is not None:
@@ -485,7 +493,7 @@ def _error(task_id: int, where: str) -> Result:
     assert wrapper.exc_type is not None
     text = f"Caught {wrapper.exc_type.__name__} {where}.\nOriginal {wrapper.exc_msg}"
     try:
-        wire = to_wire(codec.encode(wrapper, known_classes=True, carry=CARRY))
+        wire = to_wire(_encode(wrapper))
     except Exception:  # the type's own pickling may raise anything
         return Result(task_id, ResultKind.ERROR, text=text)
     return Result(task_id, ResultKind.ERROR, wire, text)

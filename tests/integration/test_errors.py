@@ -196,6 +196,16 @@ def test_a_batch_that_cannot_be_pickled():
     assert "batch 1 from worker 0" in note_of(error)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks have no notes")
+def test_the_part_of_a_batch_that_cannot_be_sent_is_named_with_the_remedy():
+    dataset = Calls(lambda index: {"deep": [1, {"lock": threading.Lock()}]})
+    error = outcomes(iter(DataLoader(dataset, 2, num_workers=1, collate_fn=as_is)))[0]
+    check_caught(error, 0, TypeError, "cannot pickle '_thread.lock' object", "TypeError")
+    assert "What the dataset or collate_fn has returned cannot be sent to the trainer" in str(error)
+    assert "batch[0]['deep'][1]['lock']: _thread.lock (TypeError: cannot" in str(error)
+    assert "let them return what it can be made from, or leave it out" in str(error)
+
+
 class RefusesToArrive:
     def __reduce__(self):
         return fail, ()

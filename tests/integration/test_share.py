@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -328,6 +329,10 @@ class RaisingStubborn(Noisy):
         raise Stubborn("no sample")
 
 
+def lock(samples):
+    return {"samples": samples, "lock": threading.Lock()}
+
+
 def test_what_cannot_travel_is_named(tmp_path):
     with open(tmp_path / "log", "w") as file, pytest.raises(TypeError) as caught:
         share(DataLoader([file]), consumers=1)
@@ -337,6 +342,9 @@ def test_what_cannot_travel_is_named(tmp_path):
         pytest.raises(RuntimeError, match=r"Caught Stubborn in the producer of the share .*: no sample"),
     ):
         next(iter(consumers[0]))
+    with two(DataLoader(range(4), collate_fn=lock)) as consumers, pytest.raises(TypeError) as caught:
+        next(iter(consumers[0]))
+    assert "cannot be sent to the trainer: batch['lock']: _thread.lock" in caught.value.__notes__[0]
 
 
 @pytest.mark.full

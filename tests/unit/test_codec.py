@@ -1041,6 +1041,16 @@ def test_explains_nothing_where_there_is_nothing():
     assert unpicklable.explain(Holder(a=1), "dataset") is None
 
 
+def test_a_note_names_what_of_a_batch_cannot_be_pickled():
+    error = TypeError()
+    with open(os.devnull) as file:
+        unpicklable.note_batch(error, {"labels": [1, file]}, encode)
+    (note,) = error.__notes__
+    assert "sent to the trainer: batch['labels'][1]: _io.TextIOWrapper (TypeError: cannot pickle" in note
+    unpicklable.note_batch(error, {"labels": [1]}, encode)
+    assert error.__notes__ == [note]
+
+
 def test_explaining_is_bounded_and_never_raises():
     class Hostile:
         def __reduce_ex__(self, protocol):

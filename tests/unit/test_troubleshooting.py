@@ -251,6 +251,7 @@ TESTS = {
         "test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_works": ["DataLoader worker"],
         "test_a_timeout_names_batch_and_worker_and_iteration_may_go_on": ["DataLoader timed out"],
         "test_a_dataset_that_cannot_be_pickled_names_the_attribute_at_iter": ["It cannot be sent"],
+        "test_the_part_of_a_batch_that_cannot_be_sent_is_named_with_the_remedy": ["What the dataset or collate_fn"],
     },
     "integration/test_fork_server.py": {
         "test_without_the_fork_server_workers_start_slowly_and_that_is_said_once": ["rayloader: there is no fork"],
