@@ -31,6 +31,7 @@ from rayloader.options import (
     check,
     check_name,
     check_remote_args,
+    check_types,
     checked_num_workers,
 )
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
@@ -216,6 +217,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         rank: int | None = None,
         seed: int = 0,
     ) -> None:
+        check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
         self._stream_workers = num_workers  # that the batches depend on
         self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
@@ -272,8 +274,6 @@ class DataLoader(TorchDataLoader[_T_co]):
         )
         if isinstance(self.batch_sampler, Shard):
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for one that is told the epoch
-        if self.num_workers != 0:
-            checked_num_workers(self.num_workers)
         check(self)
         note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:

@@ -121,6 +121,19 @@ class Options:
         return self.on_error == "skip"
 
 
+def check_types(num_workers: Any, timeout: Any, prefetch_factor: Any) -> None:
+    """Checks the types of the numbers that torch compares with 0, whatever they are.
+
+    Raises:
+        TypeError: as from that comparison, whose own text names no argument.
+    """
+    if num_workers != 0:
+        workers = _whole_num_workers(num_workers, least=0)
+        if workers > 0 and prefetch_factor is not None:
+            _whole_prefetch_factor(prefetch_factor)
+    _check_type_of_timeout(timeout)
+
+
 def check(loader: Any) -> None:
     """Checks rayloader's own arguments, attributes of the loader.
 
@@ -147,8 +160,7 @@ def check(loader: Any) -> None:
     _check_choice(loader, "on_error", get_args(OnError))
     _check_choice(loader, "seeding", get_args(Seeding))
     _check_choice(loader, "scheduling", get_args(Scheduling))
-    if not isinstance(loader.timeout, Real):
-        raise TypeError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 is for ever")
+    _check_type_of_timeout(loader.timeout)
     if not float(loader.timeout) >= 0:  # NaN is not
         raise ValueError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 is for ever")
     if loader.on_timeout == "restart" and not loader.timeout:
@@ -182,12 +194,29 @@ def checked_num_workers(num_workers: Any, least: int = 0) -> int:
         ValueError: it is less than `least`.
         TypeError: it is not a whole number.
     """
-    number = _as_index(num_workers)
-    if number is None:
-        raise TypeError(f"num_workers must be a whole number >= {least}, got {num_workers!r}")
+    number = _whole_num_workers(num_workers, least)
     if number < least:
         raise ValueError(f"num_workers must be a whole number >= {least}, got {num_workers!r}")
     return number
+
+
+def _whole_num_workers(num_workers: Any, least: int) -> int:
+    number = _as_index(num_workers)
+    if number is None:
+        raise TypeError(f"num_workers must be a whole number >= {least}, got {num_workers!r}; pass an int")
+    return number
+
+
+def _whole_prefetch_factor(prefetch_factor: Any) -> int:
+    number = _as_index(prefetch_factor)
+    if number is None:
+        raise TypeError(f"prefetch_factor must be a whole number >= 1, got {prefetch_factor!r}; pass an int")
+    return number
+
+
+def _check_type_of_timeout(timeout: Any) -> None:
+    if not isinstance(timeout, Real):
+        raise TypeError(f"timeout must be a number of seconds >= 0, got {timeout!r}; pass a float, 0 to wait for ever")
 
 
 def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
@@ -196,9 +225,7 @@ def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
             f"prefetch_factor must be a whole number where num_workers={num_workers}, got None: None means automatic "
             "depth only where a loader is made with workers; set its prefetch_factor too, or make it with num_workers"
         )
-    number = _as_index(prefetch_factor)
-    if number is None:
-        raise TypeError(f"prefetch_factor must be a whole number >= 1, got {prefetch_factor!r}")
+    number = _whole_prefetch_factor(prefetch_factor)
     if number < 1:  # torch's type for that
         raise AssertionError(
             f"prefetch_factor must be greater than 0, got {prefetch_factor!r}; use num_workers=0 to load in-process"
