@@ -35,7 +35,7 @@ from rayloader._compat import (
     torch_worker,
 )
 from rayloader.collate import adopt_collate_fn_map, stack_into
-from rayloader.errors import ReplayError, ReplicaMemoryError
+from rayloader.errors import ReplayError, ReplicaMemoryError, add_note
 from rayloader.protocol import (
     CARRY,
     ENDS,
@@ -105,6 +105,7 @@ class Worker:
         self._dataset_epoch: int | None = None
         self._tasks = 0  # built in this epoch
         self._last_task = -1
+        self._has_just_loaded = False  # the dataset a state, and no batch since
         self._digest = 0
         self._doubt: int | None = None
         self._goal: WorkerState | None = None  # to which an iterable dataset is being read again
@@ -156,6 +157,7 @@ class Worker:
         self._epoch, self._exhausted = state.epoch, state.exhausted
         self._tell_epoch(state.dataset_epoch)
         load_state(self._dataset, state.dataset)
+        self._has_just_loaded = state.dataset is not None
         has_own = state.dataset is not None or state.iterator is not None
         if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not has_own)):
             if state.begin is not None:
@@ -397,6 +399,13 @@ class Worker:
                 self._exhausted = True
                 return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
             checksum = zlib.crc32(type(error).__qualname__.encode())
+            if self._has_just_loaded:
+                add_note(
+                    error,
+                    "rayloader: this is the first batch since load_state_dict() of the dataset has brought a worker "
+                    "that was replaced or resumed to where it was; if the error comes from what was loaded, the "
+                    "dataset cannot go on from what its state_dict() gave",
+                )
             result = replace(_error(task_id, self._where), skipped=tuple(skipped), digest=checksum)
         except BaseException as error:
             return _exited(task_id, error)
@@ -404,7 +413,7 @@ class Worker:
             self._digest = chain(result.digest, self._digest)
             if self._tasks == self._epoch == 0:
                 self._reader.has_read(self._dataset)
-        self._tasks, self._last_task = self._tasks + 1, task_id
+        self._tasks, self._last_task, self._has_just_loaded = self._tasks + 1, task_id, False
         return result
 
     def _load(self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]) -> tuple[Any, int]:

@@ -545,3 +545,36 @@ def test_a_believed_dataset_whose_batches_differ_is_warned_of_once(caplog):
     told = [record.getMessage() for record in caplog.records if "is not what it was" in record.getMessage()]
     assert len(told) == 1
     assert "a shuffle buffer" in told[0]
+
+
+class CannotGoOn(IterableDataset):
+    """It tells a state with which it can't begin; and after a while it raises in any case."""
+
+    def __init__(self):
+        self.loaded = False
+
+    def state_dict(self):
+        return {"at": None}
+
+    def load_state_dict(self, state):
+        self.loaded = True
+
+    def __iter__(self):
+        if self.loaded:
+            raise IndexError("no such place")
+        yield from range(200)
+        raise IndexError("no more")
+
+
+def test_an_error_at_the_first_batch_from_a_loaded_state_says_so():
+    loader = make({"dataset": CannotGoOn()})
+    iterator = iter(loader)
+    for _ in range(8):
+        next(iterator)
+    kill_worker(iterator)
+    with pytest.raises((IndexError, ReplayError), match="no such place") as after_a_loss:  # built again, or new
+        list(iterator)
+    assert "the first batch since load_state_dict() of the dataset" in str(after_a_loss.value)
+    with pytest.raises(IndexError, match="no more") as unloaded:
+        list(make({"dataset": CannotGoOn()}))
+    assert "load_state_dict" not in str(unloaded.value)
