@@ -20,7 +20,17 @@ from typing import Any, NamedTuple
 import torch
 
 from rayloader.state.generator_kinds import distinct, is_a, kind_of, make_generator, set_state, state_of, suits
-from rayloader.state.object_paths import ATOMS, Path, follow, functions_of, held_by, in_words, put, walk
+from rayloader.state.object_paths import (
+    ATOMS,
+    Path,
+    follow,
+    functions_of,
+    held_by,
+    in_words,
+    plain_containers,
+    put,
+    walk,
+)
 
 # Objects behind one global among which generators are looked for, at each `iter()`: a model may hold a great many.
 _MOST = 1_000
@@ -93,7 +103,10 @@ class Found:
 
     def _are_only_code(self, held: list[Any]) -> bool:
         return all(
-            self._is_passed(one) or self._is_only_code(one) if is_a(one, type) else type(one) in ATOMS for one in held
+            (self._is_passed(one) or self._is_only_code(one))
+            if is_a(one, type)
+            else type(one) in ATOMS or plain_containers(one) is not None
+            for one in held
         )
 
     def _is_passed(self, kind: type) -> bool:

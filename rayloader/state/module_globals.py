@@ -2,9 +2,10 @@
 
 Promise: whenever a worker imports such a module, numbers (NumPy's too), strings, paths, and tuples, lists, sets, dicts
 and namespaces of these are what they were in the driver at `iter()`, and so are objects of any class, dataclasses for
-instance, whose attributes are such values. Of anything else it is said by name where its kind, its size or, of
-functions and classes, its name differs. Modules of the standard library and of installed packages are as the worker
-imports them, and so is `__main__`, whose functions bring along what they use.
+instance, whose attributes are such values. The same holds for the attributes of the classes that the module defines. Of
+anything else it is said by name where its kind, its size or, of functions and classes, its name differs. Modules of the
+standard library and of installed packages are as the worker imports them, and so is `__main__`, whose functions and
+classes bring along what they use.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ import torch
 from rayloader._compat import default_collate_fn_map
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.module_generators import Carried, Found, Placed
-from rayloader.state.namespaces import namespace_of
+from rayloader.state.namespaces import attributes_of, namespace_of
+from rayloader.state.object_paths import functions_of
 
 logger = logging.getLogger("rayloader")
 
@@ -70,37 +72,36 @@ class ModuleGlobals:
     """Of the driver, at `iter()`.
 
     Attributes:
-        plain: pickled, each by name by module: values; and of objects their attributes, and the items of dicts.
-        others: description by name by module, of what is not plain.
+        plain: pickled, each by path by module: values; and of objects their attributes, and the items of dicts.
+        others: description by path by module, of what is not plain.
         generators: random ones in what is not plain.
     """
 
     plain: bytes
-    others: dict[str, dict[str, str]]
+    others: dict[str, dict[_Path, str]]
     generators: tuple[Carried, ...]
 
     @classmethod
     def capture(cls) -> ModuleGlobals:
         """Those of this process."""
-        plain: dict[str, dict[str, Any]] = {}
-        objects: dict[str, dict[str, _Content]] = {}
-        others: dict[str, dict[str, str]] = {}
+        plain: dict[str, dict[_Path, Any]] = {}
+        objects: dict[str, dict[_Path, _Content]] = {}
+        others: dict[str, dict[_Path, str]] = {}
         modules = dict(_own_modules())
         found = Found(modules)
         for module_name, attributes in modules.items():
-            for name, value in list(attributes.items()):
-                if name.startswith("__") or issubclass(type(value), types.ModuleType):
-                    continue
+            for path, value in _set_in(module_name, attributes):
                 if value is default_collate_fn_map:  # travels with the replica
                     continue
                 if _is_plain(value):
-                    plain.setdefault(module_name, {})[name] = value
-                else:
-                    others.setdefault(module_name, {})[name] = _described(value)
-                    if (content := _content(value)) is not None and _is_plain(content):
-                        objects.setdefault(module_name, {})[name] = content
-                    if not issubclass(type(value), (type, types.FunctionType)) or value.__module__ in modules:
-                        found.look_in(module_name, name, value)
+                    plain.setdefault(module_name, {})[path] = value
+                    continue
+                others.setdefault(module_name, {})[path] = _described(value)
+                if (content := _content(value)) is not None and _is_plain(content):
+                    objects.setdefault(module_name, {})[path] = content
+                of_module = len(path) == 1  # the search goes on from there into classes
+                if of_module and (not is_a(value, (type, types.FunctionType)) or value.__module__ in modules):
+                    found.look_in(module_name, path[0], value)
         return cls(pickle.dumps((plain, objects), pickle.HIGHEST_PROTOCOL), others, found.carried())
 
     def adopt(self) -> None:
@@ -124,6 +125,7 @@ def placed_generators() -> Placed:
     return _finder.placed
 
 
+_Path = tuple[str, ...]  # the name of a global, or of a class and of its attribute
 _Content = tuple[dict[str, Any], "dict[Any, Any] | None"]  # attributes, and items of a dict
 
 
@@ -141,6 +143,39 @@ def _own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, attributes
         elif isinstance(file, str):
             _installed[name] = weakref.ref(module)
+
+
+def _set_in(module_name: str, namespace: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
+    """Globals of a module, and attributes of the classes that it defines, but for methods as these define them."""
+    scopes: list[tuple[_Path, str | None, Mapping[str, Any]]] = [((), None, namespace)]
+    seen: set[int] = set()
+    for owners, class_name, attributes in scopes:
+        for name, value in list(attributes.items()):
+            if name.startswith("__") or is_a(value, types.ModuleType):
+                continue
+            functions = functions_of(value) if class_name is not None else ()
+            if functions and all(one.__qualname__.rpartition(".")[0] == class_name for one in functions):
+                continue
+            yield (*owners, name), value
+            if is_a(value, type) and not issubclass(value, enum.Enum) and id(value) not in seen:
+                inner = attributes_of(value)
+                if inner.get("__module__") == module_name:
+                    seen.add(id(value))
+                    scopes.append(((*owners, name), value.__qualname__, inner))
+
+
+def _owner(module: types.ModuleType, path: _Path) -> Any:
+    """The module itself, or the class in it whose attribute a path names; None if there is no such class."""
+    owner: Any = module
+    for name in path[:-1]:
+        owner = _namespace(owner).get(name)
+        if not is_a(owner, type):
+            return None
+    return owner
+
+
+def _namespace(owner: Any) -> Mapping[str, Any]:
+    return attributes_of(owner) if is_a(owner, type) else namespace_of(owner)
 
 
 @functools.cache
@@ -223,9 +258,10 @@ def _content(value: Any) -> _Content | None:
 
 def _described(value: Any) -> str:
     """What can be told of anything without calling what the program has defined."""
+    definition = next(iter(functions_of(value)), value)
+    if is_a(definition, _DEFINITIONS):
+        return f"{definition.__module__}.{definition.__qualname__}"
     kind = type(value)
-    if issubclass(kind, _DEFINITIONS):
-        return f"{value.__module__}.{value.__qualname__}"
     text = f"{kind.__module__}.{kind.__qualname__}"
     if kind in _SEQUENCES | _DICTS:
         return f"{text} of {len(value)}"
@@ -236,7 +272,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Comes before the others, and sets the globals of a module that one of them finds when it has been imported."""
 
     def __init__(self) -> None:
-        self.pending: dict[str, tuple[dict[str, Any], dict[str, _Content], dict[str, str]]] = {}
+        self.pending: dict[str, tuple[dict[_Path, Any], dict[_Path, _Content], dict[_Path, str]]] = {}
         self.placed = Placed()
         self._told: set[tuple[str, str]] = set()
         self._under_way = threading.local()  # with `imported`: modules that are complete, within others that are not
@@ -275,15 +311,19 @@ class _Finder(importlib.abc.MetaPathFinder):
                     self.place_generators(*each)
 
     def set(self, module_name: str, module: types.ModuleType) -> None:
-        """Plain globals, and attributes of objects."""
+        """Plain globals and attributes of classes, and attributes of objects."""
         plain, objects, others = self.pending.get(module_name, ({}, {}, {}))
-        namespace = namespace_of(module)
-        for name, value in plain.items():
-            if not (name in namespace and _same(namespace[name], value)):
-                setattr(module, name, value)
-        for name, (attributes, items) in objects.items():
-            value = namespace.get(name)
-            found = _content(value) if _described(value) == others[name] else None
+        for path, value in plain.items():
+            owner, name = _owner(module, path), path[-1]
+            here = _namespace(owner)
+            if not (name in here and _same(here[name], value)):
+                if owner is module:
+                    setattr(module, name, value)
+                elif owner is not None:
+                    type.__setattr__(owner, name, value)
+        for path, (attributes, items) in objects.items():
+            value = _namespace(_owner(module, path)).get(path[-1])
+            found = _content(value) if _described(value) == others[path] else None
             if found is not None and not _same(found, (attributes, items)):
                 held = object.__getattribute__(value, "__dict__")
                 held.clear()
@@ -296,8 +336,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Says too what is not as in the driver."""
         others = self.pending.get(module_name, ({}, {}, {}))[2]
         missing = [f"{path} (a random generator)" for path in self.placed.put_in(module_name)]
-        namespace = namespace_of(module)
-        missing += [f"{name} ({kind})" for name, kind in others.items() if _described(namespace.get(name)) != kind]
+        missing += [
+            f"{'.'.join(path)} ({kind})"
+            for path, kind in others.items()
+            if _described(_namespace(_owner(module, path)).get(path[-1])) != kind
+        ]
         missing = [what for what in missing if (module_name, what) not in self._told]
         self._told.update((module_name, what) for what in missing)
         if missing:

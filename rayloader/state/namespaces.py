@@ -1,4 +1,4 @@
-"""What is bound in modules.
+"""What is bound in modules and in classes.
 
 Promise: no code of the user's runs.
 """
@@ -6,9 +6,11 @@ Promise: no code of the user's runs.
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any
 
 _DICT = vars(types.ModuleType)["__dict__"]
+_CLASS_DICT = vars(type)["__dict__"]
 
 
 def namespace_of(module: Any) -> dict[str, Any]:
@@ -18,3 +20,8 @@ def namespace_of(module: Any) -> dict[str, Any]:
     """
     namespace = _DICT.__get__(module) if issubclass(type(module), types.ModuleType) else None
     return namespace if isinstance(namespace, dict) else {}
+
+
+def attributes_of(definition: type) -> Mapping[str, Any]:
+    """What a class itself defines, without what it inherits; a metaclass may define `__dict__` too."""
+    return _CLASS_DICT.__get__(definition)  # type: ignore[no-any-return]

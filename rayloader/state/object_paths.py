@@ -197,11 +197,15 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 def functions_of(value: Any) -> list[types.FunctionType]:
     """The functions of an attribute of a class, if it is a method, a property or the like."""
+    if is_a(value, types.FunctionType):
+        return [value]
+    found: tuple[Any, ...] = ()
     if is_a(value, (staticmethod, classmethod)):
-        value = value.__func__
+        found = (value.__func__,)
     elif is_a(value, functools.cached_property):
-        value = value.func
-    found = (value.fget, value.fset, value.fdel) if is_a(value, property) else (value,)
+        found = (value.func,)
+    elif is_a(value, property):
+        found = value.fget, value.fset, value.fdel
     return [one for one in found if is_a(one, types.FunctionType)]
 
 

@@ -169,6 +169,87 @@ def test_torchs_collate_map_under_a_name_of_the_programs_is_not_compared(module,
     assert not caplog.records
 
 
+CLASSES = """
+import enum
+
+class Settings:
+    size = 1
+    names = ["a"]
+
+class Strict(type):
+    def __setattr__(cls, name, value):
+        raise AttributeError(name)
+
+class Config(Settings, metaclass=Strict):
+    rate: float = 0.1
+    settings = Settings()
+
+    class Nested:
+        depth = 1
+
+    def method(self):
+        return self.rate
+
+    @property
+    def double(self):
+        return 2 * self.rate
+
+class Mode(enum.Enum):
+    TRAIN = 1
+
+Again = Config
+"""
+
+
+def test_attributes_of_classes_are_as_the_program_has_set_them(tmp_path, module, caplog):
+    (tmp_path / "own_settings.py").write_text(CLASSES)
+    module = importlib.reload(module)
+    module.Settings.size = 9
+    module.Settings.names.append("b")
+    module.Settings.added = {"a": 1}
+    type.__setattr__(module.Config, "rate", 0.5)
+    module.Config.Nested.depth = 2
+    module.Config.settings.size = 3
+    new = in_a_worker(ModuleGlobals.capture())
+    assert new.Config is new.Again is not module.Config
+    assert (new.Settings.size, new.Settings.names, new.Settings.added) == (9, ["a", "b"], {"a": 1})
+    assert (new.Config.rate, new.Config().method(), new.Config().double) == (0.5, 0.5, 1.0)
+    assert (new.Config.size, new.Config.Nested.depth, new.Config.settings.size) == (9, 2, 3)
+    assert "size" not in vars(new.Config)
+    assert new.Mode.TRAIN.value == 1
+    assert not caplog.records
+
+
+def test_what_a_class_holds_that_cannot_travel_is_said_by_name(tmp_path, module, caplog, monkeypatch):
+    (tmp_path / "own_settings.py").write_text(CLASSES)
+    module = importlib.reload(module)
+    monkeypatch.setattr("rayloader.state.module_globals._finder._told", set())
+    module.Settings.size = torch.ones(1)
+    type.__setattr__(module.Config, "method", some_function)
+    type.__setattr__(module.Config, "double", property(some_function))
+    new = in_a_worker(ModuleGlobals.capture())
+    assert (new.Settings.size, new.Config().method(), new.Config().double) == (1, 0.1, 0.2)
+    (record,) = caplog.records
+    patched = f"Config.method ({__name__}.some_function), Config.double ({__name__}.some_function)"
+    assert f"Settings.size (torch.Tensor), {patched} of the module own_settings" in record.getMessage()
+
+
+def test_a_class_that_a_worker_does_not_have_is_said_by_name(tmp_path, module, caplog, monkeypatch):
+    (tmp_path / "own_settings.py").write_text(CLASSES)
+    module = importlib.reload(module)
+    monkeypatch.setattr("rayloader.state.module_globals._finder._told", set())
+    state = ModuleGlobals.capture()
+    (tmp_path / "own_settings.py").write_text(
+        CLASSES.replace("class Settings", "Settings = None\n\nclass Other", 1)
+        .replace("(Settings, ", "(Other, ")
+        .replace("= Settings()", "= Other()")
+    )
+    importlib.invalidate_caches()
+    new = in_a_worker(state)
+    assert new.Settings is None
+    assert "Settings (own_settings.Settings)" in caplog.records[0].getMessage()
+
+
 def test_a_collection_of_another_size_is_said_by_name(module, caplog):
     """As a vocabulary that the program has filled."""
     module.SAME = dict.fromkeys(range(200_000))
@@ -348,7 +429,7 @@ def test_nothing_of_the_programs_is_called(module, tmp_path):
     sys.modules["own_lazy"] = lazy
     try:
         module.VALUE = Unconfigured()
-        assert "Unconfigured" in ModuleGlobals.capture().others["own_settings"]["VALUE"]
+        assert "Unconfigured" in ModuleGlobals.capture().others["own_settings"][("VALUE",)]
     finally:
         del sys.modules["own_lazy"]
 
