@@ -32,7 +32,7 @@ from rayloader.state.digest import chain, digest
 from rayloader.state.draws import drawn
 from rayloader.state.local_state import Stream, generators_of
 from rayloader.state.position import Position
-from rayloader.state.random_state import RandomState, seed_all
+from rayloader.state.random_state import RandomState, seed_all, seed_torch
 from rayloader.state.snapshot import has_state, load_state
 
 
@@ -259,7 +259,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             return
         before = RandomState.capture([])
         random.seed(self.position.base_seed)
-        torch.manual_seed(self.position.base_seed)
+        seed_torch(self.position.base_seed)
         np.random.seed(numpy_seed(self.position.base_seed, 0))
         try:
             yield

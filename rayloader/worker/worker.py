@@ -55,7 +55,7 @@ from rayloader.state.journal import Resumed
 from rayloader.state.living_generators import living_generators
 from rayloader.state.module_globals import placed_generators
 from rayloader.state.process_state import Baseline
-from rayloader.state.random_state import RandomState, Rewind, seed_all
+from rayloader.state.random_state import RandomState, Rewind, seed_all, seed_torch
 from rayloader.state.snapshot import Recorder, WorkerState, has_state, load_state
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaWriter
@@ -450,7 +450,7 @@ class Worker:
         seed = setup.base_seed + setup.worker_id
         torch.set_num_threads(1)
         random.seed(seed)
-        torch.manual_seed(seed)
+        seed_torch(seed)
         np.random.seed(numpy_seed(setup.base_seed, setup.worker_id))
         self._shuffle_datapipe(setup.shared_seed)
         self._worker_info = torch_worker.WorkerInfo(

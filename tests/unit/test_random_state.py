@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayloader.state.generators import find_generators
-from rayloader.state.random_state import RandomState, Rewind
+from rayloader.state.random_state import RandomState, Rewind, seed_torch
 
 DRAWS = {"python": random.random, "torch": lambda: torch.rand(1).item(), "numpy": np.random.rand}
 
@@ -137,3 +137,23 @@ def test_a_packed_state_goes_through_a_file_whatever_its_size(count):
     assert unpacked.torch == state.torch
     assert unpacked.others[0].tolist() == list(range(count))
     assert unpacked.others[1] == b"\xff" * count
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+def test_torch_is_seeded_as_by_its_own_function(seed):
+    torch.manual_seed(seed)
+    expected = torch.get_rng_state()
+    torch.rand(1)
+    seed_torch(seed)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_the_accelerator_is_seeded_too(kind, monkeypatch):
+    """Of mps there is one device, and no function for all of them."""
+    told = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    name = {"cuda": "manual_seed_all", "mps": "manual_seed"}[kind]
+    monkeypatch.setattr(torch.get_device_module(kind), name, told.append)
+    seed_torch(3)
+    assert told == [3]
