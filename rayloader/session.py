@@ -76,8 +76,8 @@ OPTIONS_OF_ONE_DRIVER = (
 
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
-# After how many seconds of waiting the program is told what is waited for.
-NOTICE_S = 5.0
+# After how many seconds of waiting for Ray the program is told of it. On two cores a start takes about five.
+START_NOTICE_S = 10.0
 
 # Session and job; unique over time and clusters.
 SessionName = tuple[str, str]
@@ -193,9 +193,9 @@ class _Starter(DaemonThread):
         began, told = time.monotonic(), False
         while not self.done:
             self._bell.wait(START_TICK_S)
-            if not self.done and not told and time.monotonic() - began >= NOTICE_S:
+            if not self.done and not told and time.monotonic() - began >= START_NOTICE_S:
                 told = True
-                logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", NOTICE_S)
+                logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
 
     def leave(self) -> None:
         """Ends this thread, whose Ray has been shut down."""

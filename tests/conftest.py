@@ -65,12 +65,14 @@ def ray_session(keepers):
     import torch
     from torch.utils.data import TensorDataset
 
+    import rayloader.driver.moving
     import rayloader.driver.pool
     import rayloader.session
     from rayloader import DataLoader, shutdown
 
     rayloader.driver.pool.GRACE_S = 0.0
-    rayloader.session.NOTICE_S = math.inf  # what the log holds is not to depend on how fast the machine is
+    # What the log holds is not to depend on how fast the machine is.
+    rayloader.session.START_NOTICE_S = rayloader.driver.moving.NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)

@@ -11,7 +11,6 @@ import time
 
 from ray.exceptions import RayError
 
-from rayloader import session
 from rayloader.driver.actor import Actor, Ref
 from rayloader.driver.answers import Answers
 from rayloader.driver.channel import ActorLost
@@ -22,6 +21,8 @@ from rayloader.driver.worker_slot import WorkerSlot
 
 # How many processes that are to take over from those that help out may fail to start, before that is left as it is.
 MOST_FAILED_STARTS = 3
+# After how many seconds of waiting for processes, once Ray runs, the program is told what is waited for.
+NOTICE_S = 5.0
 
 
 class Moving:
@@ -41,7 +42,7 @@ class Moving:
         self._loan = loan
         self._channels = channels
         self._answers = answers
-        self._tell_at = time.monotonic() + session.NOTICE_S  # what is waited for
+        self._tell_at = time.monotonic() + NOTICE_S  # what is waited for
         self._dead: list[Actor] = []
         # Asked for, while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Actor, tuple[list[WorkerSlot], int]] = {}

@@ -23,8 +23,8 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
+import rayloader.driver.moving
 import rayloader.driver.pool
-import rayloader.session
 from multinode_data import AWAY, ON_EACH
 from multinode_waiting import remove_nodes, wait_until
 from rayloader import DataLoader
@@ -70,7 +70,7 @@ def nodes():
             env_vars={"MACHINE": "away"},
         )
         ray.init(address=cluster.address, log_to_driver=False)
-        patch.setattr(rayloader.session, "NOTICE_S", math.inf)  # what the log holds is not to depend on the machine
+        patch.setattr(rayloader.driver.moving, "NOTICE_S", math.inf)  # the log is not to depend on the machine
         patch.setattr(rayloader.driver.pool, "JOINED_GRACE_S", 0.0)  # what a test has started ends with its loaders
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()

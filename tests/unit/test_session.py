@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import itertools
+import logging
 import os
 import select
 import socket
@@ -85,6 +86,41 @@ def test_whoever_is_interrupted_while_ray_starts_it_is_started_by_the_thread_tha
             break
     assert number > 1
     assert all(known)
+
+
+class TellsOnce(logging.Handler):
+    """Ends the wait of who starts Ray when the log has told of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+        self.bell = threading.Event()
+
+    def emit(self, record):
+        self.told.append(record.getMessage())
+        self.bell.set()
+
+
+def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(monkeypatch):
+    handler = TellsOnce()
+
+    def take_long(_):
+        handler.bell.wait(HANG_LIMIT)
+        raise Failed
+
+    monkeypatch.setattr(session, "START_NOTICE_S", 0.0)
+    monkeypatch.setattr(session, "START_TICK_S", 0.01)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.setattr(session._Starter, "_init", take_long)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    session.logger.addHandler(handler)
+    try:
+        with pytest.raises(Failed):
+            session.ensure()
+    finally:
+        session.logger.removeHandler(handler)
+    assert handler.told == ["rayloader: waiting for Ray, which is still starting after 0 s"]
 
 
 def test_options_that_ray_refuses_are_named(monkeypatch):
