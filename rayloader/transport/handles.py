@@ -170,7 +170,7 @@ def _gzip(file: gzip.GzipFile) -> Reduction:
     if file.closed or not file.readable():
         raise refusal(file, "closed" if file.closed else "open for writing")
     if file.myfileobj is None:
-        raise refusal(file, "it reads from a file of the program's, whose begin is not known")
+        raise refusal(file, "it reads from a file object of the program, and where its content begins is not known")
     return _open_gzip, (_path(file.myfileobj), file.tell())
 
 

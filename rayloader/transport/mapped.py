@@ -277,7 +277,7 @@ def open_region(region: Region, *, here: bool) -> int:
         fd = os.open(region.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
         raise ReplicaError(
-            f"{where} node {socket.gethostname()} has not got, or may not open: {error.strerror}; {remedy}"
+            f"{where} node {socket.gethostname()} does not have, or may not open: {error.strerror}; {remedy}"
         ) from error
     status = os.fstat(fd)
     if (status.st_dev, status.st_ino) != (region.device, region.inode) if here else status.st_size != region.size:

@@ -326,7 +326,7 @@ def test_a_file_that_vanishes_before_a_worker_opens_it(tmp_path, monkeypatch):
         return start(*args)
 
     monkeypatch.setattr(Actor, "start", rename_and_start)
-    with pytest.raises(ReplicaError, match=rf"{tmp_path}/data.*has not got") as caught:
+    with pytest.raises(ReplicaError, match=rf"{tmp_path}/data.*does not have") as caught:
         list(holding(np.memmap(tmp_path / "data"), as_is, 1))
     assert "Caught ReplicaError in DataLoader worker process 0" in str(caught.value)
 

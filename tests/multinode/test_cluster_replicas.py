@@ -109,7 +109,7 @@ def test_a_file_that_is_missing_there_is_named(tmp_path):
     np.arange(1000).tofile(tmp_path / "data")
     data = np.memmap(tmp_path / "data", np.int64, mode="r")
     (tmp_path / "data").unlink()
-    with pytest.raises(ReplicaError, match=rf"{tmp_path}/data \(deleted\).*node \S+ has not got.*driver's node"):
+    with pytest.raises(ReplicaError, match=rf"{tmp_path}/data \(deleted\).*node \S+ does not have.*driver's node"):
         list(holding(data, look))
     here = {"num_cpus": 0, "resources": {"here": 0.01}}
     assert [total for total, *_ in holding(data, look, ray_remote_args=here)] == [499_500] * 2

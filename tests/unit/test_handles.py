@@ -208,7 +208,7 @@ def test_what_cannot_be_opened_again_is_refused(path, tmp_path):
             "reads from a BytesIO": [io.TextIOWrapper(io.BytesIO())],
             "a thread of this process": [threading.Thread(), threading.Timer(1, print)],
             "deleted with this object": [tempfile.NamedTemporaryFile("rb")],  # noqa: SIM115
-            "begin is not known": [gzip.GzipFile(fileobj=replaced)],
+            "content begins is not known": [gzip.GzipFile(fileobj=replaced)],
             "open with mode 'r.'": [file],
             "readonly=True": [environment],
             "a descriptor of this process": [stream],

@@ -339,7 +339,7 @@ def test_a_missing_file_is_named(data_file):
     image = write(mapped)
     data_file.rename(data_file.with_name("elsewhere"))
     for here in (True, False):
-        with pytest.raises(ReplicaError, match=rf"{re.escape(str(data_file))}.*has not got.*No such file.*same path"):
+        with pytest.raises(ReplicaError, match=rf"{re.escape(str(data_file))}.*does not have.*No such file.*same path"):
             read(image, here=here)
 
 

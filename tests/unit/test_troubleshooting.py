@@ -44,7 +44,7 @@ NOT_ON_THE_PAGE = {
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
     "... on node ... is another file": "goes on after `The dataset refers to`",
     "... does not reach node": "goes on after `The dataset refers to`",
-    "... node ... has not got": "goes on after `The dataset refers to`",
+    "... node ... does not have": "goes on after `The dataset refers to`",
     "... this worker on ... can't open": "goes on after `The dataset refers to`",
 }
 
