@@ -384,7 +384,6 @@ def bad_arguments(rec, loader):
         {"num_workers": 1, "multiprocessing_context": "spoon"},
         {"num_workers": 1, "multiprocessing_context": 3},
         {"no_such_argument": 1},
-        {"generator": 1, "shuffle": True, "num_workers": "two"},
     ]
     for arguments in bad:
         rec.attempt(f"{arguments.keys()}", lambda arguments=arguments: len(rec.loader_class(dataset, **arguments)))

@@ -141,4 +141,5 @@ def test_trainers_that_ray_train_starts_again_go_on_in_mid_epoch(tmp_path):
         text=True,
         timeout=HANG_LIMIT,
     )
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["the end"]), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the end" in done.stdout.splitlines(), done.stdout + done.stderr  # Ray may print after it
