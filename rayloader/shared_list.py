@@ -13,10 +13,10 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-import cloudpickle
 import numpy as np
 
 from rayloader.errors import add_note
+from rayloader.transport import by_value
 
 _T = TypeVar("_T")
 
@@ -126,7 +126,7 @@ class SharedList(Sequence[_T]):
 def _pickled(items: Sequence[Any]) -> list[bytes]:
     parts = []
     file = io.BytesIO()
-    pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler = by_value.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     for index, item in enumerate(items):
         try:
             pickler.dump(item)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cloudpickle
+from rayloader.transport import by_value
 
 
 class LoggerState(NamedTuple):
@@ -171,7 +171,7 @@ def _pickled_formatter() -> bytes:
 def _pickled(thing: Any) -> bytes:
     """Nothing where it can't be pickled: classes of the user's may hold anything."""
     with contextlib.suppress(Exception):
-        return bytes(cloudpickle.dumps(thing))
+        return by_value.dumps(thing)
     return b""
 
 

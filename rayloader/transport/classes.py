@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import cloudpickle
-from cloudpickle import cloudpickle as by_value
+from cloudpickle import cloudpickle as internals
+
+from rayloader.transport import by_value
 
 cloudpickle.register_pickle_by_value(types.ModuleType("__mp_main__"))
 
-_make_class, _make_enum = by_value._make_skeleton_class, by_value._make_skeleton_enum
+_make_class, _make_enum = internals._make_skeleton_class, internals._make_skeleton_enum
 _definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle
 
 
@@ -49,15 +51,15 @@ def reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
         if reduced is NotImplemented or reduced[0] not in (_make_class, _make_enum):
             return reduced
         try:
-            text = cloudpickle.dumps(cls, pickle.HIGHEST_PROTOCOL)
+            text = by_value.dumps(cls)
         except Exception:  # something unpicklable was put on it in this process; the id alone will do
             text = None
-        definition = _definitions[cls] = (by_value._get_or_create_tracker_id(cls), text)
+        definition = _definitions[cls] = (internals._get_or_create_tracker_id(cls), text)
     return _known_class, definition
 
 
 def _known_class(tracker_id: str, definition: bytes | None) -> Any:
-    cls = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+    cls = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     if cls is None and definition is None:
         raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
     return _Definition(definition or b"").load() if cls is None else cls
@@ -68,11 +70,11 @@ class _Definition(pickle.Unpickler):
 
     def __init__(self, definition: bytes) -> None:
         super().__init__(io.BytesIO(definition))
-        self.known = set(by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+        self.known = set(internals._DYNAMIC_CLASS_TRACKER_BY_CLASS)
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return self._fill if found is by_value._class_setstate else found
+        return self._fill if found is internals._class_setstate else found
 
     def _fill(self, cls: type, state: object) -> object:
-        return cls if cls in self.known else by_value._class_setstate(cls, state)
+        return cls if cls in self.known else internals._class_setstate(cls, state)

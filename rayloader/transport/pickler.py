@@ -16,7 +16,6 @@ import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import cloudpickle
 import numpy as np
 import torch
 from numpy.lib.array_utils import byte_bounds
@@ -29,7 +28,7 @@ from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.generators import reduce_generator
 from rayloader.state.namespaces import namespace_of
 from rayloader.state.object_paths import names_in
-from rayloader.transport import bulk, classes, handles
+from rayloader.transport import bulk, by_value, classes, handles
 from rayloader.transport.raw import NAMES, memory
 from rayloader.transport.rebuilding import (
     HOOKS,
@@ -68,7 +67,7 @@ class Span:
         self.index: int | None = None
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(by_value.Pickler):
     """Of one object; the arguments are those of `codec.encode`."""
 
     def __init__(self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None) -> None:

@@ -1,0 +1,73 @@
+"""Functions that no import finds: their code, and the code inside it, keeps the name of the user's file."""
+
+import pickle
+import traceback
+import types
+import warnings
+
+from rayloader.transport import by_value
+
+FILE = "users_program.py"
+SOURCE = """
+def fails():
+    def inner():
+        raise ValueError("no such sample")
+    inner()
+
+class Dataset:
+    def __getitem__(self, index):
+        return [1 / 0 for _ in range(index)]
+"""
+
+
+def program():
+    module = types.ModuleType("__main__")
+    exec(compile(SOURCE, FILE, "exec"), vars(module))
+    return vars(module)
+
+
+def there_and_back(obj):
+    return pickle.loads(by_value.dumps(obj))
+
+
+def files_of(call, *arguments):
+    """Of the frames of what it raises, without this file's own."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        return [frame.filename for frame in traceback.extract_tb(error.__traceback__)][1:]
+    raise AssertionError("nothing was raised")
+
+
+def codes_in(code):
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
+
+
+def test_a_traceback_names_the_file_in_functions_and_in_functions_inside():
+    assert files_of(there_and_back(program()["fails"])) == [FILE, FILE]
+
+
+def test_a_traceback_names_the_file_in_methods():
+    dataset = there_and_back(program()["Dataset"])()
+    assert set(files_of(dataset.__getitem__, 1)) == {FILE}
+
+
+def test_code_arrives_as_it_was():
+    code = program()["fails"].__code__
+    came = there_and_back(code)
+    assert came == code
+    assert [inner.co_filename for inner in codes_in(came)] == [FILE] * 2
+    assert list(came.co_lines()) == list(code.co_lines())
+
+
+def test_a_warning_names_the_file():
+    namespace = {"warnings": warnings}
+    exec(compile("def warns(): warnings.warn('odd')", FILE, "exec"), namespace)
+    namespace["warns"].__module__ = "__main__"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        there_and_back(namespace["warns"])()
+    assert [warning.filename for warning in caught] == [FILE]
