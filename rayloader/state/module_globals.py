@@ -39,7 +39,7 @@ from rayloader._compat import default_collate_fn_map
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.module_generators import Carried, Found, Placed
 from rayloader.state.namespaces import attributes_of, namespace_of
-from rayloader.state.object_paths import functions_of
+from rayloader.state.object_paths import functions_of, slots_of
 
 logger = logging.getLogger("rayloader")
 
@@ -48,6 +48,7 @@ _ATOMS |= {type(pathlib.PurePath()), type(pathlib.Path())}
 _SEQUENCES = {tuple, list, set, frozenset}
 _DICTS = {dict, collections.OrderedDict, collections.Counter}
 _NAMESPACES = {argparse.Namespace, types.SimpleNamespace}
+_SIZED: tuple[Any, ...] = (tuple, list, set, frozenset, dict, collections.deque)
 # Known by their names.
 _DEFINITIONS = type, types.FunctionType, types.BuiltinFunctionType
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -126,7 +127,7 @@ def placed_generators() -> Placed:
 
 
 _Path = tuple[str, ...]  # the name of a global, or of a class and of its attribute
-_Content = tuple[dict[str, Any], "dict[Any, Any] | None"]  # attributes, and items of a dict
+_Content = tuple[str, dict[str, Any], "dict[Any, Any] | None"]  # class, attributes, and items of a dict
 
 
 _installed: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by name
@@ -154,7 +155,7 @@ def _set_in(module_name: str, namespace: Mapping[str, Any]) -> Iterator[tuple[_P
             if name.startswith("__") or is_a(value, types.ModuleType):
                 continue
             functions = functions_of(value) if class_name is not None else ()
-            if functions and all(one.__qualname__.rpartition(".")[0] == class_name for one in functions):
+            if functions and all(one.__qualname__ == f"{class_name}.{name}" for one in functions):
                 continue
             yield (*owners, name), value
             if is_a(value, type) and not issubclass(value, enum.Enum) and id(value) not in seen:
@@ -238,6 +239,8 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, *parts))
     if kind in (tuple, list):
         return len(one) == len(other) and all(map(_same, one, other))
+    if kind in (float, complex):
+        return repr(one) == repr(other)  # 0.0 is not -0.0
     return bool(one == other)
 
 
@@ -249,11 +252,47 @@ def _content(value: Any) -> _Content | None:
     kind = type(value)
     if issubclass(kind, (*_DEFINITIONS, enum.Enum, *KINDS)):
         return None
+    slots = slots_of(kind) if is_own_name(kind.__module__) or kind.__module__ == "__main__" else []
+    attributes: dict[str, Any] = {}
     try:
-        attributes = object.__getattribute__(value, "__dict__")
+        attributes.update(object.__getattribute__(value, "__dict__"))
     except AttributeError:
-        return None
-    return dict(attributes), dict(dict.items(value)) if issubclass(kind, dict) else None
+        if not slots and not issubclass(kind, dict):
+            return None
+    for name in slots:
+        with contextlib.suppress(AttributeError):  # not set
+            attributes[name] = object.__getattribute__(value, name)
+    base = _dict_of(kind)
+    return _name_of(kind), attributes, None if base is None else dict(base.items(value))
+
+
+def _set_content(value: Any, content: _Content) -> None:
+    """Has an object of the same class hold this, by the interpreter's own methods."""
+    _, attributes, items = content
+    slots = slots_of(type(value))
+    with contextlib.suppress(AttributeError):  # it may have slots only
+        held = object.__getattribute__(value, "__dict__")
+        held.clear()
+        held.update({name: one for name, one in attributes.items() if name not in slots})
+    for name in slots:
+        with contextlib.suppress(AttributeError):  # not set
+            object.__delattr__(value, name)
+        if name in attributes:
+            object.__setattr__(value, name, attributes[name])
+    base = _dict_of(type(value))
+    if base is not None and items is not None:
+        base.clear(value)
+        for key, item in items.items():
+            base.__setitem__(value, key, item)
+
+
+def _dict_of(kind: type) -> Any:
+    """Whose methods read and write the items of a dict; None if it is no dict. An ordered one keeps an order itself."""
+    return next((base for base in (collections.OrderedDict, dict) if issubclass(kind, base)), None)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _described(value: Any) -> str:
@@ -262,9 +301,9 @@ def _described(value: Any) -> str:
     if is_a(definition, _DEFINITIONS):
         return f"{definition.__module__}.{definition.__qualname__}"
     kind = type(value)
-    text = f"{kind.__module__}.{kind.__qualname__}"
-    if kind in _SEQUENCES | _DICTS:
-        return f"{text} of {len(value)}"
+    text = _name_of(kind)
+    if (base := next((base for base in _SIZED if issubclass(kind, base)), None)) is not None:
+        return f"{text} of {base.__len__(value)}"
     return f"{text} {value._name_}" if issubclass(kind, enum.Enum) else text
 
 
@@ -312,7 +351,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def set(self, module_name: str, module: types.ModuleType) -> None:
         """Plain globals and attributes of classes, and attributes of objects."""
-        plain, objects, others = self.pending.get(module_name, ({}, {}, {}))
+        plain, objects, _ = self.pending.get(module_name, ({}, {}, {}))
         for path, value in plain.items():
             owner, name = _owner(module, path), path[-1]
             here = _namespace(owner)
@@ -321,16 +360,11 @@ class _Finder(importlib.abc.MetaPathFinder):
                     setattr(module, name, value)
                 elif owner is not None:
                     type.__setattr__(owner, name, value)
-        for path, (attributes, items) in objects.items():
+        for path, content in objects.items():
             value = _namespace(_owner(module, path)).get(path[-1])
-            found = _content(value) if _described(value) == others[path] else None
-            if found is not None and not _same(found, (attributes, items)):
-                held = object.__getattribute__(value, "__dict__")
-                held.clear()
-                held.update(attributes)
-                if items is not None:
-                    dict.clear(value)  # type: ignore[arg-type]
-                    dict.update(value, items)  # type: ignore[arg-type]
+            found = _content(value)
+            if found is not None and found[0] == content[0] and not _same(found, content):
+                _set_content(value, content)
 
     def place_generators(self, module_name: str, module: types.ModuleType) -> None:
         """Says too what is not as in the driver."""

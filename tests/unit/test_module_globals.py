@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import dataclasses
 import enum
 import importlib
 import importlib.util
@@ -159,6 +160,68 @@ def test_objects_with_plain_attributes_are_as_the_program_has_set_them(tmp_path,
     assert (new.ITEMS, new.ITEMS.name) == ({"a": 1, "b": 2}, 2)
     assert new.DEFAULTS[0] is new.CONFIG
     assert new.DEFAULTS[1] is new.ITEMS
+
+
+class Ordered(collections.OrderedDict):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    size: int
+    scale: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own"),
+    [
+        (Ordered(a=1), Ordered(b=2, a=3)),
+        (Ordered(a=1, b=2), Ordered(b=2, a=1)),
+        (collections.defaultdict(list, a=1), collections.defaultdict(list, b=2)),
+        (Slotted(1), Slotted(9, -0.0)),
+    ],
+)
+def test_objects_that_keep_their_content_elsewhere_are_as_the_program_has_set_them(module, caplog, theirs, own):
+    module.VALUE = own
+    state = ModuleGlobals.capture()
+    module.VALUE = theirs
+    state.adopt()
+    assert module.VALUE is theirs
+    assert repr(theirs) == repr(own)
+    assert not caplog.records
+
+
+def test_the_sign_of_a_zero_travels(module):
+    module.VALUE = -0.0
+    state = ModuleGlobals.capture()
+    module.VALUE = 0.0
+    state.adopt()
+    assert repr(module.VALUE) == "-0.0"
+
+
+class Sized(list):
+    def __len__(self):
+        raise RuntimeError("not to be called")
+
+
+@pytest.mark.parametrize("kind", [Sized, collections.deque])
+def test_a_collection_of_a_class_of_its_own_and_another_size_is_said_by_name(module, caplog, kind):
+    module.VALUE = kind([1, 2])
+    state = ModuleGlobals.capture()
+    module.VALUE = kind([1])
+    state.adopt()
+    assert "VALUE" in caplog.text
+    assert "of 2" in caplog.text
+
+
+def test_a_method_that_is_another_one_of_its_class_is_said_by_name(tmp_path, module, caplog, monkeypatch):
+    source = "class DS:\n    def load(self): ...\n    def fast(self): ...\n    same = load\n"
+    (tmp_path / "own_settings.py").write_text(source)
+    changed = importlib.reload(module)
+    monkeypatch.setattr(changed.DS, "load", changed.DS.fast)
+    in_a_worker(ModuleGlobals.capture())
+    assert "DS.load (own_settings.DS.fast)" in caplog.text
+    assert "DS.same" not in caplog.text
 
 
 def test_torchs_collate_map_under_a_name_of_the_programs_is_not_compared(module, caplog, monkeypatch):
