@@ -1,6 +1,8 @@
 """`share`: one producer, several consumers, most of them here in the test's process."""
 
+import collections
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -310,10 +312,11 @@ def test_a_name_is_of_one_share_which_ends_when_it_is_closed():
     with share(make(), consumers=1, name="one") as shared_loader:
         with pytest.raises(ShareError, match="there is a share 'one' in this Ray already"):
             share(make(), consumers=1, name="one")
-        batches = iter(shared("one", 0))
-        next(batches)
+        consumer = shared("one", 0)
+        next(iter(consumer))
+    endless = itertools.chain.from_iterable(itertools.repeat(consumer))
     with pytest.raises(ShareError, match="the producer of the share 'one' is gone"):
-        list(batches)
+        collections.deque(endless, maxlen=0)  # Ray ends the producer soon, but not at once: it may serve some more
     with pytest.raises(ShareError, match="there is no share 'one'"):
         shared("one", 0, timeout=0)
     shared_loader.close()
