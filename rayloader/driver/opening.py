@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from rayloader import skipping
 from rayloader._compat import ExceptionWrapper
 from rayloader.driver.messages import Task
 from rayloader.protocol import Result, ResultKind, WorkerAddress
-from rayloader.transport.lanes import from_wire
+from rayloader.transport.lanes import Wire, from_wire
 
 
 @dataclass(eq=False, slots=True)
@@ -39,10 +40,20 @@ def _open(task: Task, result: Result) -> Any:
         return _RemoteError(result.text)
     try:
         return from_wire(result.wire)
-    except Exception:  # the user's own unpickling may raise anything
+    except Exception:  # the user's own unpickling may raise anything, and so may a signal handler here
+        if threading.current_thread() is threading.main_thread() and _opens(result.wire):
+            raise  # a handler's: the batch is still the next one, see NOTE [interrupts] in tables.py
         if result.kind == ResultKind.ERROR:
             return _RemoteError(result.text)
         return ExceptionWrapper(where=f"unpickling a batch of DataLoader worker process {task.worker_id}")
+
+
+def _opens(wire: Wire) -> bool:
+    try:
+        from_wire(wire)
+    except Exception:
+        return False
+    return True
 
 
 class _RemoteError(ExceptionWrapper):

@@ -3,7 +3,7 @@
 Promise: decides nothing. All that changes the tables happens under one lock, and is marked as it begins and ends.
 
 NOTE [interrupts]
-In the main thread a signal handler, Ctrl-C's for one, may raise at almost any line. Three rules keep `next()` right:
+In the main thread a signal handler, Ctrl-C's for one, may raise at almost any line. Six rules keep `next()` right:
 1. A batch stays the next one until `EpochIterator.__next__` notes, as the last thing that it does, that the user has
    it (`Position.handed`). CPython runs handlers when a call returns, when a function is entered and in loops, and
    between that note and the user there is none of these. All that comes before may be done again, or is marked as done.
@@ -13,6 +13,10 @@ In the main thread a signal handler, Ctrl-C's for one, may raise at almost any l
 3. Locks that the user's thread takes are C's own, and waits are one call of `select.poll`.
 4. No generator is left before its end, by `any` or `next` for instance: what a handler raises while Python closes it is
    printed and dropped. Hence lists where a generator would do.
+5. An exception from the opening of a batch is the data's only if opening it again raises as well. In `__del__` Python
+   prints and drops what a handler raises, as it does everywhere.
+6. An `Exception` while the sampler draws is the sampler's, whoever raised it: no one can tell a handler's from it. It
+   comes in place of a batch, as with torch's loader, which is why handlers are better off with a `BaseException`.
 """
 
 from __future__ import annotations

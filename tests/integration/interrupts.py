@@ -1,4 +1,4 @@
-"""Raises KeyboardInterrupt at the n-th point at which Python may run a signal handler in rayloader's own code."""
+"""Raises an error at the n-th point at which Python may run a signal handler in rayloader's own code."""
 
 import contextlib
 import signal
@@ -18,8 +18,9 @@ class Interrupt:
     spared, and so is what a weak reference calls: Python only prints what is raised there.
     """
 
-    def __init__(self, number):
+    def __init__(self, number, error):
         self.number = number
+        self.error = error
         self.count = 0
         self.where = None
 
@@ -32,7 +33,7 @@ class Interrupt:
         if self.count == self.number:
             self.where = f"{frame.f_code.co_name}:{frame.f_lineno} ({event} {argument})"
             sys.setprofile(None)
-            raise KeyboardInterrupt
+            raise self.error
 
     @property
     def fired(self):
@@ -48,8 +49,8 @@ def in_finalizer(frame):
 
 
 @contextlib.contextmanager
-def interrupted_at(number):
-    interrupt = Interrupt(number)
+def interrupted_at(number, error=KeyboardInterrupt):
+    interrupt = Interrupt(number, error)
     sys.setprofile(interrupt)
     try:
         yield interrupt

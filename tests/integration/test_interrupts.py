@@ -59,8 +59,21 @@ KINDS = {
 SAMPLED = ("each waited for", "pinned", "persistent")
 
 
-EVERY_POINT = [pytest.param(name, 1, marks=pytest.mark.full, id=f"{name}, every point") for name in KINDS]
-EVERY_TENTH = [pytest.param(name, 10, id=f"{name}, every tenth point") for name in SAMPLED]
+class Alarm(Exception):
+    """What a handler of the user's raises."""
+
+
+POINTS_OF_NEXT = [
+    *(pytest.param(name, KeyboardInterrupt, 10, id=f"{name}, every tenth point") for name in SAMPLED),
+    pytest.param("in order", Alarm, 5, id="an Exception, every fifth point"),
+    *(
+        pytest.param(name, error, 1, marks=pytest.mark.full, id=f"{name}, {error.__name__}, every point")
+        for name in KINDS
+        for error in (KeyboardInterrupt, Alarm)
+        # Where next() draws, an Exception that a handler raises is the sampler's error: see NOTE [interrupts], rule 6.
+        if error is KeyboardInterrupt or not name.endswith("each waited for")
+    ),
+]
 
 
 def next_or_error(iterator):
@@ -70,8 +83,8 @@ def next_or_error(iterator):
         return str(error)
 
 
-@pytest.mark.parametrize(("name", "stride"), EVERY_TENTH + EVERY_POINT)
-def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, name, stride):
+@pytest.mark.parametrize(("name", "error", "stride"), POINTS_OF_NEXT)
+def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, name, error, stride):
     kind, options = KINDS[name]
     loader = make_loader(kind, **options)
     iterator, expected = iter(loader), 0
@@ -81,9 +94,9 @@ def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, name, 
         interrupt = None
         with no_hang(lambda: (name, interrupt.number, interrupt.where)):  # noqa: B023
             try:
-                with interrupted_at(number) as interrupt:
+                with interrupted_at(number, error) as interrupt:
                     batch = next(iterator)
-            except KeyboardInterrupt:
+            except error:
                 assert interrupt.fired
             else:
                 assert batch.item() == expected
