@@ -70,12 +70,6 @@ class SharedList(Sequence[_T]):
         self._raw: memoryview = memoryview(data)  # type: ignore[arg-type]
         self._bounds: memoryview = memoryview(offsets)  # type: ignore[arg-type] # int64: an item from each to the next
 
-    @classmethod
-    def _of(cls, kind: str, data: _Array, offsets: _Array) -> SharedList[Any]:
-        made = cls.__new__(cls)
-        made._set(kind, data, offsets)
-        return made
-
     def __iter__(self) -> Iterator[Any]:
         for index in range(len(self)):  # Sequence's own would take an item's IndexError for the end
             yield self[index]
@@ -92,7 +86,7 @@ class SharedList(Sequence[_T]):
             start, stop, step = index.indices(len(self))
             if step != 1:
                 return type(self)([self[i] for i in range(start, stop, step)])
-            return self._of(self._kind, self._data, np.asarray(self._bounds)[start : max(start, stop) + 1])
+            return _made(type(self), self._kind, self._data, np.asarray(self._bounds)[start : max(start, stop) + 1])
         number = operator.index(index)
         if number < 0:
             number += len(self)
@@ -120,7 +114,14 @@ class SharedList(Sequence[_T]):
     def __reduce__(self) -> tuple[Any, ...]:
         low, high = self._bounds[0], self._bounds[-1]
         offsets = np.asarray(self._bounds)
-        return self._of, (self._kind, self._data[low:high], offsets - low if low else offsets)
+        return _made, (type(self), self._kind, self._data[low:high], offsets - low if low else offsets)
+
+
+def _made(cls: type[SharedList[Any]], kind: str, data: _Array, offsets: _Array) -> SharedList[Any]:
+    """The one of these buffers. A function, for a class method would be pickled with its code."""
+    made = cls.__new__(cls)
+    made._set(kind, data, offsets)
+    return made
 
 
 def _pickled(items: Sequence[Any]) -> list[bytes]:
