@@ -14,7 +14,12 @@ from torch._utils import ExceptionWrapper
 from torch._utils import _get_obj_state as state_of_subclass
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+from torch.utils.data._utils.collate import (
+    collate_float_fn,
+    collate_int_fn,
+    collate_tensor_fn,
+    default_collate_fn_map,
+)
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import _generate_state as numpy_seed
 from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseIterator
@@ -30,10 +35,13 @@ __all__ = [
     "ExceptionWrapper",
     "InfiniteConstantSampler",
     "SingleProcessIterator",
+    "collate_float_fn",
+    "collate_int_fn",
     "collate_tensor_fn",
     "default_collate_fn_map",
     "newline_of",
     "no_torch_function",
+    "no_torch_function_mode",
     "numpy_seed",
     "pin_memory",
     "print_options",
@@ -47,6 +55,11 @@ __all__ = [
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def no_torch_function_mode() -> bool:
+    """Whether torch makes what it is asked for: no default device, for instance, changes that."""
+    return not torch._C._len_torch_function_stack()
 
 
 def set_worker_info(info: Any) -> None:

@@ -155,12 +155,20 @@ class Answer(NamedTuple):
 
     result: Any  # as it travels, see NOTE [final]; None: of a replay that has not ended the process
     seconds: float  # spent on it
+    spent: bytes = b""  # what the time went into: a `Spent`, packed
     replay: tuple[int, int] = 0, 0  # batches built again since the worker was restored, and how many that must be
     doubt: int | None = None  # a task whose batch was built again, is not what it was, and was believed nevertheless
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`: the worker as it is now, if a snapshot was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not
-    spent: bytes = b""  # what the time went into: a `Spent`, packed
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """What travels of it: without the fields behind the third, where they say what they mostly do."""
+        return self[:3] if self[3:] == _USUAL else tuple(self)
+
+
+_USUAL = tuple(Answer(None, 0.0))[3:]
 
 
 class Served(NamedTuple):

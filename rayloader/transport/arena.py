@@ -23,8 +23,9 @@ same way: leases refer to them, nobody unmaps. Where no worker needs the memory 
 system when it dies, as the end of any large array does.
 
 NOTE [Interrupts]. A result may be taken in twice, when a Ctrl-C came in the middle of the first time. So the leases of
-a message are kept, by ticket, until all of it was taken in (`Leases`), and a lease posts nothing before it is kept. An
-interrupt loses a slot at worst, until `ArenaWriter.abandon`.
+a message are kept, by ticket, until all of it was taken in (`Leases`), and a lease posts nothing before it is kept; nor
+is a slot posted whose bytes were copied before the copies are. An interrupt loses a slot at worst, until
+`ArenaWriter.abandon`.
 
 NOTE [Forks]. A forked child shares the mapping, and what was leased at that moment it may read for ever. So a lease
 remembers the number of forks before it, and its slot is reused only if there was none since. What is leased while
@@ -55,6 +56,7 @@ from rayloader.transport.slots import COLD_AFTER, PAGE, FreeSlots
 # Small buffers lie side by side in their slot, from multiples of this on.
 PACKED_ALIGN = 64
 _NEVER = -1
+_GONE = "the worker of this batch was shut down"
 
 
 class ArenaError(RayloaderError):
@@ -121,16 +123,26 @@ class Arena:
         return self._lease(slot, leases).memory()[offset : offset + nbytes]
 
     def unpack(self, slot: Slot, sizes: Sequence[int], leases: Leases) -> list[bytearray]:
-        """Copies of what `ArenaWriter.pack` put into a slot, each in memory of its own.
+        """Copies of what `ArenaWriter.pack` put into a slot, each in memory of its own; the slot is free then.
 
         Raises:
             ArenaError: as in `view`.
         """
-        self._lease(slot, leases)
-        memory, copies, offset = self._mapping.memory, [], slot[1]
+        ticket, offset, _ = slot
+        copied = leases.get(ticket)
+        if isinstance(copied, list):  # see NOTE [Interrupts]
+            return copied
+        self._leased[ticket] = slot
+        if self._mapping.gone:
+            raise ArenaError(_GONE)
+        memory, copies = self._mapping.memory, []
         for nbytes in sizes:
             copies.append(bytearray(memory[offset : offset + nbytes]))
             offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
+        leases[ticket] = copies
+        self._dead.append((ticket, True))  # a child that is forked has the copies, and never reads the slot
+        if self._mapping.gone:  # meanwhile: `close` has left the slot out
+            self._mapping.give_back(*slot[1:])
         return copies
 
     def freed(self) -> list[int]:
@@ -182,12 +194,12 @@ class Arena:
         forks = _NEVER if _forking else _forks
         ticket = slot[0]
         lease = leases.get(ticket)
-        if lease is None:
+        if not isinstance(lease, _Lease):
             lease = leases[ticket] = _Lease(self._mapping, slot, forks)
         if lease.dead is None:
             self._leased[ticket] = slot
             if self._mapping.gone:
-                raise ArenaError("the worker of this batch was shut down")
+                raise ArenaError(_GONE)
             lease.dead = self._dead
         return lease
 
@@ -279,14 +291,15 @@ class ArenaWriter:
 
     def pack(self, buffers: Sequence[memoryview]) -> Slot | None:
         """Copies buffers into one slot, side by side; None without room."""
-        taken = self._take(sum(-(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN for buffer in buffers))
+        taken = self._take(sum([-(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN for buffer in buffers]))
         if taken is None:
             return None
         taken.sent = True
-        offset = taken.slot[1]
+        offset, memory = taken.slot[1], self._mapping.memory
         for buffer in buffers:
-            self._mapping.memory[offset : offset + buffer.nbytes] = buffer
-            offset += -(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN
+            nbytes = buffer.nbytes
+            memory[offset : offset + nbytes] = buffer
+            offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
         return taken.slot
 
     def seal(self, place: Place) -> Place | bytearray:
@@ -455,7 +468,7 @@ class _Lease(_Region):
             self.mapping.give_back(start, size)
 
 
-Leases = dict[int, _Lease]  # by ticket; those of one message
+Leases = dict[int, _Lease | list[bytearray]]  # by ticket; those of one message, and what was copied
 
 
 def leased_slot(buffer: Any) -> tuple[int, int] | None:

@@ -79,7 +79,12 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    obj: object, *, known_classes: bool = False, carry: tuple[type, ...] = (), mapped: Mappings | None = None
+    obj: object,
+    *,
+    known_classes: bool = False,
+    carry: tuple[type, ...] = (),
+    mapped: Mappings | None = None,
+    fresh: Mapping[int, plain.Fresh] = plain.NOT_FRESH,
 ) -> Encoded:
     """Takes an object apart.
 
@@ -92,6 +97,7 @@ def encode(
             array is, or in whatever steps it goes through it. Arrays that go through the same memory more than once
             keep doing so. And a replica's random generators can be noted when it is decoded, see
             generators.py.
+        fresh: For batches: see `plain.encode`.
 
     Raises:
         Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -99,7 +105,7 @@ def encode(
     """
     if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
         return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, [], [])
-    if mapped is None and (simple := plain.encode(obj)) is not None:
+    if mapped is None and (simple := plain.encode(obj, fresh)) is not None:
         return Encoded(*simple, [])
     file = io.BytesIO()
     pickler = Pickler(file, known_classes, carry, mapped)
@@ -167,7 +173,7 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
     tail = memoryview(skeleton)
     if tail[0] == plain.MARK:
         return plain.decode(bytes(skeleton), cast("Sequence[Buffer]", buffers))  # of a batch, not a replica
-    if tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS and not buffers:
+    if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
     header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
     count = len(header.places) + sum(group.buffers for group in header.groups)

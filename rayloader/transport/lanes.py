@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pickle import PickleBuffer
 from typing import Any
 
@@ -97,10 +97,17 @@ def sealed(wire: Wire, arena: ArenaWriter) -> Wire:
 def unplaced(wire: Wire, lent: Lent) -> Wire:
     """The same with leased views of slots, and copies of small buffers, in place of where they are."""
     skeleton, buffers, carried, packed = wire
+    small: Iterator[bytearray] = iter(())
     if packed is not None:
-        copies = iter(lent.arena.unpack(packed, [b for b in buffers if isinstance(b, int)], lent.leases))
-        buffers = [next(copies) if isinstance(b, int) else b for b in buffers]
-    return skeleton, [lent.arena.view(b, lent.leases) if isinstance(b, tuple) else b for b in buffers], carried, None
+        copies = lent.arena.unpack(packed, [size for size in buffers if type(size) is int], lent.leases)
+        if len(copies) == len(buffers):
+            return skeleton, copies, carried, None
+        small = iter(copies)
+    views: list[Any] = []
+    for buffer in buffers:
+        kind = type(buffer)
+        views.append(next(small) if kind is int else lent.arena.view(buffer, lent.leases) if kind is tuple else buffer)
+    return skeleton, views, carried, None
 
 
 def from_wire(wire: Wire) -> Any:
@@ -116,6 +123,8 @@ def from_wire(wire: Wire) -> Any:
 def owned(wire: Wire, copy: Callable[[memoryview], memoryview]) -> Wire:
     """The same with copies of the buffers that can't be written to, made by `copy`."""
     skeleton, buffers, carried, packed = wire
+    if not buffers:
+        return wire
     views = [memoryview(buffer) for buffer in buffers]
     return skeleton, [copy(view) if view.readonly else view for view in views], carried, packed
 

@@ -45,8 +45,10 @@ JOINED_BYTES = 1 << 16
 _AT_ONCE = 64  # parts that one call sends, or receives
 # How long a thread reads at most without waiting, in seconds: one that seems to take longer was interrupted.
 TORN_S = 10.0
+# Of a call that is not to wait, though the socket would.
+_NO_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 # A program may have given SIGPIPE back its default action: the death of the other end must not be its own.
-_NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
+_SENDING: int = getattr(socket, "MSG_NOSIGNAL", 0) | _NO_WAIT
 
 
 class LineError(RayloaderError):
@@ -137,7 +139,7 @@ class Line:
             self._connected(connection)
 
     def _connected(self, connection: LineSocket) -> None:
-        connection.setblocking(False)
+        connection.setblocking(True)
         self._socket = connection
 
     @property
@@ -206,9 +208,9 @@ class Line:
         try:
             while out:
                 if len(out) == 1:
-                    sent = connection.send(out[0], _NO_SIGNAL)
+                    sent = connection.send(out[0], _SENDING)
                 else:
-                    sent = connection.sendmsg(islice(out, _AT_ONCE), (), _NO_SIGNAL)
+                    sent = connection.sendmsg(islice(out, _AT_ONCE), (), _SENDING)
                 while out and sent >= len(out[0]):
                     sent -= len(out.popleft())
                 if sent:
@@ -224,6 +226,14 @@ class Line:
         self.read()
         return self.arrived()
 
+    def receive_next(self) -> list[Message]:
+        """The same, but where nothing has arrived it waits until something has, or the other end has gone.
+
+        There may be no whole message even then. In a line's own thread only, for what is `unsent` is not sent meanwhile.
+        """
+        self._read(flags=0)
+        return self.arrived()
+
     def arrived(self) -> list[Message]:
         """Those that were read by now, and not given before."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))] if self._arrived else []
@@ -234,6 +244,10 @@ class Line:
         Args:
             wait: if another thread is at it, for that to be done; else it is left to it.
         """
+        return self._read(wait=wait)
+
+    def _read(self, *, wait: bool = False, flags: int = _NO_WAIT) -> bool:
+        """The same; `flags` are those of the first call of the system."""
         connection = self._socket
         if connection is None or self.ended:
             return False
@@ -241,8 +255,8 @@ class Line:
             self.ended |= wait
             return False
         try:
-            while self._read_once(connection):
-                pass
+            while self._read_once(connection, flags):
+                flags = _NO_WAIT
         except BlockingIOError:
             pass
         except OSError:  # it was reset: whoever closed it wants no answer
@@ -250,15 +264,15 @@ class Line:
         self._reading.release()
         return True
 
-    def _read_once(self, connection: LineSocket) -> bool:
+    def _read_once(self, connection: LineSocket, flags: int) -> bool:
         """Reads; whether there may be more."""
         if self._rest:
             views = list(islice(self._rest, _AT_ONCE))
-            count = connection.recvmsg_into(views)[0]
+            count = connection.recvmsg_into(views, 0, flags)[0]
             self._put(count)
         else:
             room = len(self._in) - self._filled
-            count = connection.recv_into(memoryview(self._in)[self._filled :], room)
+            count = connection.recv_into(memoryview(self._in)[self._filled :], room, flags)
             self._filled += count
             self._cut()
             if 0 < count < room:

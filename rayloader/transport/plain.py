@@ -9,14 +9,17 @@ Promise: `encode` takes only what `decode` makes again exactly, storages include
 from __future__ import annotations
 
 import functools
+import math
 import pickle
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rayloader.transport.raw import DTYPES, NAMES, flat_bytes, memory, tensor_over
+from rayloader.transport.raw import DTYPES, NAMES, NUMPYS, array_tensor_over, flat_bytes, memory, tensor_over
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -28,8 +31,18 @@ _CACHED = 64  # skeletons
 _Spec = tuple[str, tuple[int, ...], tuple[int, ...], int]  # of a tensor: dtype's name, size, stride, bytes
 
 
-def encode(obj: Any) -> tuple[bytes, list[memoryview]] | None:
-    """Skeleton and buffers; None if `obj` is not a plain batch."""
+class Fresh(NamedTuple):
+    """A tensor that nobody but the collate function has had, which made it plain, contiguous and of its own memory."""
+
+    tensor: Tensor
+    memory: memoryview  # its bytes, flat
+
+
+NOT_FRESH: Mapping[int, Fresh] = MappingProxyType({})
+
+
+def encode(obj: Any, fresh: Mapping[int, Fresh] = NOT_FRESH) -> tuple[bytes, list[memoryview]] | None:
+    """Skeleton and buffers; None if `obj` is not a plain batch. `fresh` tensors, by their `id`, need no look."""
     kind = type(obj)
     names: tuple[str, ...] = ()
     if kind is Tensor:
@@ -49,6 +62,11 @@ def encode(obj: Any) -> tuple[bytes, list[memoryview]] | None:
     addresses = set()  # of the storages
     for tensor in tensors:
         dtype = tensor.dtype
+        if (made := fresh.get(id(tensor))) is not None:
+            buffers.append(made.memory)
+            specs.append((NAMES[dtype], tensor.shape, tensor.stride(), made.memory.nbytes))
+            addresses.add(tensor.data_ptr())
+            continue
         if dtype not in NAMES or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
             return None
         if not tensor.is_contiguous() or tensor.requires_grad or tensor.__dict__ or tensor.is_neg() or tensor.is_conj():
@@ -65,12 +83,16 @@ def encode(obj: Any) -> tuple[bytes, list[memoryview]] | None:
 
 def decode(skeleton: bytes, buffers: Sequence[Buffer]) -> Any:
     """As `codec.decode`."""
-    kind, names, specs = _parts(skeleton)
-    if len(buffers) != len(specs):
-        raise ValueError(f"decode needs the skeleton's {len(specs)} buffers, got {len(buffers)}")
+    kind, names, parts = _parts(skeleton)
+    if len(buffers) != len(parts):
+        raise ValueError(f"decode needs the skeleton's {len(parts)} buffers, got {len(buffers)}")
     tensors: list[Tensor] = []
-    for buffer, (dtype, size, stride, nbytes) in zip(buffers, specs, strict=True):
-        tensors.append(tensor_over(flat_bytes(buffer, nbytes, len(tensors)), DTYPES[dtype], size, stride))
+    for buffer, (nbytes, array, dtype, size, stride) in zip(buffers, parts, strict=True):
+        view = flat_bytes(buffer, nbytes, len(tensors))
+        if array is None or view.readonly:
+            tensors.append(tensor_over(view, dtype, size, stride))
+        else:
+            tensors.append(array_tensor_over(view, array, size))
     if kind is Tensor:
         return tensors[0]
     return dict(zip(names, tensors, strict=True)) if kind is dict else kind(tensors)
@@ -82,7 +104,23 @@ def _skeleton(kind: int, names: tuple[str, ...], specs: tuple[_Spec, ...]) -> by
     return bytes([MARK]) + pickle.dumps((kind, names, plain), pickle.HIGHEST_PROTOCOL)
 
 
+class _Part(NamedTuple):
+    """How to make a tensor."""
+
+    nbytes: int
+    array: np.dtype[Any] | None  # if an array of this type has just its strides
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 @functools.lru_cache(_CACHED)
-def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], tuple[_Spec, ...]]:
+def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], tuple[_Part, ...]]:
     kind, names, specs = pickle.loads(memoryview(skeleton)[1:])
-    return _KINDS[kind], names, specs
+    return _KINDS[kind], names, tuple(_part(*spec) for spec in specs)
+
+
+def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> _Part:
+    dtype = DTYPES[name]
+    steps = [math.prod(size[place + 1 :]) for place in range(len(size))]  # of a new array
+    return _Part(nbytes, NUMPYS.get(dtype) if list(stride) == steps else None, dtype, size, stride)

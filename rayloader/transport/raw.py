@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 NAMES = {d: name for name, d in DTYPES.items() if not name.startswith(("qint", "quint"))}
 # Those that NumPy has under the same name, and those that `torch.frombuffer` knows.
-NUMPYS = {
-    getattr(torch, name)
+NUMPYS: dict[torch.dtype, np.dtype[Any]] = {
+    getattr(torch, name): np.dtype(name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 }
 _FROM_BUFFER = {*NUMPYS, torch.bfloat16}
@@ -79,6 +79,13 @@ def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], str
     tensor = torch.frombuffer(view, dtype=dtype)
     if stride != (1,):
         tensor.as_strided_(size, stride)
+    tensor.untyped_storage().rayloader_memory = view  # type: ignore[attr-defined]
+    return tensor
+
+
+def array_tensor_over(view: memoryview, dtype: np.dtype[Any], size: tuple[int, ...]) -> torch.Tensor:
+    """The same, writable and contiguous, of a type that NumPy has: in a third of the time."""
+    tensor = torch.from_numpy(np.ndarray(size, dtype, view))
     tensor.untyped_storage().rayloader_memory = view  # type: ignore[attr-defined]
     return tensor
 

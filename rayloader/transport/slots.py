@@ -32,6 +32,7 @@ class FreeSlots:
         self._same_size: dict[int, list[int]] = {}  # starts of free slots by their size, the last that came back last
         self._stretches = [(start, end)]  # the other free room: start, end, ascending
         self._taken = 0  # slots so far
+        self._uses: dict[tuple[int, int], int] = {}  # since `cold` was asked last: what `_taken` was, by start and size
         self._last_use = np.zeros(-(-end // CHUNK), np.int64)  # of each chunk: what `_taken` was; 0: not touched
         self._touched = 0  # chunks, counted from the lowest
 
@@ -43,8 +44,9 @@ class FreeSlots:
         if start is None:
             return None
         self._taken += 1
-        self._use(start, size)
-        return start, size
+        slot = start, size
+        self._uses[slot] = self._taken
+        return slot
 
     def put_back(self, start: int, size: int) -> None:
         """A slot, as `take` gave it, is free again."""
@@ -56,16 +58,20 @@ class FreeSlots:
         Args:
             in_use: start and size of all slots that were taken and not put back.
         """
+        for (start, size), taken in self._uses.items():
+            self._use(start, size, taken)
+        self._uses.clear()
         for start, size in in_use:
-            self._use(start, size)
+            self._use(start, size, self._taken)
         last_use = self._last_use[: self._touched]
         cold = np.flatnonzero((last_use > 0) & (last_use <= self._taken - COLD_AFTER))
         last_use[cold] = 0
         return [(int(chunk) * CHUNK, CHUNK) for chunk in cold if chunk]  # not the first: its pages hold more than slots
 
-    def _use(self, start: int, size: int) -> None:
+    def _use(self, start: int, size: int, taken: int) -> None:
         end = -(-(start + size) // CHUNK)
-        self._last_use[start // CHUNK : end] = self._taken
+        last_use = self._last_use[start // CHUNK : end]
+        np.maximum(last_use, taken, out=last_use)
         self._touched = max(self._touched, end)
 
     def _cut(self, size: int) -> int | None:

@@ -53,6 +53,9 @@ from rayloader.transport.recycled import Recycled
 from rayloader.worker.output import Output
 from rayloader.worker.worker import Task, Worker
 
+# How often a process that has something to do looks what else has come over its line, in seconds: what nobody wants any
+# more it need not begin.
+LOOK_SECONDS = 0.001
 # What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
 IN_BAND_BYTES = 1 << 16
 # Variables that Ray sets in the program and in its workers, to different values.
@@ -76,6 +79,7 @@ class WorkerProcess:
         self._line_address: local_line.LineAddress | tcp_line.TcpAddress | None = None
         self._copies: Recycled | None = None  # of what can't be sent at once
         self._calls: deque[tuple[Any, ...]] = deque()  # that came over the line, not begun, oldest first
+        self._looked = 0.0  # perf_counter(): at what has come
         self._dropped = 0, 0, 0  # after this call and up to that nobody wants the tasks from this one on
         # For `Answer.spent`, in seconds.
         self._free_since = 0.0  # perf_counter(): it has done all that it was told
@@ -184,7 +188,7 @@ class WorkerProcess:
         progress, doubt, state = hosted.progress, hosted.take_doubt(), hosted.snapshot_if_due(seconds)
         spent = hosted.spent(ended, self._idle, self._sending)
         self._idle = self._sending = 0.0
-        return Answer(result, seconds, progress, doubt, state, lane.take_full(), lane.error, spent)
+        return Answer(result, seconds, spent, progress, doubt, state, lane.take_full(), lane.error)
 
     def _begins(self) -> None:
         """An epoch, for one of the workers."""
@@ -214,10 +218,6 @@ class WorkerProcess:
         while self._calls or not line.ended:
             self._attend(line)
             if not self._calls:
-                if not line.ended:
-                    waits = time.perf_counter()
-                    line.wait()
-                    self._idle += time.perf_counter() - waits
                 continue
             kind, worker_id, call, *arguments = self._calls.popleft()
             line.keep()  # see NOTE [final] in protocol.py
@@ -228,7 +228,7 @@ class WorkerProcess:
             if answer is None:
                 continue
             wire = None if answer.result is None else answer.result.wire
-            fields = (None if answer.result is None else answer.result.fields, *answer[1:])
+            fields = (None if answer.result is None else answer.result.fields, *answer.fields[1:])
             if wire is not None and wire[2]:  # references to Ray's objects
                 line.drain()  # what is older comes first
                 self._is_free()
@@ -253,8 +253,18 @@ class WorkerProcess:
         line.send(packed(message, line.apart))
 
     def _attend(self, line: Line) -> None:
-        """Takes in what has come over the line; sends what is still to be sent."""
-        self._take_in(line.receive())
+        """Takes in what has come over the line, and waits for it if there is nothing to do; sends what is unsent."""
+        now = time.perf_counter()
+        if self._calls:
+            if now - self._looked < LOOK_SECONDS and not line.unsent:
+                return
+            self._take_in(line.receive())
+        elif not line.ended:
+            if line.unsent:
+                line.wait()
+            self._take_in(line.receive() if line.unsent else line.receive_next())
+            self._idle += time.perf_counter() - now
+        self._looked = now
         if line.unsent:
             line.flush()
         if line.ended and line.hung_up:

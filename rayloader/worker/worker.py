@@ -34,7 +34,7 @@ from rayloader._compat import (
     set_worker_info,
     torch_worker,
 )
-from rayloader.collate import adopt_collate_fn_map, stack_into
+from rayloader.collate import FreshTensors, adopt_collate_fn_map, collate_into
 from rayloader.errors import ReplayError, ReplicaMemoryError, add_note
 from rayloader.protocol import (
     CARRY,
@@ -379,17 +379,17 @@ class Worker:
                 seed_all(setup.base_seed, self._epoch, number)
             if arena is not None:
                 arena.begin(setup.worker_id)
-            batch, samples = self._load(task.indices, arena, skipped)
+            batch, samples, fresh = self._load(task.indices, arena, skipped)
             self._collated = time.perf_counter()
             try:
-                encoded = _encode(batch)
+                encoded = _encode(batch, fresh=fresh)
             except Exception as error:  # the user's objects may raise anything
                 unpicklable.note_batch(error, batch, _encode)
                 raise
             checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum(buffer.nbytes for buffer in encoded.buffers)
             if arena is not None:
-                del batch, encoded  # the last that refer to the batch, unless user code does
+                del batch, encoded, fresh  # the last that refer to the batch, unless user code does
                 wire = sealed(wire, arena)
             result = Result(task_id, ResultKind.BATCH, wire, "", nbytes, tuple(skipped), checksum, samples)
         except skipping.NothingLeft:
@@ -416,17 +416,20 @@ class Worker:
         self._tasks, self._last_task, self._has_just_loaded = self._tasks + 1, task_id, False
         return result
 
-    def _load(self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]) -> tuple[Any, int]:
-        """A batch, and how many samples are in it."""
+    def _load(
+        self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]
+    ) -> tuple[Any, int, FreshTensors]:
+        """A batch, how many samples are in it, and which of its tensors are fresh."""
         setup = self._setup
-        stack_into(arena)
+        collate_into(arena)
         try:
             left_out = skipped if setup.skip_errors else None
             samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), left_out)
             self._fetched = time.perf_counter()
-            return self._collate_fn(samples), count
+            fresh = collate_into(arena, self._collate_fn)
+            return self._collate_fn(samples), count, fresh
         finally:
-            stack_into(None)
+            collate_into(None)
 
     @property
     def _is_iterable(self) -> bool:

@@ -19,8 +19,8 @@ from torch.utils.data._utils.collate import (
     default_collate_fn_map,
 )
 
-from rayloader.collate import adopt_collate_fn_map, stack, stack_into
-from rayloader.transport import codec
+from rayloader.collate import adopt_collate_fn_map, collate_into, floats, stack, whole_numbers
+from rayloader.transport import codec, plain
 from rayloader.transport.arena import Arena, ArenaWriter
 from rayloader.transport.slots import PAGE
 
@@ -33,9 +33,9 @@ def writer(monkeypatch):
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, stack)
     opened = ArenaWriter.open(arena.address)
     opened.begin(0)
-    stack_into(opened)
+    collate_into(opened)
     yield weakref.proxy(opened)
-    stack_into(None)
+    collate_into(None)
 
 
 def in_slot(writer, tensor):
@@ -203,7 +203,7 @@ def test_structures_and_arrays_are_collated_into_slots_and_not_copied_again(writ
     samples = [sample(i) for i in range(5)]
     got, want = (
         default_collate(samples),
-        collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: plain}),
+        collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: simply}),
     )
     assert type(got["pair"]) is Pair
     assert got["scalars"][3] == want["scalars"][3]
@@ -216,7 +216,7 @@ def test_structures_and_arrays_are_collated_into_slots_and_not_copied_again(writ
         assert len(writer._slots) == slots
 
 
-def plain(batch, *, collate_fn_map=None):
+def simply(batch, *, collate_fn_map=None):
     return torch.stack(batch)
 
 
@@ -237,9 +237,115 @@ class Imported:
 
 @pytest.mark.usefixtures("restored_map")
 def test_the_collate_map_is_the_drivers_in_the_drivers_order():
-    drivers = {Imported: collate_float_fn, **default_collate_fn_map, Fraction: collate_tensor_fn, str: plain}
+    drivers = {Imported: collate_float_fn, **default_collate_fn_map, Fraction: collate_tensor_fn, str: simply}
     del drivers[bytes]
-    default_collate_fn_map[complex] = default_collate_fn_map[Imported] = plain
+    default_collate_fn_map[complex] = default_collate_fn_map[Imported] = simply
     adopt_collate_fn_map(drivers)
-    expected = {**drivers, torch.Tensor: stack, Fraction: stack, complex: plain}
+    ours = {torch.Tensor: stack, Fraction: stack, int: whole_numbers, float: floats, Imported: floats}
+    expected = {**drivers, **ours, complex: simply}
     assert list(default_collate_fn_map.items()) == list(expected.items())
+
+
+# ---- fresh tensors: those that nobody but torch's collate and ours has had
+
+
+@pytest.fixture
+def _workers_map(restored_map):
+    adopt_collate_fn_map(dict(default_collate_fn_map))
+    yield
+    collate_into(None)
+
+
+SAMPLES = {
+    "image and label": [(torch.randint(0, 256, (1, 5, 6), dtype=torch.uint8), label) for label in range(4)],
+    "dict of numbers": [{"x": torch.randn(3), "y": 0.1 * n, "n": -n} for n in range(3)],
+    "one row": [(torch.randn(2, 3), 5)],
+    "large whole numbers": [(torch.zeros(2), 2**62 + n) for n in range(2)],
+    "floats that are no numbers": [(torch.zeros(2), n) for n in (float("nan"), float("inf"), -0.0, 5e-324)],
+    "bools": [(torch.zeros(2), bool(n)) for n in range(2)],
+    "ints and bools": [(torch.zeros(2), n) for n in (5, True)],
+    "ints and floats": [(torch.zeros(2), n) for n in (5, 2.5)],
+    "floats and ints": [(torch.zeros(2), n) for n in (2.5, 5)],
+    "an int beyond floats": [(torch.zeros(2), n) for n in (2.5, 2**64)],
+    "NumPy's numbers": [(torch.zeros(2), n) for n in (np.int32(5), np.int32(6))],
+    "half": [(torch.randn(3).half(), n) for n in range(2)],
+    "bfloat16": [(torch.randn(3).bfloat16(), n) for n in range(2)],
+    "transposed": [(torch.randn(3, 4).t(), n) for n in range(2)],
+    "more than a slot of small ones": [(torch.randn(40, 41), n) for n in range(20)],
+}
+
+
+@pytest.mark.usefixtures("_workers_map")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_fresh_tensors_are_sent_as_those_that_are_looked_at(name):
+    arena = Arena(64 * PAGE)
+    opened = ArenaWriter.open(arena.address)
+    opened.small = 4096
+    opened.begin(0)
+    reference = default_collate(SAMPLES[name])
+    fresh = collate_into(opened, default_collate)
+    batch = default_collate(SAMPLES[name])
+    encoded, looked_at = codec.encode(batch, fresh=fresh), codec.encode(batch)
+    assert encoded.skeleton == looked_at.skeleton
+    assert [bytes(buffer) for buffer in encoded.buffers] == [bytes(buffer) for buffer in looked_at.buffers]
+    assert codec.encode(reference).skeleton == encoded.skeleton
+    assert list(map(bytes, codec.encode(reference).buffers)) == list(map(bytes, encoded.buffers))
+
+
+@pytest.mark.usefixtures("_workers_map")
+def test_images_and_labels_are_fresh():
+    fresh = collate_into(None, default_collate)
+    images, labels = default_collate(SAMPLES["image and label"])
+    assert [made.tensor for made in fresh.values()] == [images, labels]
+    assert [made.memory.nbytes for made in fresh.values()] == [images.nbytes, labels.nbytes]
+
+
+@pytest.mark.usefixtures("_workers_map")
+def test_an_int_that_is_too_large_raises_torchs_error():
+    samples = [(torch.zeros(2), 2**63)]
+    errors = []
+    for collate_fn in (None, default_collate):
+        collate_into(None, collate_fn)
+        with pytest.raises((RuntimeError, ValueError)) as caught:  # ValueError from torch 2.13 on
+            default_collate(samples)
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.usefixtures("_workers_map")
+def test_numbers_go_to_the_default_device():
+    fresh = collate_into(None, default_collate)
+    with torch.device("meta"):
+        assert default_collate([1, 2]).is_meta
+    assert not fresh
+
+
+@pytest.mark.usefixtures("_workers_map")
+@pytest.mark.parametrize("change", ["own collate_fn", "own function in the map"])
+def test_what_the_user_may_have_had_is_not_fresh(change):
+    def own(batch, *, collate_fn_map=None):
+        return batch[0].resize_(1)  # of a tensor that default_collate has made
+
+    if change == "own function in the map":
+        default_collate_fn_map[Fraction] = own
+    fresh = collate_into(None, default_collate if change == "own function in the map" else own)
+    labels = default_collate([1, 2, 3])
+    assert not fresh
+    assert labels.resize_(4).tolist()[:3] == [1, 2, 3]  # as torch's, which has a storage of its own
+
+
+class Twin(torch.Tensor):
+    """Stacks into something else than it was told."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        return super().__torch_function__(func, types, args, kwargs).as_subclass(torch.Tensor)
+
+
+@pytest.mark.usefixtures("_workers_map")
+def test_what_a_samples_class_has_made_is_not_fresh():
+    fresh = collate_into(None, default_collate)
+    batch = default_collate([torch.zeros(3), torch.ones(3).as_subclass(Twin)])
+    assert not fresh
+    assert plain.encode(batch, fresh) == plain.encode(batch)
