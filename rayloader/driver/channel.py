@@ -18,6 +18,7 @@ from rayloader.driver.actor import Actor
 from rayloader.driver.answers import Answers
 from rayloader.state.journal import Resumed, Told
 from rayloader.transport.lanes import Lent, Room, to_wire
+from rayloader.transport.line import Line
 
 Message = Any  # a tuple that begins with an `Up`, ActorLost or LineRefused
 
@@ -89,6 +90,14 @@ class Channel(ABC):
     @abstractmethod
     def lane(self) -> str:
         """What it is, in words, and how batches travel."""
+
+    @property
+    def quiet_line(self) -> Line | None:
+        """The line that brings whatever comes, where it is open and has nothing to send; else None.
+
+        While it is the same one, so are the descriptors and the patience.
+        """
+        return None
 
     @property
     def patience(self) -> float:

@@ -13,6 +13,7 @@ from rayloader.driver.answers import Answers
 from rayloader.driver.channel import Channel, Message
 from rayloader.driver.ways import Ways
 from rayloader.driver.worker_slot import WorkerSlot
+from rayloader.transport.line import Line
 
 
 class Channels:
@@ -29,6 +30,7 @@ class Channels:
         self._channels: dict[Actor, Channel] = {}
         self._unflushed: set[Channel] = set()  # that were told something
         self._impatient: set[Channel] = set()  # that have more to wait for than descriptors can tell
+        self._quiet: dict[Channel, Line | None] = {}  # the line of each that is all there was to wait for, as last seen
 
     def __contains__(self, actor: Actor) -> bool:
         """Whether there is one to that actor."""
@@ -103,6 +105,7 @@ class Channels:
             self._unflushed.discard(channel)
             channel.close()
             self._watch(channel)
+            del self._quiet[channel]
 
     def close(self) -> None:
         """Ends all of them."""
@@ -111,6 +114,10 @@ class Channels:
 
     def _watch(self, channel: Channel) -> None:
         """It may have to be waited for in another way than before."""
+        line = channel.quiet_line
+        if line is not None and self._quiet.get(channel) is line:
+            return  # as before: asked after every message
+        self._quiet[channel] = line
         self._answers.watch_descriptors(channel, tuple(channel.descriptors()))
         if channel.patience < math.inf:
             self._impatient.add(channel)

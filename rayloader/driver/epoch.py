@@ -88,6 +88,7 @@ class Epoch:
         self._crew = crew
         self._schedule = schedule
         self._sampler_iter = sampler_iter
+        self._ahead = sampler_iter if isinstance(sampler_iter, DrawAhead) else None
         self._options = options
         self._paces = paces
         self._position = position
@@ -142,7 +143,7 @@ class Epoch:
         self._position.settle()
         self._check_open()
         began = 0.0 if self.tables.deliverable else time.monotonic()
-        while self._out is not None or not self.finished:
+        while self._out is not None or self.tables.deliverable or not self.finished:
             if self._crew.moving.due:
                 self._recovery.revive()
             if self._out is None:
@@ -185,16 +186,15 @@ class Epoch:
                 "this iterator was interrupted (by Ctrl-C, or a signal handler that raised) and has lost its place; "
                 "call iter() on the loader again. state_dict() still says which batches were taken"
             )
-        if self._schedule.finished:
-            return
-        if self._schedule.closed:
+        if self._schedule.closed and not self._schedule.finished:
             if self.tables.failure is not None:
                 raise self.tables.failure.with_traceback(None)
             self._crew.check_session()
             raise RaySessionError(
                 "this epoch was ended: iter() was called on the loader again meanwhile, or shutdown()"
             )
-        self._crew.check_session()
+        if self.tables.deliverable or not self._schedule.finished:
+            self._crew.check_session()
 
     @changes
     def _end_turn(self, delivery: Delivery) -> None:
@@ -262,7 +262,7 @@ class Epoch:
 
     def _draw_owed(self) -> None:
         """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
-        ahead = self._sampler_iter if isinstance(self._sampler_iter, DrawAhead) else None
+        ahead = self._ahead
         self._reach(ahead)
         while self._schedule.owed_draws:
             if ahead is not None and not ahead.may_draw:

@@ -20,7 +20,7 @@ from rayloader.driver.channel import Channel, LineRefused, Message
 from rayloader.protocol import Down, Served, Up
 from rayloader.state.journal import Resumed, Told
 from rayloader.transport.lanes import Lent, unpack
-from rayloader.transport.line import unpacked
+from rayloader.transport.line import Line, unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.transport.tcp_line import TcpDriverLine
 from rayloader.waiting import NONE_YET
@@ -149,6 +149,14 @@ class LineCalls(Channel):
     def descriptors(self) -> Iterator[tuple[int, int]]:
         for served in list(self._served):
             yield from served.line.descriptors
+
+    @property
+    @override
+    def quiet_line(self) -> Line | None:
+        if len(self._served) != 1:
+            return None
+        served = self._served[0]
+        return served.line if served.line.is_quiet and not served.ended_at else None
 
     @property
     @override

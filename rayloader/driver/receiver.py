@@ -102,7 +102,7 @@ class Receiver:
 
     def _take_message(self, actor: Actor, message: Message) -> None:
         kind, worker_id, number, content = message
-        slot = self.tables.crew.slots[worker_id]
+        slot = self.tables.slots[worker_id]
         if kind == Up.BEGUN:
             if not slot.journal.begun and slot.journal.resumed == (actor, number):
                 slot.journal.reached_begin(WorkerState(*content))

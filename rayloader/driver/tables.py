@@ -87,6 +87,7 @@ class Tables:
         tally: counts what happens.
 
     Attributes:
+        slots: of the crew's workers.
         unanswered: tasks that were submitted, and neither answered nor forgotten.
         results: not delivered, by task.
         deliverable: delivered and not taken, in that order.
@@ -97,6 +98,7 @@ class Tables:
 
     def __init__(self, crew: Crew, schedule: Schedule, lock: threading.RLock, tally: Tally) -> None:
         self.crew = crew
+        self.slots = crew.slots
         self.schedule = schedule
         self.lock = lock
         self.tally = tally
@@ -107,7 +109,7 @@ class Tables:
         self.unsent: list[int] = []
         self.failure: WorkerDiedError | None = None
         self.on_change: Callable[[], None] | None = None
-        for slot in crew.slots:
+        for slot in self.slots:
             slot.drop_calls()
             slot.dropped = None
             slot.allowance = None
@@ -120,13 +122,15 @@ class Tables:
     @property
     def broken(self) -> bool:
         """Whether a change was broken off."""
+        if self.ended == self.begun:  # read in this order: no change that another thread ends meanwhile hides one
+            return False
         with self.lock:
             return self.begun != self.ended
 
     @property
     def is_under_way(self) -> bool:
         """Whether something is to come from the workers."""
-        return bool([slot for slot in self.crew.slots if slot.calls] or self.crew.moving.awaited)
+        return bool([slot for slot in self.slots if slot.calls] or self.crew.moving.awaited)
 
     @property
     def untaken(self) -> list[Result]:
@@ -152,14 +156,14 @@ class Tables:
                     for task_id in task_ids:
                         self.unanswered.discard(task_id)
                         self.results.pop(task_id, None)
-                        for slot in self.crew.slots:
+                        for slot in self.slots:
                             self._gone(slot, task_id)
                 case Drop(worker_id, first_task_id):
-                    slot = self.crew.slots[worker_id]
+                    slot = self.slots[worker_id]
                     self.crew.drop(slot, first_task_id)
                     slot.dropped = first_task_id
                 case ReplaceWorker(worker_id, cause):
-                    if self.crew.moving.replace(self.crew.slots[worker_id]):
+                    if self.crew.moving.replace(self.slots[worker_id]):
                         self.tally.restarts += 1
                         text = _briefly(cause)
                         logger.warning("rayloader: worker %d is lost and gets another process: %s", worker_id, text)
@@ -176,7 +180,7 @@ class Tables:
 
     def taken(self, task: Task) -> None:
         """The user has its batch; as a part of a change."""
-        slot = self.crew.slots[task.worker_id]
+        slot = self.slots[task.worker_id]
         self.take_in(BatchTaken(task.task_id))
         self._gone(slot, task.task_id)
         self.feed(slot)
@@ -215,7 +219,7 @@ class Tables:
         self.feed(slot)
 
     def _submit(self, task: Task) -> None:
-        slot, told = self.crew.slots[task.worker_id], Told(task.task_id, task.indices.encoded)
+        slot, told = self.slots[task.worker_id], Told(task.task_id, task.indices.encoded)
         slot.journal.told(told)
         self.unanswered.add(task.task_id)
         if not slot.away and slot.replay is None:
@@ -224,10 +228,10 @@ class Tables:
 
     def describe(self, task: Task) -> str:
         """Which batch, where, of what."""
-        return describe(task, None if task.is_anybodys else self.crew.address(self.crew.slots[task.worker_id]))
+        return describe(task, None if task.is_anybodys else self.crew.address(self.slots[task.worker_id]))
 
     def _worker_died(self, fail: Fail) -> WorkerDiedError:
-        address = self.crew.address(self.crew.slots[fail.worker_id])
+        address = self.crew.address(self.slots[fail.worker_id])
         process, node = (f"(pid(s) {address.pid})", f" on {address.hostname}") if address else ("(not started)", "")
         error = WorkerDiedError(
             f"DataLoader worker {process} exited unexpectedly: worker {fail.worker_id}{node}. Cause: {fail.cause}",

@@ -172,7 +172,7 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
     """
     tail = memoryview(skeleton)
     if tail[0] == plain.MARK:
-        return plain.decode(bytes(skeleton), cast("Sequence[Buffer]", buffers))  # of a batch, not a replica
+        return plain.decode(bytes(skeleton), buffers)  # type: ignore[arg-type] # of a batch: no storages
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
     header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))

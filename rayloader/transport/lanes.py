@@ -74,6 +74,8 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
         encoded: what is to travel.
         arena: where a batch has begun.
     """
+    if not encoded.buffers:  # as of indices
+        return encoded.skeleton, [], encoded.carried, None
     packed: Slot | None = None
     buffers: list[Any] = [PickleBuffer(buffer) for buffer in encoded.buffers]
     if arena is not None:
@@ -208,8 +210,11 @@ class ArenaLane:
                 self._off = str(error)
                 return None
             freed = []
-        abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
-        leased = arena.leased() if abandoned else frozenset()
+        abandoned: list[int | None] = []
+        leased: frozenset[int] = frozenset()
+        if self._abandoned:
+            abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
+            leased = arena.leased()
         address = arena.address if arena.address is not told else None
         return Lent(arena, (address, freed, abandoned, leased, SMALL_BYTES))
 

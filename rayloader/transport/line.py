@@ -158,6 +158,11 @@ class Line:
         return [(self.descriptor, self.events)] if self.descriptor >= 0 else []
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether it is open, and there is nothing to wait for but what comes."""
+        return self._socket is not None and not self.ended and not self._out
+
+    @property
     def unsent(self) -> bool:
         """Whether something is queued."""
         return bool(self._out)
@@ -229,7 +234,7 @@ class Line:
     def receive_next(self) -> list[Message]:
         """The same, but where nothing has arrived it waits until something has, or the other end has gone.
 
-        There may be no whole message even then. In a line's own thread only, for what is `unsent` is not sent meanwhile.
+        There may be no whole message even then, and what is `unsent` stays so meanwhile.
         """
         self._read(flags=0)
         return self.arrived()

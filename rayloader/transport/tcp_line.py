@@ -98,6 +98,11 @@ class TcpDriverLine(ListeningLine):
         strangers = [(stranger.fileno(), select.POLLIN) for stranger in list(self._strangers)]
         return super().descriptors + strangers
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it is open, and there is nothing to wait for but what comes."""
+        return super().is_quiet and not self._strangers
+
     def read(self, *, wait: bool = False) -> bool:
         """Reads what has arrived, and keeps it for `arrived`; lets the worker in before."""
         done = super().read(wait=wait)
