@@ -117,9 +117,9 @@ class Channels:
         line = channel.quiet_line
         if line is not None and self._quiet.get(channel) is line:
             return  # as before: asked after every message
-        self._quiet[channel] = line
         self._answers.watch_descriptors(channel, tuple(channel.descriptors()))
         if channel.patience < math.inf:
             self._impatient.add(channel)
         else:
             self._impatient.discard(channel)
+        self._quiet[channel] = line  # last: an interrupt must not hide what was not done

@@ -382,6 +382,30 @@ def test_small_buffers_share_a_slot_and_get_memory_of_their_own():
     assert copies == [bytearray(buffer) for buffer in buffers]
 
 
+def test_what_is_copied_of_a_message_that_is_taken_in_twice_is_what_it_was():
+    """As after a Ctrl-C: the slot was free after the first time, and another batch may lie in it."""
+    pair, leases = Pair(), {}
+    pair.writer.begin(0)
+    slot = pair.writer.pack([memoryview(b"first")])
+    copies = pair.arena.unpack(slot, [5], leases)
+    assert pair.done() == [slot[0]]
+    pair.writer.begin(0)
+    again = pair.writer.pack([memoryview(b"other")])
+    assert again[1:] == slot[1:]
+    assert pair.arena.unpack(slot, [5], leases) == copies == [bytearray(b"first")]
+    assert pair.arena.freed() == []
+    assert pair.arena.unpack(again, [5], {}) == [bytearray(b"other")]
+
+
+def test_nothing_is_copied_once_the_worker_has_gone():
+    pair = Pair()
+    pair.writer.begin(0)
+    slot = pair.writer.pack([memoryview(b"first")])
+    pair.arena.close(give_back=True)
+    with pytest.raises(ArenaError, match="the worker of this batch was shut down"):
+        pair.arena.unpack(slot, [5], pair.leases)
+
+
 def test_a_message_that_is_taken_in_twice_names_the_same_leases():
     """As after a Ctrl-C: what was made of it the first time may be the user's already, or gone."""
     pair = Pair()

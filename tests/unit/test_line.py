@@ -57,6 +57,34 @@ def test_messages_of_any_size_arrive_whole_and_in_order(plan):
     worker.close()
 
 
+def test_a_worker_waits_in_its_read_until_something_comes_or_the_line_ends(ends):
+    driver, worker = ends
+    found = []
+
+    def work():
+        while not worker.ended:
+            found.append(worker.receive_next())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    driver.send(b"one")
+    driver.send(b"x" * 3 * CHUNK_BYTES)
+    while driver.unsent:
+        driver.flush()
+    driver.finish()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [message for messages in found for message in messages] == [b"one", b"x" * 3 * CHUNK_BYTES]
+
+
+def test_whoever_does_not_ask_to_wait_does_not(ends):
+    driver, worker = ends
+    assert worker.receive() == driver.receive() == []
+    for end in ends:
+        end.send(bytes(64 * CHUNK_BYTES))  # far more than a socket takes
+        assert end.unsent
+
+
 def test_what_is_sent_before_the_worker_has_connected_is_kept():
     driver = DriverLine(anybody)
     driver.send(b"first")
