@@ -57,11 +57,11 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def changes(method: _Method) -> _Method:
-    """Marks a method of an object with `tables` that changes them, see NOTE [interrupts]."""
+    """Marks a method of `Tables`, or of an object with `tables`, that changes them; see NOTE [interrupts]."""
 
     @functools.wraps(method)
     def change(self: Any, *args: Any, **named: Any) -> Any:
-        tables: Tables = self.tables
+        tables: Tables = self if type(self) is Tables else self.tables
         with tables.lock:
             tables.begun += 1
             try:
@@ -113,11 +113,6 @@ class Tables:
             slot.drop_calls()
             slot.dropped = None
             slot.allowance = None
-
-    @property
-    def tables(self) -> Tables:
-        """For `changes`."""
-        return self
 
     @property
     def broken(self) -> bool:
