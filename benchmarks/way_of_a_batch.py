@@ -111,9 +111,9 @@ class Way:
         return draw.checksum
 
     def _submit(self, told: Told) -> Any:
-        lent = self._lane.lend(self._told)
+        lent, room = self._lane.lend(self._told)
         self._told = lent.arena.address
-        message = (Down.RUN, 0, told.task_id, told.task_id, to_wire(told.indices), lent.room)
+        message = (Down.RUN, 0, told.task_id, told.task_id, to_wire(told.indices), room)
         self._driver.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         return lent
 

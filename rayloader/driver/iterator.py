@@ -281,7 +281,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             encoded = self._encode_replica(mappings)
             if warm:
                 crew.moving.lend(self._num_hosts)
-            return pool.image(loader, encoded, mappings), encoded.carried
+            return pool.image(loader, encoded, mappings), list(encoded.carried)
 
     def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
         replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))

@@ -19,7 +19,7 @@ from rayloader.driver.answers import Answers
 from rayloader.driver.channel import Channel, LineRefused, Message
 from rayloader.protocol import Down, Served, Up
 from rayloader.state.journal import Resumed, Told
-from rayloader.transport.lanes import Lent, unpack
+from rayloader.transport.lanes import Lent, Room, unpack
 from rayloader.transport.line import Line, unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.transport.tcp_line import TcpDriverLine
@@ -72,18 +72,18 @@ class LineCalls(Channel):
     def _new_line(self) -> DriverLine | TcpDriverLine:
         return DriverLine(self._is_actor)
 
-    def _lend(self, served: _Served) -> Lent | None:
+    def _lend(self, served: _Served) -> tuple[Lent, Room] | tuple[None, None]:
         lent = self.actor.lane.lend(served.arena)
-        if lent is not None:
-            served.arena = lent.arena.address
+        if lent is None:
+            return None, None
+        served.arena = lent[0].arena.address
         return lent
 
     @override
     def run(self, worker_id: int, task: Told) -> Lent | None:
         carries = bool(task.indices.carried)
         served = self._for_ray() if carries else self._newest()
-        lent = self._lend(served)
-        room = None if lent is None else lent.room
+        lent, room = self._lend(served)
         served.send((Down.RUN, *self._run(worker_id, task, room)), carries=carries)
         return lent
 
@@ -244,8 +244,8 @@ class TcpCalls(LineCalls):
         return TcpDriverLine(self._host, self._new_buffer)
 
     @override
-    def _lend(self, served: _Served) -> Lent | None:
-        return None
+    def _lend(self, served: _Served) -> tuple[None, None]:
+        return None, None
 
     @property
     @override

@@ -124,7 +124,7 @@ def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
         raise
     image = Image.write(encoded, mappings)
     process = ProcessState.capture(session.node_id())
-    return Pipeline(image.address, encoded.carried, None, process, RandomState.capture([])), image
+    return Pipeline(image.address, list(encoded.carried), None, process, RandomState.capture([])), image
 
 
 def end(producer: Any) -> None:

@@ -64,8 +64,8 @@ class Encoded(NamedTuple):
     """
 
     skeleton: bytes
-    buffers: list[memoryview]
-    carried: list[Any]
+    buffers: Sequence[memoryview]
+    carried: Sequence[Any]
     gathered: Sequence[bulk.Gathered] = ()
     shared: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
     overlap: tuple[str, str] | None = None
@@ -104,9 +104,9 @@ def encode(
             that requires grad and is no leaf is refused in torch's words.
     """
     if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
-        return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, [], [])
+        return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, (), ())
     if mapped is None and (simple := plain.encode(obj, fresh)) is not None:
-        return Encoded(*simple, [])
+        return Encoded(*simple, ())
     file = io.BytesIO()
     pickler = Pickler(file, known_classes, carry, mapped)
     pickler.dump(obj)

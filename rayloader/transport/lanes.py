@@ -36,7 +36,7 @@ SPOILED_BYTES = 1 << 28
 # What travels of an encoded object: the skeleton; the buffers; what is carried; and the slot of the small buffers. A
 # buffer is a `Place` in a slot of its own; or the size of a small one, side by side in their slot; or the bytes
 # themselves.
-Wire = tuple[bytes, list[Any], list[Any], Slot | None]
+Wire = tuple[bytes, Sequence[Any], Sequence[Any], Slot | None]
 
 # What a worker is told with a message, so that it can place batches: the address of the arena, None for the one that it
 # was told last; tickets of slots that are free again; workers whose results that were made so far are nobody's (None in
@@ -57,13 +57,12 @@ def switched_off() -> bool:
 
 
 class Lent:
-    """The driver's side of a `Room`: takes in the result of that message. Drop it when it was."""
+    """What takes in the result of a message that brought a `Room`. Drop it when it has."""
 
-    __slots__ = ("arena", "leases", "room")
+    __slots__ = ("arena", "leases")
 
-    def __init__(self, arena: Arena, room: Room) -> None:
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.room = room
         self.leases: Leases = {}
 
 
@@ -75,7 +74,7 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
         arena: where a batch has begun.
     """
     if not encoded.buffers:  # as of indices
-        return encoded.skeleton, [], encoded.carried, None
+        return encoded.skeleton, (), encoded.carried, None
     packed: Slot | None = None
     buffers: list[Any] = [PickleBuffer(buffer) for buffer in encoded.buffers]
     if arena is not None:
@@ -157,7 +156,7 @@ def unpack(message: Any) -> Any:
     return pickle.loads(message) if isinstance(message, bytes) else message
 
 
-def _unplaced(buffers: list[Any]) -> bool:
+def _unplaced(buffers: Sequence[Any]) -> bool:
     return any(isinstance(buffer, PickleBuffer) for buffer in buffers)
 
 
@@ -193,8 +192,8 @@ class ArenaLane:
         arena = self._arena  # once: another thread may ask
         return arena.leased_bytes if arena is not None else 0
 
-    def lend(self, told: ArenaAddress | None = None) -> Lent | None:
-        """Room for the batches that a message asks for, and news of it; None where there is no arena.
+    def lend(self, told: ArenaAddress | None = None) -> tuple[Lent, Room] | None:
+        """Room for the batch that a message asks for, with news of it; None where there is no arena.
 
         Args:
             told: the arena that the worker was last told.
@@ -216,7 +215,7 @@ class ArenaLane:
             abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
             leased = arena.leased()
         address = arena.address if arena.address is not told else None
-        return Lent(arena, (address, freed, abandoned, leased, SMALL_BYTES))
+        return Lent(arena), (address, freed, abandoned, leased, SMALL_BYTES)
 
     def abandon(self, worker_id: int | None = None) -> None:
         """No result that this worker (None: any worker of the actor) was asked for so far will be taken in."""
