@@ -41,7 +41,6 @@ __all__ = [
     "default_collate_fn_map",
     "newline_of",
     "no_torch_function",
-    "no_torch_function_mode",
     "numpy_seed",
     "pin_memory",
     "print_options",
@@ -50,6 +49,7 @@ __all__ = [
     "set_worker_info",
     "sharding_worker_init_fn",
     "state_of_subclass",
+    "torch_is_itself",
     "torch_worker",
 ]
 
@@ -57,9 +57,13 @@ profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
-def no_torch_function_mode() -> bool:
-    """Whether torch makes what it is asked for: no default device, for instance, changes that."""
-    return not torch._C._len_torch_function_stack()
+_tensor = torch.tensor
+
+
+def torch_is_itself() -> bool:
+    """Whether `torch.tensor` makes what it is asked for: no mode, as of a default device, and no patch changes that."""
+    modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    return not modes and torch.tensor is _tensor
 
 
 def set_worker_info(info: Any) -> None:

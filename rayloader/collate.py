@@ -17,7 +17,7 @@ from rayloader._compat import (
     collate_int_fn,
     collate_tensor_fn,
     default_collate_fn_map,
-    no_torch_function_mode,
+    torch_is_itself,
 )
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.plain import Fresh
@@ -31,7 +31,7 @@ class _Target(threading.local):
 
     Attributes:
         arena: in which large tensors lie.
-        fresh: gets the tensors that are made, where nobody else has them before the batch is there; else None.
+        fresh: gets the tensors that are made, where no code of the user's runs before the batch is there; else None.
     """
 
     arena: ArenaWriter | None = None
@@ -42,20 +42,41 @@ _target = _Target()
 
 # torch's collate map in a process that has just started: torch's own.
 _FIRST = dict(default_collate_fn_map)
+# Samples, or what lies in a tuple, list or dict that is one, whose collating runs no code of the user's.
+_LEAVES = {torch.Tensor, int, float, bool, str, bytes, np.ndarray}
+_LEAVES |= {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
 
 
-def collate_into(arena: ArenaWriter | None, collate_fn: Any = None) -> FreshTensors:
+def collate_into(arena: ArenaWriter | None, collate_fn: Any = None, samples: Any = None) -> FreshTensors:
     """From here on what this thread stacks lies in slots of the arena, if it is worth one.
 
+    Args:
+        arena: likewise; None: memory of the worker's own.
+        collate_fn: that is to be called next, if it is known.
+        samples: with these.
+
     Returns:
-        What gets the tensors that only this module and torch have had, where `collate_fn` is all that is called. It
-        keeps them.
+        What gets the tensors that are made meanwhile, and keeps them, where nobody but torch and this module has them.
     """
     fresh: FreshTensors = {}
-    # With functions of the user's in the map, a tensor may be the user's before the batch is there.
-    _target.fresh = fresh if collate_fn is default_collate and default_collate_fn_map == _OURS else None
+    _target.fresh = fresh if collate_fn is default_collate and _is_torchs_alone(samples) else None
     _target.arena = arena
     return fresh
+
+
+def _is_torchs_alone(samples: Any) -> bool:
+    """Whether `default_collate` of these samples runs torch's code and ours, and no other.
+
+    The types of the first sample's parts decide which functions are called, and those ask for the types of all.
+    """
+    if type(samples) is not list or not samples or default_collate_fn_map != _OURS or not torch_is_itself():
+        return False
+    first = samples[0]
+    kind = type(first)
+    if kind in (tuple, list, dict):
+        parts = first.values() if kind is dict else first
+        return _LEAVES.issuperset(map(type, parts)) and set(map(type, samples)) == {kind}
+    return kind in _LEAVES
 
 
 def adopt_collate_fn_map(drivers: dict[Any, Any]) -> None:
@@ -77,13 +98,15 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
     arena = _target.arena
     nbytes = elem.nbytes * len(batch)
-    dtype = NUMPYS.get(elem.dtype) if type(elem) is torch.Tensor else None
+    dtype = NUMPYS.get(elem.dtype) if set(map(type, batch)) == {torch.Tensor} else None
     if dtype is not None and nbytes and (arena is None or nbytes <= arena.small):
         try:
             array = np.empty((len(batch), *elem.shape), dtype)
             return _stacked(batch, torch.from_numpy(array), array.reshape(-1).view(np.uint8))
-        except Exception:  # unlike samples, or too many dimensions: it is raised below, where all is in torch's order
-            pass
+        except Exception as error:
+            if not _is_from(error, stack, _stacked):
+                raise  # a signal handler's
+            # Unlike samples, or too many dimensions: it is raised below, where all is in torch's order.
     nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
     room = arena.allocate(nbytes) if arena is not None and nbytes > arena.small else None
     memory: Any = np.empty(nbytes, np.uint8) if room is None else room
@@ -96,9 +119,17 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
 def _stacked(batch: Any, out: torch.Tensor, memory: Any) -> torch.Tensor:
     """The batch, stacked into `out`, whose bytes `memory` is; None: it is not plain."""
     stacked = torch.stack(batch, 0, out=out)
-    if memory is not None and stacked is out:  # else a sample's class has made something else
+    if memory is not None:
         _note(out, memory)
     return stacked
+
+
+def _is_from(error: BaseException, *functions: Any) -> bool:
+    """Whether it was raised by one of these functions of this module, or in C that they call."""
+    raised = error.__traceback__
+    while raised is not None and raised.tb_next is not None:
+        raised = raised.tb_next
+    return raised is not None and raised.tb_frame.f_code in [function.__code__ for function in functions]
 
 
 def whole_numbers(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
@@ -112,8 +143,8 @@ def floats(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
 
 
 def _numbers(batch: Any, kind: type, dtype: Any, torchs: Any, collate_fn_map: Any) -> torch.Tensor:
-    # Whoever else gets the tensor may resize it, which torch's allows. And a mode may have it made on another device.
-    if _target.fresh is not None and set(map(type, batch)) == {kind} and no_torch_function_mode():
+    # Whoever else gets the tensor may resize it, which torch's allows.
+    if _target.fresh is not None and type(batch) in (list, tuple) and set(map(type, batch)) == {kind}:
         try:
             array = np.array(batch, dtype)
         except OverflowError:  # torch has an error of its own

@@ -23,9 +23,8 @@ same way: leases refer to them, nobody unmaps. Where no worker needs the memory 
 system when it dies, as the end of any large array does.
 
 NOTE [Interrupts]. A result may be taken in twice, when a Ctrl-C came in the middle of the first time. So the leases of
-a message are kept, by ticket, until all of it was taken in (`Leases`), and a lease posts nothing before it is kept; nor
-is a slot posted whose bytes were copied before the copies are. An interrupt loses a slot at worst, until
-`ArenaWriter.abandon`.
+a message are kept, by ticket, until all of it was taken in (`Leases`), and a lease posts nothing before it is kept. So
+are copies, and their slot is posted after that. An interrupt loses a slot at worst, until `ArenaWriter.abandon`.
 
 NOTE [Forks]. A forked child shares the mapping, and what was leased at that moment it may read for ever. So a lease
 remembers the number of forks before it, and its slot is reused only if there was none since. What is leased while
@@ -132,17 +131,14 @@ class Arena:
         copied = leases.get(ticket)
         if isinstance(copied, list):  # see NOTE [Interrupts]
             return copied
-        self._leased[ticket] = slot
-        if self._mapping.gone:
-            raise ArenaError(_GONE)
         memory, copies = self._mapping.memory, []
         for nbytes in sizes:
             copies.append(bytearray(memory[offset : offset + nbytes]))
             offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
+        if self._mapping.gone:  # what was copied may have been given back before
+            raise ArenaError(_GONE)
         leases[ticket] = copies
         self._dead.append((ticket, True))  # a child that is forked has the copies, and never reads the slot
-        if self._mapping.gone:  # meanwhile: `close` has left the slot out
-            self._mapping.give_back(*slot[1:])
         return copies
 
     def freed(self) -> list[int]:
@@ -151,7 +147,7 @@ class Arena:
         while self._dead:  # only this thread takes out of it
             ticket, reuse = self._dead.popleft()
             if reuse:
-                del self._leased[ticket]
+                self._leased.pop(ticket, None)  # none, if it was only copied
                 tickets.append(ticket)
             else:
                 self.spoiled += self._leased[ticket][2]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MARK = 0  # first byte of the skeleton; that of a pickle is another
 _KINDS: tuple[type, ...] = (Tensor, tuple, list, dict)
 _CACHED = 64  # skeletons
+_MOST_DIMENSIONS = 32  # of an array of NumPy's, whatever its version
 
 _Spec = tuple[str, tuple[int, ...], tuple[int, ...], int]  # of a tensor: dtype's name, size, stride, bytes
 
@@ -123,4 +124,5 @@ def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], tuple[_Part, ...]]:
 def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> _Part:
     dtype = DTYPES[name]
     steps = [math.prod(size[place + 1 :]) for place in range(len(size))]  # of a new array
-    return _Part(nbytes, NUMPYS.get(dtype) if list(stride) == steps else None, dtype, size, stride)
+    as_array = list(stride) == steps and len(size) <= _MOST_DIMENSIONS
+    return _Part(nbytes, NUMPYS.get(dtype) if as_array else None, dtype, size, stride)

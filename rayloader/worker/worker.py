@@ -426,7 +426,7 @@ class Worker:
             left_out = skipped if setup.skip_errors else None
             samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), left_out)
             self._fetched = time.perf_counter()
-            fresh = collate_into(arena, self._collate_fn)
+            fresh = collate_into(arena, self._collate_fn, samples)
             return self._collate_fn(samples), count, fresh
         finally:
             collate_into(None)

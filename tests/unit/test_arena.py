@@ -397,6 +397,32 @@ def test_what_is_copied_of_a_message_that_is_taken_in_twice_is_what_it_was():
     assert pair.arena.unpack(again, [5], {}) == [bytearray(b"other")]
 
 
+def test_an_interrupt_while_bytes_are_copied_loses_no_slot_for_good():
+    code, interrupted = Arena.unpack.__code__, 0
+    for stop in itertools.count(1):
+        pair, lines = Pair(8), itertools.count(1)
+        pair.writer.begin(0)
+        slot = pair.writer.pack([memoryview(bytes(5000))] * 2)
+
+        def trace(frame, event, _, lines=lines, stop=stop):
+            if event == "line" and next(lines) == stop:
+                raise KeyboardInterrupt
+            return trace if frame.f_code is code else None
+
+        sys.settrace(trace)
+        try:
+            pair.arena.unpack(slot, [5000, 5000], pair.leases)
+            break
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        pair.done()
+        pair.writer.abandon(0, pair.arena.leased())
+        assert pair.empty
+    assert interrupted > 5
+
+
 def test_nothing_is_copied_once_the_worker_has_gone():
     pair = Pair()
     pair.writer.begin(0)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import namedtuple
+from collections.abc import Mapping
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.data._utils.worker as torch_worker
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import (
     collate,
@@ -19,8 +22,9 @@ from torch.utils.data._utils.collate import (
     default_collate_fn_map,
 )
 
+from rayloader._compat import no_torch_function
 from rayloader.collate import adopt_collate_fn_map, collate_into, floats, stack, whole_numbers
-from rayloader.transport import codec, plain
+from rayloader.transport import codec
 from rayloader.transport.arena import Arena, ArenaWriter
 from rayloader.transport.slots import PAGE
 
@@ -283,7 +287,7 @@ def test_fresh_tensors_are_sent_as_those_that_are_looked_at(name):
     opened.small = 4096
     opened.begin(0)
     reference = default_collate(SAMPLES[name])
-    fresh = collate_into(opened, default_collate)
+    fresh = collate_into(opened, default_collate, SAMPLES[name])
     batch = default_collate(SAMPLES[name])
     encoded, looked_at = codec.encode(batch, fresh=fresh), codec.encode(batch)
     assert encoded.skeleton == looked_at.skeleton
@@ -294,7 +298,7 @@ def test_fresh_tensors_are_sent_as_those_that_are_looked_at(name):
 
 @pytest.mark.usefixtures("_workers_map")
 def test_images_and_labels_are_fresh():
-    fresh = collate_into(None, default_collate)
+    fresh = collate_into(None, default_collate, SAMPLES["image and label"])
     images, labels = default_collate(SAMPLES["image and label"])
     assert [made.tensor for made in fresh.values()] == [images, labels]
     assert [made.memory.nbytes for made in fresh.values()] == [images.nbytes, labels.nbytes]
@@ -305,7 +309,7 @@ def test_an_int_that_is_too_large_raises_torchs_error():
     samples = [(torch.zeros(2), 2**63)]
     errors = []
     for collate_fn in (None, default_collate):
-        collate_into(None, collate_fn)
+        collate_into(None, collate_fn, samples)
         with pytest.raises((RuntimeError, ValueError)) as caught:  # ValueError from torch 2.13 on
             default_collate(samples)
         errors.append((caught.type, str(caught.value)))
@@ -314,24 +318,60 @@ def test_an_int_that_is_too_large_raises_torchs_error():
 
 @pytest.mark.usefixtures("_workers_map")
 def test_numbers_go_to_the_default_device():
-    fresh = collate_into(None, default_collate)
     with torch.device("meta"):
+        fresh = collate_into(None, default_collate, [1, 2])
         assert default_collate([1, 2]).is_meta
     assert not fresh
 
 
-@pytest.mark.usefixtures("_workers_map")
-@pytest.mark.parametrize("change", ["own collate_fn", "own function in the map"])
-def test_what_the_user_may_have_had_is_not_fresh(change):
-    def own(batch, *, collate_fn_map=None):
-        return batch[0].resize_(1)  # of a tensor that default_collate has made
+class OneMore(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return made + 1 if "lift_fresh" in str(func) else made
 
-    if change == "own function in the map":
-        default_collate_fn_map[Fraction] = own
-    fresh = collate_into(None, default_collate if change == "own function in the map" else own)
-    labels = default_collate([1, 2, 3])
-    assert not fresh
-    assert labels.resize_(4).tolist()[:3] == [1, 2, 3]  # as torch's, which has a storage of its own
+
+@pytest.mark.usefixtures("_workers_map")
+def test_a_mode_sees_the_numbers_that_become_a_tensor():
+    with OneMore():
+        collate_into(None, default_collate, [1, 2])
+        assert default_collate([1, 2]).tolist() == [2, 3]
+
+
+@pytest.mark.usefixtures("_workers_map")
+def test_a_patch_of_torch_makes_the_numbers(monkeypatch):
+    monkeypatch.setattr(torch, "tensor", lambda *args, **named: torch.as_tensor(*args, **named) + 5)
+    collate_into(None, default_collate, [1, 2])
+    assert default_collate([1, 2]).tolist() == [6, 7]
+
+
+class Arrayed(list):
+    """NumPy takes it for something else than torch does."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([7, 8, 9], dtype)
+
+
+def own(batch, *, collate_fn_map=None):
+    return batch[0].resize_(1)  # of a tensor that default_collate has made
+
+
+class Lazy(Mapping):
+    """A sample whose parts are made while it is collated, by code of the user's."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __iter__(self):
+        return iter("ab")
+
+    def __len__(self):
+        return 2
+
+    def __copy__(self):
+        return {}
+
+    def __getitem__(self, key):
+        return default_collate([self.value, self.value]).resize_(4).fill_(self.value)
 
 
 class Twin(torch.Tensor):
@@ -343,9 +383,73 @@ class Twin(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs).as_subclass(torch.Tensor)
 
 
+class Grads(torch.Tensor):
+    """Changes what it is stacked into."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with no_torch_function():
+            out = func(*args, **(kwargs or {}))
+        return out.requires_grad_() if func is torch.stack else out
+
+
+USERS = {
+    "a mapping": [Lazy(1), Lazy(2)],
+    "a mapping in a tuple": [(Lazy(1), 5), (Lazy(2), 6)],
+    "a mapping behind a dict": [{"a": 1, "b": 2}, Lazy(3)],
+    "a sequence of its own": Arrayed([1, 2, 3]),
+    "a tensor's class": [torch.zeros(3), torch.ones(3).as_subclass(Twin)],
+    "a tensor's class that asks for gradients": [torch.zeros(3), torch.ones(3).as_subclass(Grads)],
+    "no list": (1, 2, 3),
+    "bytes": b"123",
+}
+
+
 @pytest.mark.usefixtures("_workers_map")
-def test_what_a_samples_class_has_made_is_not_fresh():
-    fresh = collate_into(None, default_collate)
-    batch = default_collate([torch.zeros(3), torch.ones(3).as_subclass(Twin)])
+@pytest.mark.parametrize("name", USERS)
+def test_what_the_users_code_may_have_had_is_not_fresh(name):
+    """With samples that run the user's code, all is as with a `collate_fn` of the user's."""
+    found = []
+    for collate_fn in (None, default_collate):
+        fresh = collate_into(None, collate_fn, USERS[name])
+        try:
+            found.append(repr(default_collate(USERS[name])))
+        except Exception as error:
+            found.append(repr(error))
+        tensors = [made.tensor for made in fresh.values()]
+        assert not [tensor for tensor in tensors if tensor.requires_grad or tensor.numel() == 4]
+    assert re.sub(r"0x\w+", "", found[0]) == re.sub(r"0x\w+", "", found[1])
+
+
+@pytest.mark.usefixtures("_workers_map")
+@pytest.mark.parametrize("change", ["own collate_fn", "own function in the map"])
+def test_what_functions_of_the_users_make_is_not_fresh(change):
+    if change == "own function in the map":
+        default_collate_fn_map[Fraction] = own
+    fresh = collate_into(None, default_collate if change == "own function in the map" else own, [1, 2, 3])
+    labels = default_collate([1, 2, 3])
     assert not fresh
-    assert plain.encode(batch, fresh) == plain.encode(batch)
+    assert labels.resize_(4).tolist()[:3] == [1, 2, 3]  # as torch's, which has a storage of its own
+
+
+def test_a_signal_handlers_exception_while_a_batch_is_stacked_is_raised(monkeypatch):
+    torchs = torch.stack
+
+    def interrupted(*args, **named):
+        monkeypatch.setattr(torch, "stack", torchs)  # it is interrupted once
+        raise RuntimeError("of a handler")
+
+    monkeypatch.setattr(torch, "stack", interrupted)  # a frame below, as a handler's is
+    with pytest.raises(RuntimeError, match="of a handler"):
+        stack([torch.zeros(3), torch.ones(3)])
+    with pytest.raises(RuntimeError, match="Trying to resize storage that is not resizable"):
+        stack([torch.zeros(3), torch.zeros(2)])
+
+
+@pytest.mark.parametrize("dimensions", [32, 33, 64])
+def test_tensors_of_many_dimensions_arrive(dimensions):
+    tensor = torch.arange(2).reshape([1] * (dimensions - 1) + [2])
+    encoded = codec.encode(tensor)
+    decoded = codec.decode(encoded.skeleton, [bytearray(buffer) for buffer in encoded.buffers])
+    assert torch.equal(decoded, tensor)
+    assert decoded.stride() == tensor.stride()
