@@ -6,8 +6,9 @@ for iterable datasets on how far they were read. What cannot be restored is an e
 
 NOTE [One percent]. A snapshot costs what the user's `state_dict` costs, and a look at all objects for new generators.
 So the next one is taken only when the worker has worked a hundred times as long as the last one took. What it builds
-in between is built again where another process goes on. Nobody who never saves a state pays for one. A worker that is
-told to hurry, since it is to move soon, takes one after each time that it has worked twice as long.
+in between is built again where another process goes on. Where a snapshot of a dataset of the same class was dear, the
+first one of an epoch waits likewise. Nobody who never saves a state pays for one. A worker that is told to hurry, since
+it is to move soon, takes one after each time that it has worked twice as long.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from rayloader.state.random_state import RandomState
 SHARE = 0.01
 # The same of one that is soon to move: what comes after its last snapshot is built again while everybody waits.
 HURRIED_SHARE = 0.5
+# A snapshot that took the CPU longer than this, in seconds, is remembered: short epochs would all pay for a first one.
+DEAR_S = 0.1
+
+_dear: dict[str, float] = {}  # seconds that one took, by the class of the dataset; of all workers of this process
 
 
 class WorkerState(NamedTuple):
@@ -101,7 +106,8 @@ class Recorder:
         self._begin: RandomState | None = None  # not told yet
         self._states: dict[str, bytes] = {}  # as last told
         self._share = SHARE
-        self._cost = 0.0  # seconds that the last snapshot took
+        self._kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+        self._cost = _dear.get(self._kind, 0.0)  # seconds that the last snapshot took
         self._worked = 0.0  # seconds since then
         self._waited = False  # for the next call, to see which new generators last
 
@@ -156,7 +162,7 @@ class Recorder:
 
     def snapshot_if_settled(self, iterator: Any, **position: Any) -> WorkerState | None:
         """As `snapshot`; None, once, where there are new generators, for after the next call it shows which last."""
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.thread_time()
         random = self.capture() if self._looks(iterator) else None
         looked = time.perf_counter() - began
         if random is not None and not self._generators.settled and not self._waited:
@@ -165,6 +171,8 @@ class Recorder:
         self._waited = False
         state = self.snapshot(iterator, random, **position)
         self._cost += looked
+        if time.thread_time() - began_cpu > DEAR_S:
+            _dear[self._kind] = self._cost
         return state
 
     def snapshot(self, iterator: Any, random: RandomState | None = None, **position: Any) -> WorkerState:

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from rayloader import ReplayError
+from rayloader.state import snapshot
 from rayloader.state.generators import Generators
 from rayloader.state.living_generators import living_generators
 from rayloader.state.random_state import RandomState
@@ -87,6 +88,20 @@ def test_the_next_one_is_due_when_it_costs_its_share_of_the_work():
     assert not told.is_due
     told.worked(0.2 * cost / SHARE)
     assert told.is_due
+
+
+@pytest.mark.parametrize("dear", [True, False])
+def test_the_first_one_of_an_epoch_waits_where_one_of_such_a_dataset_was_dear(monkeypatch, dear):
+    monkeypatch.setattr(snapshot, "_dear", {})
+    monkeypatch.setattr(snapshot, "DEAR_S", -1.0 if dear else 1e9)
+    before = recorder(Counts())
+    while before.snapshot_if_settled(None) is None:  # other tests have left generators in this process
+        pass
+    told = recorder(Counts())
+    assert told.is_due is not dear
+    told.worked(1.1 * before._cost / SHARE)
+    assert told.is_due
+    assert recorder(None).is_due
 
 
 def test_who_is_to_move_soon_takes_them_more_often():
