@@ -31,11 +31,13 @@ __all__ = [
     "InfiniteConstantSampler",
     "SingleProcessIterator",
     "collate_tensor_fn",
+    "current_accelerator",
     "default_collate_fn_map",
     "newline_of",
     "no_torch_function",
     "numpy_seed",
     "pin_memory",
+    "pinning_device_index",
     "print_options",
     "profiler_enabled",
     "rebuild_from_type",
@@ -47,6 +49,29 @@ __all__ = [
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def current_accelerator() -> torch.device | None:
+    """The kind of accelerator that this torch works with. Where there is none, torch 2.6 raises an error."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+
+
+def pinning_device_index(kind: str | None) -> int:
+    """The device that batches are pinned for.
+
+    Args:
+        kind: `_pin_memory_device` of torch's iterator. The loader of torch 2.6 pins for the kind that the user named,
+            else for CUDA; that of torch 2.9 and newer for the current accelerator.
+    """
+    if _TORCH < (2, 9):
+        return int(torch.get_device_module(kind or "cuda").current_device())
+    return torch.accelerator.current_device_index()
 
 
 def set_worker_info(info: Any) -> None:
