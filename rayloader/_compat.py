@@ -12,6 +12,7 @@ from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
 from torch._tensor_str import PRINT_OPTS as print_options
 from torch._utils import ExceptionWrapper
 from torch._utils import _get_obj_state as state_of_subclass
+from torch.multiprocessing.reductions import shared_cache
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
@@ -41,6 +42,7 @@ __all__ = [
     "print_options",
     "profiler_enabled",
     "rebuild_from_type",
+    "release_sent_storages",
     "set_worker_info",
     "sharding_worker_init_fn",
     "state_of_subclass",
@@ -72,6 +74,19 @@ def pinning_device_index(kind: str | None) -> int:
     if _TORCH < (2, 9):
         return int(torch.get_device_module(kind or "cuda").current_device())
     return torch.accelerator.current_device_index()
+
+
+def release_sent_storages() -> None:
+    """Lets go of the attributes of storages that are gone.
+
+    In torch 2.6 and 2.9 the list of the storages that were sent to other processes keeps them, and is cleared only when
+    it has 128 entries; in torch 2.13 it does not keep them.
+    """
+    if _TORCH < (2, 13) and shared_cache and shared_cache.lock.acquire(blocking=False):  # or a later call does it
+        try:
+            shared_cache.free_dead_references()
+        finally:
+            shared_cache.lock.release()
 
 
 def set_worker_info(info: Any) -> None:
