@@ -12,6 +12,7 @@ from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
 from torch._tensor_str import PRINT_OPTS as print_options
 from torch._utils import ExceptionWrapper
 from torch._utils import _get_obj_state as state_of_subclass
+from torch.multiprocessing.reductions import shared_cache
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import (
@@ -29,6 +30,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SinglePr
 from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper as DataPipeWrapper
 
 __all__ = [
+    "KEEPS_SENT_STORAGES",
     "BaseIterator",
     "DataPipeWrapper",
     "DatasetKind",
@@ -38,14 +40,17 @@ __all__ = [
     "collate_float_fn",
     "collate_int_fn",
     "collate_tensor_fn",
+    "current_accelerator",
     "default_collate_fn_map",
     "newline_of",
     "no_torch_function",
     "numpy_seed",
     "pin_memory",
+    "pinning_device_index",
     "print_options",
     "profiler_enabled",
     "rebuild_from_type",
+    "release_sent_storages",
     "set_worker_info",
     "sharding_worker_init_fn",
     "state_of_subclass",
@@ -64,6 +69,43 @@ def torch_is_itself() -> bool:
     """Whether `torch.tensor` makes what it is asked for: no mode, as of a default device, and no patch changes that."""
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return not modes and torch.tensor is _tensor
+
+
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def current_accelerator() -> torch.device | None:
+    """The kind of accelerator that this torch works with. Where there is none, torch 2.6 raises an error."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+
+
+def pinning_device_index(kind: str | None) -> int:
+    """The device that batches are pinned for.
+
+    Args:
+        kind: `_pin_memory_device` of torch's iterator. The loader of torch 2.6 pins for the kind that the user named,
+            else for CUDA; that of torch 2.9 and newer for the current accelerator.
+    """
+    if _TORCH < (2, 9):
+        return int(torch.get_device_module(kind or "cuda").current_device())
+    return torch.accelerator.current_device_index()
+
+
+# In torch 2.6 and 2.9 the list of the storages that were sent to other processes keeps the attributes of those that are
+# gone, and is cleared only when it has 128 entries; in torch 2.13 it does not keep them.
+KEEPS_SENT_STORAGES = _TORCH < (2, 13)
+
+
+def release_sent_storages() -> None:
+    """Lets go of them."""
+    if shared_cache and shared_cache.lock.acquire(blocking=False):  # else a later call does it
+        try:
+            shared_cache.free_dead_references()
+        finally:
+            shared_cache.lock.release()
 
 
 def set_worker_info(info: Any) -> None:

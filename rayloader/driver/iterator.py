@@ -20,7 +20,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe, MapDataPipe
 
@@ -31,6 +30,7 @@ from rayloader._compat import (
     ExceptionWrapper,
     default_collate_fn_map,
     pin_memory,
+    pinning_device_index,
     profiler_enabled,
     sharding_worker_init_fn,
 )
@@ -189,7 +189,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             paces=self._paces_of(loader, plan),
             position=position,
             pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
-            device_index=torch.accelerator.current_device_index() if self._pin_memory else None,
+            device_index=pinning_device_index(self._pin_memory_device) if self._pin_memory else None,
             tally=self._tally,
         )
 

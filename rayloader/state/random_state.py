@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rayloader import _compat
 from rayloader.state.generator_kinds import set_state, state_of
 from rayloader.state.generators import Later
 
@@ -216,7 +217,7 @@ def seed_torch(seed: int) -> None:
     would be longer than many a batch takes.
     """
     torch.default_generator.manual_seed(seed)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _compat.current_accelerator()
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
         (getattr(module, "manual_seed_all", None) or module.manual_seed)(seed)

@@ -48,6 +48,7 @@ from typing import Any
 
 import numpy as np
 
+from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 from rayloader.transport.slots import COLD_AFTER, PAGE, FreeSlots
@@ -143,6 +144,8 @@ class Arena:
 
     def freed(self) -> list[int]:
         """Tickets of slots that are free again, and were not returned before, for `ArenaWriter.free`."""
+        if KEEPS_SENT_STORAGES:
+            release_sent_storages()
         tickets = []
         while self._dead:  # only this thread takes out of it
             ticket, reuse = self._dead.popleft()

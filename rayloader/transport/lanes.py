@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pickle import PickleBuffer
 from typing import Any
 
+from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.transport import codec, raw
 from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, leased_slot
 
@@ -117,6 +118,8 @@ def from_wire(wire: Wire) -> Any:
     What can be written to is its own and is not copied; an object keeps the slots that it has views of for as long as
     it lives. The other buffers are copied: Ray's are read-only.
     """
+    if KEEPS_SENT_STORAGES:
+        release_sent_storages()  # of earlier batches, whose memory is not in an arena
     skeleton, buffers, carried, _ = owned(wire, _fresh_copy)
     return codec.decode(skeleton, buffers, carried)
 

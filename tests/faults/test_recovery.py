@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 import rayloader
 from fault_points import BATCH_SIZE, DATASETS, POISONED, SAMPLES, STRUCK, Faults, epoch, kill, wait_for_exit, warned
+from pretended import pretend_accelerator
 from rayloader import DataLoader
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -241,11 +242,7 @@ def test_without_order_a_batch_with_its_own_seed_is_the_same(faults, caplog):
 def accelerator(monkeypatch):
     """One that is none: gives a list as long as the number of tensors that were pinned."""
     pinned = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(None) or tensor)
+    pretend_accelerator(monkeypatch, lambda tensor: pinned.append(None) or tensor)
     return pinned
 
 

@@ -4,6 +4,8 @@ import threading
 
 import torch
 
+from pretended import pretend_accelerator
+
 LIMIT = 60.0  # seconds to wait for another thread; on expiry the test fails
 
 
@@ -34,11 +36,7 @@ class Accelerator:
 
     def install(self, monkeypatch):
         """Puts it in the place of torch's; pins in Python."""
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: self.index)
-        monkeypatch.setattr(torch.accelerator, "set_device_index", self.devices.add)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+        pretend_accelerator(monkeypatch, self.pin, self.index, self.devices.add)
 
     def wait_for(self, count):
         with self.changed:

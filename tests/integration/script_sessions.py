@@ -20,6 +20,8 @@ import pytest
 import ray
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import rayloader
 from accelerator import Accelerator
 from latches import Gate, Mail

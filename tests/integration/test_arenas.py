@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from latches import Gate, Mail
+from pretended import pretend_accelerator
 from probes import Calls, Stream, load
 from rayloader import DataLoader
 from rayloader.driver import pool
@@ -736,11 +737,7 @@ class Pinned(torch.Tensor):
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone().as_subclass(Pinned))
+    pretend_accelerator(monkeypatch, lambda tensor: tensor.clone().as_subclass(Pinned))
 
 
 @pytest.mark.usefixtures("accelerator")

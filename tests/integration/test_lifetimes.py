@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
-import torch
 
 import rayloader.driver.actor
 import rayloader.driver.crew
@@ -22,6 +21,7 @@ import rayloader.driver.lifetimes
 import rayloader.driver.loan
 import rayloader.driver.moving
 import rayloader.driver.pool
+from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
 from rayloader.driver.actor import ActorState, Lease
@@ -265,11 +265,7 @@ def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(share
         with pool._lock, pool._lifetimes._lock:  # as when a lost worker is replaced
             return tensor
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    pretend_accelerator(monkeypatch, pin)
     cycle = [DataLoader(range(8), num_workers=1, pin_memory=True, **shared)]
     cycle += [iter(cycle[0]), cycle]
     boxes = [cycle]

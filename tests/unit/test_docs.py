@@ -192,6 +192,7 @@ COMMANDS = {
     "make ": "the targets exist, see above; CI runs `make test`, and `make test` the demo's program",
     "pip install .": "tests/versions/test_versions.py",
     ".venv/bin/python -m pytest tests/versions": "make test-full",
+    "RAYLOADER_OLD_PYTHON=": "it needs an old torch, which takes gigabytes",
     "rayloader doctor": "tests/integration/test_cli.py",
     "rayloader bench": "tests/integration/test_cli.py",
     "rayloader tune": "tests/integration/test_cli.py",

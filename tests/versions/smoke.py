@@ -104,7 +104,9 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "This DataLoader will create")
     warnings.filterwarnings("ignore", category=ResourceWarning)  # of older versions of Ray
-    print(*(f"{name} {importlib.metadata.version(name)}" for name in ("ray", "numpy", "pyarrow", "cloudpickle")))
+    print(
+        *(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "ray", "numpy", "pyarrow", "cloudpickle"))
+    )
     expected = {  # from torch's workers, before there is a Ray in this process
         "map": epochs(TorchDataLoader(Noisy(), shuffle=True, **OPTIONS)),
         "stream": epochs(TorchDataLoader(Stream(), **OPTIONS)),
