@@ -134,7 +134,7 @@ def machine() -> dict[str, Any]:
     cpus = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     memory_kb = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": today(),
         "cpu": cpus[0] if cpus else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory_kb / 1e6, 1),
@@ -143,6 +143,11 @@ def machine() -> dict[str, Any]:
         **{name: _version(name) for name in ("torch", "ray", "torchdata", "spdl_core", "grain", "pyarrow")},
         "load_at_start": [round(load, 2) for load in os.getloadavg()],
     }
+
+
+def today() -> str:
+    """Date and time, UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _version(package: str) -> str | None:

@@ -30,7 +30,7 @@ def table(document: dict[str, Any]) -> str:
     workers, cores = settings["workers"], machine["cores"]
     caption = (
         f"{workers} workers on {cores} cores ({machine['cpu']}), torch {machine['torch']}, Ray {machine['ray']}, "
-        f"medians of {settings['rounds']} rounds, {machine['date'][:10]}."
+        f"medians of {settings['rounds']} rounds, {_dates(document)}."
     )
     rows = [_row(HEADER), _row(["---"] * len(HEADER))]
     figures = document["figures"]
@@ -49,6 +49,14 @@ def table(document: dict[str, Any]) -> str:
     for size in _of_torch(figures, question="memory", case="process"):
         rows.append(_pair_row(figures, size, f"{size['title']}, {size['metric']}", "GB"))
     return "\n".join([BEGIN, caption, "", *rows, END])
+
+
+def _dates(document: dict[str, Any]) -> str:
+    """When it was measured: rates, which may have been measured anew, and all else."""
+    dates = {question: date[:10] for question, date in document["dates"].items()}
+    rates = dates.pop("throughput")
+    others = " and ".join(sorted(set(dates.values())))
+    return rates if others == rates else f"batches/s of {rates}, all else of {others}"
 
 
 def _of_torch(figures: list[Figure], **names: Any) -> list[Figure]:

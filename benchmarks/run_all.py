@@ -30,11 +30,12 @@ def main() -> None:
     options = harness.options(__doc__, choice=False, needs=("rich", "matplotlib"))
     machine = harness.machine()
     seconds: dict[str, float] = {}
+    dates: dict[str, str] = {}
     figures: list[harness.Figure] = []
     harness.RESULTS.mkdir(exist_ok=True)
     unfinished = harness.RESULTS / f"{'quick' if options.quick else 'latest'}.json.part"
     for question in QUESTIONS:
-        begin = time.monotonic()
+        begin, dates[question.QUESTION] = time.monotonic(), harness.today()
         found = question.measure(options)
         seconds[question.QUESTION] = round(time.monotonic() - begin, 1)
         question.show(found)
@@ -43,6 +44,7 @@ def main() -> None:
             "machine": {**machine, "load_at_end": [round(load, 2) for load in os.getloadavg()]},
             "settings": {"rounds": options.rounds, "workers": options.workers, "quick": options.quick},
             "seconds": seconds,
+            "dates": dates,
             "implementations": peers.NOTES,
             "figures": figures,
         }
