@@ -41,9 +41,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,8 +100,9 @@ class Arena:
         self._dead: _Dead = deque()  # posted by leases
         self.spoiled = 0
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.close()
 
     def writer(self) -> ArenaWriter:
         """For an arena that this process fills itself, in place of a worker; for one thread at a time."""
@@ -456,13 +458,14 @@ class _Lease(_Region):
         self.dead: _Dead | None = None  # from when it is kept on
 
     def __del__(self) -> None:
-        if self.dead is None:
+        dead: _Dead | None = getattr(self, "dead", None)  # none where an interrupt came before the constructor's end
+        if dead is None:
             return
         ticket, start, size = self.slot
         reuse = self.forks == _forks
         if reuse and self.mapping.resting:
             self.mapping.give_back(start, size)  # before the worker can hear of it
-        self.dead.append((ticket, reuse))
+        dead.append((ticket, reuse))
         if reuse and self.mapping.gone:
             self.mapping.give_back(start, size)
 

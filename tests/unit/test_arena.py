@@ -425,6 +425,12 @@ def test_an_interrupt_while_bytes_are_copied_loses_no_slot_for_good():
     assert interrupted > 5
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_lease_whose_making_was_interrupted_dies_in_silence():
+    module._Lease.__new__(module._Lease)
+    gc.collect()
+
+
 def test_nothing_is_copied_once_the_worker_has_gone():
     pair = Pair()
     pair.writer.begin(0)
