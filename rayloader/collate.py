@@ -1,4 +1,4 @@
-"""How workers stack tensors: as torch's workers do, but in the worker's arena, or in memory of their own.
+"""How workers make tensors of samples: as torch's workers do, but in the worker's arena, or in memory of their own.
 
 Promise: batches are torch's to the letter, strides and errors included, and the user's code cannot tell where they lie.
 """
@@ -80,7 +80,7 @@ def _is_torchs_alone(samples: Any) -> bool:
 
 
 def adopt_collate_fn_map(drivers: dict[Any, Any]) -> None:
-    """In a worker: makes torch's collate map the driver's, as after a fork; tensors are stacked by `stack`.
+    """In a worker: makes torch's collate map the driver's, as after a fork, with ours for some of torch's functions.
 
     What modules have added while this worker imported them stays, behind the driver's entries: the order matters.
     """
