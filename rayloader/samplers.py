@@ -98,10 +98,11 @@ class Samplers:
     """The sampler of a loader and those that it wraps."""
 
     def __init__(self, loader: Any) -> None:
-        self._seen = _contents(loader)
         self.index_sampler = loader._index_sampler
         self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self._chain = chain_of(self.index_sampler)
+        self._is_stock = not any(map(own_classes, self._chain))
+        self._seen = self._contents(loader)
         stateful = [sampler for sampler in self._chain if has_state(sampler)]
         self._stateful = stateful[0] if stateful else None
         innermost = self._chain[-1]
@@ -123,8 +124,22 @@ class Samplers:
 
         False too where that can't be known without a look at all that a sampler holds.
         """
-        contents = _contents(loader)
-        return self._is_shallow and len(contents) == len(self._seen) and are_same(contents, self._seen)
+        if not self._is_shallow:
+            return False
+        contents = self._contents(loader)
+        return len(contents) == len(self._seen) and are_same(contents, self._seen)
+
+    def _contents(self, loader: Any) -> list[Any]:
+        """All that is looked at here, but for what is within a sampler's attributes."""
+        contents = [loader._index_sampler, loader.generator, loader.batch_size, loader.drop_last]
+        # Torch's samplers hold the ones that they wrap, so that another chain has other contents too.
+        for sampler in self._chain if self._is_stock else chain_of(loader._index_sampler):
+            attributes = attributes_of(sampler)
+            contents += attributes
+            contents += attributes.values()
+            if not self._is_stock:
+                contents += (sampler, *named_generators(sampler))
+        return contents
 
     def iterator(self, stages: Sequence[redeal.Stage]) -> Any:
         """The index sampler's; after stages, over what is left for this rank."""
@@ -378,15 +393,6 @@ def note_first_attributes(loader: Any) -> None:
     """Remembers what a loader's samplers are like when it is made."""
     for sampler in chain_of(loader._index_sampler):
         _first_attributes(sampler)
-
-
-def _contents(loader: Any) -> list[Any]:
-    """All that `Samplers` looks at, but for what is within a sampler's attributes."""
-    contents = [loader.generator, loader.batch_size, loader.drop_last]
-    for sampler in chain_of(loader._index_sampler):
-        attributes = attributes_of(sampler)
-        contents += (sampler, *attributes, *attributes.values(), *named_generators(sampler))
-    return contents
 
 
 def _told(obj: Any, name: str) -> dict[str, Any]:

@@ -61,6 +61,13 @@ class Part:
         else:
             self.own = functools.partial(copy.deepcopy, value)
 
+    @classmethod
+    def made_by(cls, own: Callable[[], Any], known: int) -> Part:
+        """One whose content this function makes anew for each state, and whose checksum is known."""
+        part = cls.__new__(cls)
+        part.own, part.checksum, part.is_constant = own, known, False
+        return part
+
 
 class Parts:
     """Those of one object's states, each as long as what it is made of stays the same."""
@@ -175,7 +182,7 @@ def checksum(part: Any) -> int:
         if {*map(type, part)} <= _TEXT:
             in_order = _in_order if len(part) <= _REMEMBERED else _in_order.__wrapped__
             names, before = in_order(tuple(part))
-            return zlib.crc32(_shown(map(part.__getitem__, names)), before)
+            return checksum_of_values(map(part.__getitem__, names), before)
         return zlib.crc32(repr(sorted([(checksum(key), checksum(value)) for key, value in part.items()])).encode())
     if isinstance(part, (list, tuple)):
         return zlib.crc32(_shown(part))
@@ -197,6 +204,16 @@ def _of_tensor(tensor: torch.Tensor) -> int:
     content = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
     before = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     return zlib.crc32(content.view(torch.uint8).numpy().data, before)
+
+
+def checksum_of_names(names: tuple[str, ...]) -> int:
+    """Of those of a dict; see `checksum_of_values`."""
+    return _in_order(names)[1]
+
+
+def checksum_of_values(values: Iterable[Any], before: int) -> int:
+    """Of a dict with few entries: its values in the order of its names, after the checksum of the names."""
+    return zlib.crc32(_shown(values), before)
 
 
 def _shown(values: Iterable[Any]) -> bytes:

@@ -19,11 +19,12 @@ from rayloader.state.draws import decoded
 from rayloader.state.journal import Before, Journal, Resumed, Told
 from rayloader.state.local_state import pack_object, unpack_object
 from rayloader.state.random_state import RandomState
-from rayloader.state.seal import Part, are_same, checksum
+from rayloader.state.seal import Part, are_same, checksum, checksum_of_names, checksum_of_values
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport import codec
 
 _TASK = struct.Struct("<qI")  # its number, and the digest of what was delivered
+_NAMES = checksum_of_names(("begin", "content", "remembers", "replay"))
 
 
 class WorkerParts:
@@ -31,9 +32,9 @@ class WorkerParts:
 
     def __init__(self) -> None:
         self._made_of: tuple[Any, ...] = (self,) * 4
-        self._begin: dict[str, Any] = {}
+        self._begin: tuple[Part, Part | None] = Part(()), None  # see `_pack`
         self._replay, self._checksum, self._count = b"", checksum(b""), 0  # packed tasks, and how many
-        self._whole = Part(())
+        self._whole: Part = Part(())
 
     def of(self, journal: Journal, *, iterable: bool) -> Part:
         """The worker, as part of a state."""
@@ -49,7 +50,7 @@ class WorkerParts:
         self._add(replay)
         self._made_of = made_of
         packed = Part(self._replay, self._checksum) if self._replay else None  # see random_state.py: never empty
-        self._whole = _pack(self._begin, packed, remembers=journal.remembers)
+        self._whole = _pack(*self._begin, packed, remembers=journal.remembers)
         return self._whole
 
     def _add(self, replay: dict[int, Told]) -> None:
@@ -62,7 +63,7 @@ class WorkerParts:
 
 def new_worker(state: WorkerState | None) -> dict[str, Any]:
     """Of a worker that begins with this."""
-    worker: dict[str, Any] = _pack(_pack_begin(state, None), None, remembers=False).own()
+    worker: dict[str, Any] = _pack(*_pack_begin(state, None), None, remembers=False).own()
     return worker
 
 
@@ -92,15 +93,32 @@ def begin(journal: Journal, worker: dict[str, Any], told: dict[int, codec.Encode
         journal.starts_before(_unpack_before(before, content))
 
 
-def _pack(begin: dict[str, Any], replay: Part | None, *, remembers: bool) -> Part:
-    return Part({**begin, "replay": replay, "remembers": remembers})
+def _pack(begin: Part, content: Part | None, replay: Part | None, *, remembers: bool) -> Part:
+    """The part of one worker; it is made for each batch that the user takes, so it looks only at what may be new.
+
+    Args:
+        begin: where the worker starts.
+        content: bytes of its generators there.
+        replay: packed tasks that it builds again.
+        remembers: see `Journal.remembers`.
+    """
+
+    def own() -> dict[str, Any]:
+        return {
+            "begin": begin.own(),
+            "content": None if content is None else content.own(),
+            "replay": None if replay is None else replay.own(),
+            "remembers": remembers,
+        }
+
+    return Part.made_by(own, checksum_of_values((begin, content, remembers, replay), _NAMES))
 
 
-def _pack_begin(state: WorkerState | None, before: Before | None) -> dict[str, Any]:
+def _pack_begin(state: WorkerState | None, before: Before | None) -> tuple[Part, Part | None]:
     """Where the worker starts; its generators as one tensor, for torch saves bytes half as long again."""
     content = bytearray()
     begin = Part((_pack_state(state, content), None if before is None else _pack_before(before, content)))
-    return {"begin": begin, "content": Part(torch.frombuffer(content, dtype=torch.uint8)) if content else None}
+    return begin, Part(torch.frombuffer(content, dtype=torch.uint8)) if content else None
 
 
 def _pack_state(state: WorkerState | None, content: bytearray) -> tuple[Any, ...] | None:
