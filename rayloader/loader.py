@@ -41,6 +41,7 @@ from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank
 from rayloader.state import checkpoint
 from rayloader.stats import LoaderStats
 from rayloader.trace import Tracing
+from rayloader.tracebacks import shorten
 from rayloader.verdict import verdict
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -295,6 +296,13 @@ class DataLoader(TorchDataLoader[_T_co]):
         super().__setattr__(attr, val)
 
     def __iter__(self) -> BaseIterator:
+        try:
+            return self._begin()
+        except KeyboardInterrupt as error:
+            shorten(error, says_all=True)
+            raise
+
+    def _begin(self) -> BaseIterator:
         if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
             self._iterator, self._of_other_workers = None, False
         note_first_attributes(self)  # of samplers that were put in since the loader was made

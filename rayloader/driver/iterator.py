@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -54,6 +53,7 @@ from rayloader.state.checkpoint import goes_on
 from rayloader.state.journal import Resumed
 from rayloader.state.position import Position
 from rayloader.state.process_state import ProcessState
+from rayloader.tracebacks import shorten
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
@@ -315,7 +315,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._tally.raised(asked)
             told, self._told = self._told is error, None
             del self  # a notebook keeps the traceback, which is not to keep the workers
-            _shorten(error, told or isinstance(error, (RayloaderError, KeyboardInterrupt)))
+            shorten(error, told or isinstance(error, (RayloaderError, KeyboardInterrupt)))
             raise
         self._delivery = delivery.data = None
         self.position.handed = delivery  # and nothing may be called after it: see NOTE [interrupts] in tables.py
@@ -396,24 +396,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._crew.later(
                 functools.partial(_leave, self._crew, self._epoch, reuse=not self._options.fresh_processes)
             )
-
-
-def _shorten(error: BaseException, says_all: bool) -> None:
-    """Leaves those lines of this package out of a traceback that tell the user nothing, and hold the iterator.
-
-    Args:
-        error: that is being raised through this package.
-        says_all: it needs no line of where it was raised. If it does, only those between the user's lines are left out:
-            one that was raised in this package is a fault of it, and keeps all.
-    """
-    first = error.__traceback__
-    if first is None or (lines := first.tb_next) is None:
-        return
-    theirs: TracebackType | None = lines
-    while theirs is not None and theirs.tb_frame.f_globals.get("__name__", "").startswith("rayloader."):
-        theirs = theirs.tb_next
-    if theirs is not None or says_all:
-        first.tb_next = theirs
 
 
 @functools.cache  # says it once

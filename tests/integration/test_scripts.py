@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,6 +130,7 @@ def test_ctrl_c_ends_a_waiting_script_and_nothing_is_left(waiting_script):
     os.killpg(script.pid, signal.SIGINT)  # as a terminal sends it: to all of the process group
     _, errors = script.communicate(timeout=HANG_LIMIT)
     assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert [Path(file).name for file in re.findall(r'File "(.*)", line', errors)] == ["script_wait.py", "iterator.py"]
     assert script.returncode == -signal.SIGINT  # as without us: a shell sees why it ended
     assert "INFO worker.py" not in errors  # what Ray says of a Ray of ours
     assert "authentication" not in errors
