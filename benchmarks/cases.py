@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import random
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
@@ -263,11 +264,14 @@ class Case:
 
 
 def read_every_byte(batch: Any) -> None:
-    """Reads all memory of a batch once, eight bytes at a time."""
+    """Reads all memory of a batch once, that of arrays eight bytes at a time."""
     if isinstance(batch, torch.Tensor):
         memory = batch.reshape(-1).view(torch.uint8).numpy()
         whole = memory.nbytes // 8 * 8
         np.bitwise_xor.reduce(memory[:whole].view(np.int64))
+        np.bitwise_xor.reduce(memory[whole:])
+    elif isinstance(batch, str):
+        zlib.crc32(batch.encode())
     elif isinstance(batch, (list, tuple)):
         for part in batch:
             read_every_byte(part)

@@ -38,6 +38,8 @@ NOTES = {
 }
 RAY_ALLOWED = {"rayloader", "ray-data"}
 REQUIRED = {"torch", "torch-spawn", "rayloader", "floor"}  # the others may be absent, or fail
+# Packages of the extra `bench` that some implementations need.
+PACKAGES = {"torchdata": "torchdata", "spdl": "spdl", "spdl-threads": "spdl", "grain": "grain"}
 
 
 class Unavailable(Exception):

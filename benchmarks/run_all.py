@@ -27,7 +27,7 @@ QUESTIONS = (throughput, first_batch, driver_cpu, shipping, memory)
 
 def main() -> None:
     """Runs them, then writes the files."""
-    options = harness.options(__doc__, choice=False, needs=("rich", "matplotlib"))
+    options = harness.options(__doc__, choice=False, needs=(*throughput.NEEDS, "matplotlib"))
     machine = harness.machine()
     seconds: dict[str, float] = {}
     dates: dict[str, str] = {}

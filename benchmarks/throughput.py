@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import resource
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from processes import Missing
 QUESTION = "throughput"
 PEERS = ["torch", "torchdata", "spdl", "spdl-threads", "grain", "ray-data", "rayloader", "floor"]
 QUICK_PEERS = ["torch", "rayloader", "floor"]
+NEEDS = ("rich", "psutil", "PIL", "sklearn")
 READERS = ("torch", "rayloader")  # measured with a consumer that reads, too, and by the CPU time they take
 LONG = {*READERS, "floor"}  # the others have epochs of a sixth of the length, or two in place of several
 QUICK_CASES = ("tiny", "tiny-short", "tiny-depth-2", "medium", "large", "text", "stream")
@@ -124,6 +126,9 @@ def _check(name: str, case: str, count: int, batches: int) -> None:
 def measure(options: Options) -> list[Figure]:
     """Rates, ratios to torch and shares of the floor, for each case."""
     names = options.pick_peers(PEERS, quick=QUICK_PEERS)
+    for name in names:
+        if (package := peers.PACKAGES.get(name)) is not None and importlib.util.find_spec(package) is None:
+            harness.say(f"{QUESTION}: {name} is left out, for {package} of the extra `bench` is not installed")
     figures = []
     with contextlib.ExitStack() as stack:
         sides = {
@@ -237,4 +242,4 @@ def show(figures: list[Figure]) -> None:
 
 if __name__ == "__main__":
     with harness.clean_exit():
-        show(measure(harness.options(__doc__)))
+        show(measure(harness.options(__doc__, needs=NEEDS)))
