@@ -284,6 +284,8 @@ class Epoch:
                 self.tables.handle(IndicesSkipped() if skip else IndicesDrawn(indices))
                 if skip:  # torch's loader would have drawn another one
                     self._reach(ahead)
+                if self._draws == self._schedule.torch_draws:  # the workers begin while what comes later is drawn
+                    self.tables.flush()
             self._drawing = False
         if not self._may_wait():
             self.tables.flush()
