@@ -12,7 +12,8 @@ last digit. With torchrun and Ray Train two processes train, with a loader each 
 share one Ray; with Ray Train either loader runs in one.
 Command: python benchmarks/frameworks.py [--rounds N] [--workers N] [--cases lightning,datasets] [--quick]
 Needs the extras `frameworks` and `trainers`; a framework that is not installed is left out.
-Results: a table in Markdown, and benchmarks/results/frameworks.json; git ignores that of --quick.
+Results: benchmarks/results/frameworks.json, and the table in docs/performance.md; those of --quick and of single
+frameworks go to a file that git ignores.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import tables
 from framework_cases import FRAMEWORKS, RANKS
 from harness import Figure, Options
 from processes import Missing, PeerError
 
 QUESTION = "frameworks"
+COMMAND = "python benchmarks/frameworks.py"
+RESULTS = harness.RESULTS / "frameworks.json"
+DOCUMENT = harness.ROOT / "docs" / "performance.md"
 LOADERS = ("torch", "rayloader")
 METRICS = ("first batch", "later epoch", "exit")
 BATCHES, QUICK_BATCHES = 60, 10  # an epoch
@@ -105,18 +110,22 @@ def trained(framework: str, loader: str, batches: int, workers: int) -> dict[str
     return answer
 
 
-def table(figures: list[Figure]) -> str:
-    """In Markdown."""
-    header = ["framework", *(f"{metric}, {name}" for metric in METRICS for name in LOADERS), "same loss"]
-    rows = [header, ["---", *["---:"] * (len(header) - 2), "---"]]
+def table(document: dict[str, Any]) -> str:
+    """In Markdown: what was measured on, and a row for each framework."""
+    machine, settings, figures = document["machine"], document["settings"], document["figures"]
+    caption = (
+        f"Seconds with {settings['workers']} workers on {machine['cores']} cores, medians of {settings['rounds']} "
+        f"rounds, {machine['date'][:10]}."
+    )
+    rows = [["framework", *(f"{metric}, {name}" for metric in METRICS for name in LOADERS), "same loss"]]
     for framework in dict.fromkeys(figure["case"] for figure in figures):
         of_it = [
             harness.find(figures, case=framework, implementation=name, metric=metric)
             for metric in METRICS
             for name in LOADERS
         ]
-        rows.append([framework, *(f"{harness.show(figure)}" for figure in of_it), same_loss(figures, framework)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append([framework, *(harness.show(figure) for figure in of_it), same_loss(figures, framework)])
+    return f"{caption}\n\n{tables.markdown(rows)}"
 
 
 def same_loss(figures: list[Figure], framework: str) -> str:
@@ -131,14 +140,15 @@ def main() -> None:
     machine = harness.machine()
     figures = measure(options)
     harness.say("")
-    print(f"Seconds, medians of {options.rounds} rounds, {options.workers} workers:\n\n{table(figures)}")
-    harness.print_missing(figures)
     settings = {"rounds": options.rounds, "workers": options.workers, "quick": options.quick}
     document = {"machine": machine, "settings": settings, "figures": figures}
-    harness.RESULTS.mkdir(exist_ok=True)
-    path = harness.RESULTS / ("quick.frameworks.json" if options.quick else "frameworks.json")
+    print(made := table(document))
+    harness.print_missing(figures)
+    path = harness.RESULTS / "quick.frameworks.json" if options.quick or options.cases else RESULTS
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"wrote {path.relative_to(harness.ROOT)}")
+    if path == RESULTS:
+        tables.put(DOCUMENT, COMMAND, made)
     if any(same_loss(figures, framework) == "NO" for framework in FRAMEWORKS):
         sys.exit("error: the losses differ")
 

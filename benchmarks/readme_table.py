@@ -1,31 +1,28 @@
 """The README's table, made of benchmarks/results/latest.json.
 
-    python benchmarks/readme_table.py            # print it
-    python benchmarks/readme_table.py --write    # put it into README.md
-
-tests/unit/test_readme_table.py holds the README to the file.
+Command: python benchmarks/readme_table.py, which prints it; --write puts it into README.md.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import tables
+
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+DOCUMENT = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
-BEGIN, END = "<!-- table: python benchmarks/readme_table.py --write -->", "<!-- end of table -->"
-BLOCK = re.compile(re.escape(BEGIN) + r"\n.*?" + re.escape(END), re.DOTALL)
+COMMAND = "python benchmarks/readme_table.py --write"
 HEADER = ("what", "unit", "torch", "rayloader", "ratio", "of the floor")
 
 Figure = dict[str, Any]
 
 
 def table(document: dict[str, Any]) -> str:
-    """The block between the markers, with them: what was measured on, and a row for each thing measured."""
+    """What was measured on, and a row for each thing measured."""
     machine, settings = document["machine"], document["settings"]
     workers, cores = settings["workers"], machine["cores"]
     caption = (
@@ -48,7 +45,7 @@ def table(document: dict[str, Any]) -> str:
         rows.append(_pair_row(figures, held, f"workers' memory, {held['title']}", "GB"))
     for size in _of_torch(figures, question="memory", case="process"):
         rows.append(_pair_row(figures, size, f"{size['title']}, {size['metric']}", "GB"))
-    return "\n".join([BEGIN, caption, "", *rows, END])
+    return "\n".join([caption, "", *rows])
 
 
 def _dates(document: dict[str, Any]) -> str:
@@ -97,10 +94,10 @@ def _row(cells: Any) -> str:
 if __name__ == "__main__":
     if not RESULTS.is_file():
         sys.exit(f"there is no {RESULTS.relative_to(ROOT)}; run: make bench")
-    block = table(json.loads(RESULTS.read_text()))
+    made = table(json.loads(RESULTS.read_text()))
     if sys.argv[1:] == ["--write"]:
-        README.write_text(BLOCK.sub(lambda _: block, README.read_text(), count=1))
+        tables.put(DOCUMENT, COMMAND, made)
     elif not sys.argv[1:]:
-        print(block)
+        print(made)
     else:
         sys.exit(f"unknown arguments {sys.argv[1:]}; the only one is --write")

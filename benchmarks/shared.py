@@ -9,11 +9,13 @@ seconds stand the ratios to one loader, of the same round.
 Cases: "work" has batches of 0.6 MB, each of which costs its worker 20 ms of CPU; "tiny" and "large" have batches of 4
 KB and of 10 MB that cost nothing to build: what they take is the way.
 Command: python benchmarks/shared.py [--consumers 4] [--rounds 5] [--workers 1] [--cases work,tiny,large]
+Results, where all cases are measured: benchmarks/results/shared.json, and the table in docs/howto/sharing.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from typing import Any
@@ -21,8 +23,13 @@ from typing import Any
 import ray
 import torch
 
+import harness
 import rayloader
+import tables
 
+COMMAND = "python benchmarks/shared.py"
+RESULTS = harness.RESULTS / "shared.json"
+DOCUMENT = harness.ROOT / "docs" / "howto" / "sharing.md"
 CASES = {"work": (200, 600_000, 0.02), "tiny": (2000, 4_000, 0.0), "large": (60, 10_000_000, 0.0)}
 
 
@@ -94,27 +101,50 @@ def measure(case: str, count: int, rounds: int, workers: int) -> dict[str, list[
     return found
 
 
+def table(document: dict[str, Any]) -> str:
+    """In Markdown: what was measured on, and a row for each case."""
+    machine, settings = document["machine"], document["settings"]
+    caption = (
+        f"Seconds of an epoch, and times those of one loader, on {machine['cores']} cores, medians of "
+        f"{settings['rounds']} rounds, {machine['date'][:10]}."
+    )
+    first = next(iter(document["seconds"].values()))
+    rows = [["batches", *first]]
+    for case, found in document["seconds"].items():
+        count, nbytes, cost = CASES[case]
+        ratios = [
+            statistics.median(a / b for a, b in zip(seconds, found["one loader"], strict=True))
+            for seconds in found.values()
+        ]
+        cells = [
+            f"{statistics.median(seconds):.2f} ({ratio:.2f})"
+            for seconds, ratio in zip(found.values(), ratios, strict=True)
+        ]
+        rows.append([f"{case}: {count} of {nbytes / 1e6:g} MB, {1000 * cost:g} ms of CPU each", *cells])
+    return f"{caption}\n\n{tables.markdown(rows)}"
+
+
 def main() -> None:
-    """Measures the cases, and prints medians."""
+    """Measures the cases, prints and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--consumers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--cases", default=",".join(CASES))
     arguments = parser.parse_args()
+    machine = harness.machine()
     rayloader.init()
     rayloader.DataLoader(range(1), num_workers=1).__iter__()  # Ray runs from here on
-    results = {
+    seconds = {
         case: measure(case, arguments.consumers, arguments.rounds, arguments.workers)
         for case in arguments.cases.split(",")
     }
-    for case, found in results.items():
-        batches, nbytes, _ = CASES[case]
-        print(f"\n{case}: {batches} batches of {nbytes:,} bytes, medians of {arguments.rounds} rounds")
-        for way, seconds in found.items():
-            ratio = statistics.median(a / b for a, b in zip(seconds, found["one loader"], strict=True))
-            rate = batches / statistics.median(seconds)
-            print(f"  {way:14} {statistics.median(seconds):8.3f} s {rate:8.0f} batches/s {ratio:6.2f} of one loader")
+    settings = {"rounds": arguments.rounds, "workers": arguments.workers, "consumers": arguments.consumers}
+    document = {"machine": machine, "settings": settings, "seconds": seconds}
+    print(f"\n{table(document)}")
+    if [*seconds] == [*CASES]:
+        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+        tables.put(DOCUMENT, COMMAND, table(document))
 
 
 if __name__ == "__main__":
