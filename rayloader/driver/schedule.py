@@ -322,7 +322,7 @@ class Schedule:
             ]
             if not free:
                 break
-            commands.append(self._submit(self._queued[0], min(free)[1]))
+            commands.append(self._submit(self._queued.popleft(), min(free)[1]))
         return commands
 
     def _sampler_ended(self, event: SamplerExhausted) -> list[Command]:
@@ -354,6 +354,7 @@ class Schedule:
             self._next_worker_id = next_worker_id
         for task in gone:
             self._move(task, DrawsUndone)
+        self._queued = deque(task for task in self._queued if task.state is QUEUED)
         self._next_task_id = event.from_task
         self._head_id = min(self._head_id, event.from_task)
         self._sampler_exhausted = False
@@ -464,12 +465,13 @@ class Schedule:
         return self._feed_any()
 
     def _close(self, event: Closed) -> list[Command]:
-        """Whatever the state is, also one that a Ctrl-C left half-changed: so no task is moved, the table goes."""
+        """Possible in every state, also in one that a Ctrl-C left half-changed."""
         self._finished = self.finished
         commands: list[Command] = self._drop_surplus() if event.resuming else []
         if self._tasks:
             commands.append(Forget(tuple(self._tasks)))
-        self._tasks.clear()
+        for task in self.tasks:
+            self._move(task, Closed)
         self._queued.clear()
         self.closed = True
         self.owed_draws = 0
@@ -493,12 +495,10 @@ class Schedule:
             raise RuntimeError(
                 f"{step.__name__} cannot happen to {task}; see TRANSITIONS in messages.py; {self._history()}"
             ) from None
-        task.state = state
-        if before is QUEUED and self.dynamic:
-            self._queued.remove(task)
         if task.worker_id != ANY_WORKER:
             worker = self._workers[task.worker_id]
             worker.unanswered += (state is OUTSTANDING) - (before is OUTSTANDING)
             worker.held -= state is GONE
         if state is GONE:
             del self._tasks[task.task_id]
+        task.state = state  # last: the table never holds a task that is GONE, which could not be closed

@@ -236,6 +236,20 @@ def test_closing_forgets_everything_and_ends_all_news():
     assert schedule.handle(Closed()) == []
 
 
+def test_closing_moves_each_task_to_gone_whatever_its_state():
+    schedule = Schedule(2, 4, dynamic=True, max_restarts=1)
+    schedule.handle(Opened())
+    draw(schedule, 8)
+    done(schedule, 0, 2)
+    schedule.handle(WorkerLost(1, "killed"))
+    tasks = schedule.tasks
+    assert {task.state for task in tasks} == set(TaskState) - {TaskState.GONE}
+    schedule.handle(Closed())
+    assert {task.state for task in tasks} == {TaskState.GONE}
+    assert schedule.tasks == ()
+    schedule.validate()
+
+
 def test_closed_and_finished_are_different_answers():
     schedule = opened(num_workers=1, prefetch_factor=1, draw=1)
     schedule.handle(SamplerExhausted())
