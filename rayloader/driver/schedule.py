@@ -226,28 +226,31 @@ class Schedule:
         Raises:
             RuntimeError: something does not (a fault in this module); says after which events.
         """
-        queued = [task for task in self._tasks.values() if task.state is QUEUED]
+        tasks = self.tasks
+        queued = [task for task in tasks if task.state is QUEUED]
+        undelivered = [task for task in tasks if task.state is not DELIVERED]  # not by `head`, which changes `_head_id`
         checks = {
             "task ids ascend": list(self._tasks) == sorted(self._tasks),
+            "what is GONE is not in the table": all(task.state is not GONE for task in tasks),
             "the queue holds what is QUEUED": list(self._queued) == queued,
             "only a dynamic schedule has a queue": self.dynamic or not queued,
-            "what queues is nobody's": all((t.worker_id == ANY_WORKER) == (t in queued) for t in self._tasks.values()),
-            "no undelivered task is below the head": self.head is None
-            or all(t.state is DELIVERED for t in self._tasks.values() if t.task_id < self._head_id),
+            "what queues is nobody's": all(task.is_anybodys == (task.state is QUEUED) for task in tasks),
+            "no undelivered task is below the head": all(task.task_id >= self._head_id for task in undelivered),
             "in order, what is READY waits for the head": not self.in_order
-            or self.head is None
-            or self.head.state is not READY,
+            or not undelivered
+            or undelivered[0].state is not READY,
             "draws are owed, or none": self.owed_draws >= 0 and self._surplus >= 0,
-            "the table fits the window": len(self._tasks) + self.owed_draws <= self.window + self._surplus
+            "what is closed holds nothing": not self.closed or not (tasks or self.owed_draws),
+            "the table fits the window": len(tasks) + self.owed_draws <= self.window + self._surplus
             or self._sampler_exhausted
             # The places of a worker that is exhausted go with it, though its tasks may wait for the head yet.
             or not all(worker.active for worker in self._workers),
             "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
             "lost tasks are of workers that are away": self._failed
-            or all(self._workers[t.worker_id].away for t in self._tasks.values() if t.state is LOST),
+            or all(self._workers[t.worker_id].away for t in tasks if t.state is LOST),
         }
         for worker_id, worker in enumerate(self._workers):
-            mine = [task for task in self._tasks.values() if task.worker_id == worker_id]
+            mine = [task for task in tasks if task.worker_id == worker_id]
             checks[f"worker {worker_id} holds its tasks"] = worker.held == len(mine)
             unanswered = sum(task.state is OUTSTANDING for task in mine)
             checks[f"worker {worker_id} owes what is OUTSTANDING"] = worker.unanswered == unanswered
@@ -270,8 +273,18 @@ class Schedule:
         self.owed_draws += count
         return [DrawIndices(count)]
 
-    def _assign(self, event: IndicesDrawn) -> list[Command]:
+    def _settle_draw(self, event: Event) -> bool:
+        """Notes that a draw was reported; whether it counts: an epoch that has failed meanwhile wants no more."""
+        if self._failed:
+            return False
+        if not self.owed_draws:
+            raise RuntimeError(f"{event} reports a draw that was not asked for; {self._history()}")
         self.owed_draws -= 1
+        return True
+
+    def _assign(self, event: IndicesDrawn) -> list[Command]:
+        if not self._settle_draw(event):
+            return []
         worker_id = ANY_WORKER if self.dynamic else self._next_with_room()
         if worker_id is None:  # all are exhausted: these indices stand for no sample (iterable datasets only)
             return []
@@ -284,7 +297,8 @@ class Schedule:
         return self._feed_any()
 
     def _skip(self, event: IndicesSkipped) -> list[Command]:
-        self.owed_draws -= 1
+        if not self._settle_draw(event):
+            return []
         self._next_task_id += 1
         self.taken += 1
         return self._draw(1)
@@ -331,7 +345,7 @@ class Schedule:
         return []
 
     def _sampler_failed(self, event: SamplerFailed) -> list[Command]:
-        self.owed_draws -= 1
+        self._settle_draw(event)
         return []
 
     def _put_off(self, event: DrawsPutOff) -> list[Command]:
