@@ -32,7 +32,6 @@ from rayloader.driver.messages import (
     WorkerLost,
 )
 from rayloader.driver.opening import Delivery
-from rayloader.driver.pace import Pace
 from rayloader.driver.preparing import Preparer
 from rayloader.driver.receiver import Receiver
 from rayloader.driver.recorder import Tally
@@ -65,7 +64,6 @@ class Epoch:
         schedule: not yet opened.
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
         options: of the loader.
-        paces: of each worker, say how deep to go; none where that is the user's to say.
         position: where the user is in the stream; kept up to date.
         pin: pins a batch, in a thread of its own; None: no pinning.
         device_index: accelerator that batches are pinned for, if any.
@@ -79,7 +77,6 @@ class Epoch:
         sampler_iter: Iterator[Any],
         options: Options,
         *,
-        paces: list[Pace],
         position: Position,
         pin: Callable[[Any], Any] | None,
         device_index: int | None,
@@ -90,15 +87,14 @@ class Epoch:
         self._sampler_iter = sampler_iter
         self._ahead = sampler_iter if isinstance(sampler_iter, DrawAhead) else None
         self._options = options
-        self._paces = paces
         self._position = position
         self.tables = Tables(crew, schedule, position.lock, tally)
         self._tally = tally
         self._recovery = Recovery(self.tables)
-        self._receiver = Receiver(self.tables, self._recovery, position, paces, options.max_skipped)
+        self._receiver = Receiver(self.tables, self._recovery, position, options.max_skipped)
         self._preparer = Preparer(self.tables, self._receiver, pin, device_index)
         held = functools.partial(_bytes_held, crew, self._preparer, self.tables)  # without a reference to this object
-        self._budget = Budget(self.tables, options.prefetch_bytes, options.prefetch_factor, paces, held)
+        self._budget = Budget(self.tables, options.prefetch_bytes, options.prefetch_factor, held)
         self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
         self._out: Delivery | None = None  # what `next` gives until it was handed over
         self._draws = position.next_task
@@ -114,9 +110,9 @@ class Epoch:
             elif fresh and (slot.journal.entries or slot.journal.state is not None):
                 self._recovery.tell_again(slot)
         self.tables.handle(Opened())
-        for worker_id, pace in enumerate(self._paces):  # as the loader's last epoch left them
-            if pace.places:
-                self.tables.handle(Paced(worker_id, pace.places, pace.ahead))
+        for slot in self._crew.slots:
+            if slot.pace is not None and slot.pace.places:  # as the loader's last epoch left it
+                self.tables.handle(Paced(slot.worker_id, slot.pace.places, slot.pace.ahead))
         self._draw_owed()
         self._preparer.start()
 
@@ -297,7 +293,7 @@ class Epoch:
         unsent = self.tables.unsent
         if not unsent:
             return True
-        if not self._paces or min(unsent) < self._schedule.torch_draws:
+        if not self._schedule.is_paced or min(unsent) < self._schedule.torch_draws:
             return False
         return HELD_BACK * len(unsent) <= len(self.tables.deliverable)
 

@@ -171,6 +171,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._sampler_iter.skipped(position.next_task)
         elif plan.elastic:
             self._sampler_iter = start(self._index_sampler)
+        self._set_paces(loader, plan)
         schedule = Schedule(
             self._num_workers,
             options.prefetch_factor,
@@ -186,7 +187,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             schedule,
             self._sampler_iter,
             options,
-            paces=self._paces_of(loader, plan),
             position=position,
             pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
             device_index=pinning_device_index(self._pin_memory_device) if self._pin_memory else None,
@@ -210,16 +210,19 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 slot.host.lane.abandon(slot.worker_id)
                 self._crew.resume(slot, resumed)
 
-    def _paces_of(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> list[Pace]:
-        """One a worker, unless the depth is the user's; they go on from the loader's last epoch."""
+    def _set_paces(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> None:
+        """Gives each worker a pace, unless the depth is the user's; they go on from the loader's last epoch."""
+        assert self._crew is not None
         dynamic = self._options.dynamic
-        if not plan.elastic and not dynamic:
-            return []
-        worker_bytes = self._options.prefetch_bytes / self._num_workers
-        new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
-        paces: list[Pace] = get_pool().remembered(loader).setdefault("paces", new)
-        same = [(p.worker_bytes, p.dynamic) for p in paces] == [(p.worker_bytes, p.dynamic) for p in new]
-        return paces if same else new
+        paces: list[Pace | None] = [None] * self._num_workers
+        if plan.elastic or dynamic:
+            worker_bytes = self._options.prefetch_bytes / self._num_workers
+            new = [Pace(worker_bytes, dynamic=dynamic) for _ in paces]
+            paces = get_pool().remembered(loader).setdefault("paces", new)
+            if [(p.worker_bytes, p.dynamic) for p in paces if p] != [(p.worker_bytes, p.dynamic) for p in new]:
+                paces = [*new]
+        for slot, pace in zip(self._crew.slots, paces, strict=True):
+            slot.pace = pace
 
     def _start_crew(self, loader: Any, plan: EpochPlan) -> Crew:
         pool, options = get_pool(), self._options

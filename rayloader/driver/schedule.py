@@ -86,10 +86,10 @@ RECENT_EVENTS = 20
 
 @dataclass(slots=True)
 class _Worker:
-    """What the schedule knows of a worker."""
+    """What the schedule knows of a worker: what events have said, for it knows nothing of the driver's `WorkerSlot`."""
 
     active: bool = True  # its stream has not ended, and it is not lost for good
-    away: bool = False  # its process is lost, and not yet replaced
+    lost: bool = False  # its process is, and no `WorkerReady` has come since
     held: int = 0  # tasks in the table
     unanswered: int = 0  # those of them that are OUTSTANDING
     restarts: int = 0  # since it last finished a task
@@ -171,6 +171,11 @@ class Schedule:
         return self._places * len(self._workers)
 
     @property
+    def is_paced(self) -> bool:
+        """Whether the depth follows `Paced`; else it is the user's to say."""
+        return self.elastic or self.dynamic
+
+    @property
     def torch_draws(self) -> int:
         """How often torch's loader would have asked the sampler by now."""
         return self._prefetch_factor * len(self._workers) + self.taken
@@ -246,8 +251,8 @@ class Schedule:
             # The places of a worker that is exhausted go with it, though its tasks may wait for the head yet.
             or not all(worker.active for worker in self._workers),
             "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
-            "lost tasks are of workers that are away": self._failed
-            or all(self._workers[t.worker_id].away for t in tasks if t.state is LOST),
+            "lost tasks are of lost workers": self._failed
+            or all(self._workers[t.worker_id].lost for t in tasks if t.state is LOST),
         }
         for worker_id, worker in enumerate(self._workers):
             mine = [task for task in tasks if task.worker_id == worker_id]
@@ -332,7 +337,7 @@ class Schedule:
             free = [
                 (worker.unanswered, worker_id)
                 for worker_id, worker in enumerate(self._workers)
-                if worker.active and not worker.away and worker.unanswered < worker.ahead
+                if worker.active and not worker.lost and worker.unanswered < worker.ahead
             ]
             if not free:
                 break
@@ -468,11 +473,11 @@ class Schedule:
             self._set_active(worker, False)
             self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
             return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
-        worker.away = True
+        worker.lost = True
         return [ReplaceWorker(worker_id, event.cause)]
 
     def _worker_ready(self, event: WorkerReady) -> list[Command]:
-        self._workers[event.worker_id].away = False
+        self._workers[event.worker_id].lost = False
         for task in self._tasks.values():
             if task.worker_id == event.worker_id and task.state is LOST:
                 self._move(task, WorkerReady)

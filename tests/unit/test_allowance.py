@@ -236,10 +236,12 @@ def test_whatever_the_sizes_and_the_order_of_events_every_batch_comes_in_its_tur
     assert epoch.schedule.finished or epoch.schedule.owed_draws
 
 
-def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False):
-    slots = [SimpleNamespace(allowance=None, calls=[]) for _ in range(2)]
-    tables = SimpleNamespace(crew=SimpleNamespace(slots=slots, ways=SimpleNamespace(copies=copies)), untaken=[])
-    budget = Budget(tables, nbytes, PREFETCH_FACTOR, [SimpleNamespace(nbytes=n) for n in pace_bytes], held)
+def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False, paced=True):
+    paces = [SimpleNamespace(nbytes=n) if paced else None for n in pace_bytes]
+    slots = [SimpleNamespace(pace=pace, allowance=None, calls=[]) for pace in paces]
+    crew, schedule = SimpleNamespace(slots=slots, ways=SimpleNamespace(copies=copies)), SimpleNamespace(is_paced=paced)
+    tables = SimpleNamespace(crew=crew, slots=slots, schedule=schedule, untaken=[])
+    budget = Budget(tables, nbytes, PREFETCH_FACTOR, held)
     return budget, [slot.allowance for slot in slots], tables
 
 
@@ -253,7 +255,7 @@ def test_every_worker_has_a_share_and_knows_the_sizes_of_the_epoch_before():
 
 
 def test_where_the_depth_is_the_users_there_are_no_allowances():
-    budget, allowances, _ = budget_of(10 * MB, ())
+    budget, allowances, _ = budget_of(10 * MB, paced=False)
     budget.gave(100 * MB)
     assert allowances == [None, None]
 

@@ -22,7 +22,7 @@ class Process:
         self.address = None if node_id is None else Address(node_id)
         self.hello = self.ref = self  # its answer, and the reference to that
         self.answer: Any = NONE_YET
-        self.placed = self.vanished = False
+        self.placed = self.lost = self.vanished = False
         self.asked = 0  # how often Ray was asked for its place
 
     def comes(self, node_id: str) -> None:
