@@ -229,7 +229,7 @@ class Crew:
         where = actor.address
         if where is None or is_near(actor):
             return Source(self._image.address, self._carried)
-        near = [a for a in self.actors if not a.lost and a.address is not None and a.address.place == where.place]
+        near = [a for a in self.actors if not a.lost and a.address is not None and a.address.location == where.location]
         hosts = [a for a in near if a.hosts(self._image)]
         hosts += [a for a in near if a.hosted is not None and a.hosted[0] == self._image.address.name]
         host = hosts[0] if hosts else actor

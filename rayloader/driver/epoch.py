@@ -111,8 +111,8 @@ class Epoch:
                 self._recovery.tell_again(slot)
         self.tables.handle(Opened())
         for slot in self._crew.slots:
-            if slot.pace is not None and slot.pace.places:  # as the loader's last epoch left it
-                self.tables.handle(Paced(slot.worker_id, slot.pace.places, slot.pace.ahead))
+            if slot.pace is not None and slot.pace.depth:  # as the loader's last epoch left it
+                self.tables.handle(Paced(slot.worker_id, slot.pace.depth, slot.pace.ahead))
         self._draw_owed()
         self._preparer.start()
 

@@ -146,7 +146,7 @@ class Moving:
         if not draining.is_late(node_id, at_last=False):
             return False
         coming = [new for new, (slots, _) in self._coming.items() if actor in [slot.host for slot in slots]]
-        has_room = bool(coming) and all(new.has_place() for new in coming)  # Ray is asked no more when they have
+        has_room = bool(coming) and all(new.is_placed() for new in coming)  # Ray is asked no more when they have
         return not has_room or draining.is_late(node_id, at_last=True)
 
     def _take_over(self) -> list[WorkerSlot]:
@@ -244,7 +244,7 @@ class Moving:
         hosts = [actor for actor in self.actors if actor not in pending and not actor.lost]
         match self._loan.pool.verdict(pending, self._loan.remote_args, others=bool(hosts)):
             case Verdict.SHARE_CPUS:
-                pending = [actor for actor in pending if not actor.has_place()]
+                pending = [actor for actor in pending if not actor.is_placed()]
                 hosts = self._loan.lend(len(pending), fresh=True)
             case Verdict.GIVE_UP if hosts:
                 self._loan.pool.gave_up(pending, len(self.actors))

@@ -24,7 +24,7 @@ from rayloader.spent import Spent
 from rayloader.state.position import Position
 from rayloader.state.snapshot import WorkerState
 from rayloader.stats import SlowBatch
-from rayloader.transport.lanes import unplaced
+from rayloader.transport.lanes import received
 
 logger = logging.getLogger("rayloader")
 
@@ -137,7 +137,7 @@ class Receiver:
             slot.journal.exhausted()
         elif (pace := slot.pace) is not None:
             if pace.saw(answer.seconds, result.nbytes):
-                self.tables.handle(Paced(slot.worker_id, pace.places, pace.ahead))
+                self.tables.handle(Paced(slot.worker_id, pace.depth, pace.ahead))
             if slot.allowance is not None:
                 slot.allowance.ahead = min(pace.ahead, CALLS_AHEAD) if self.tables.crew.ways.copies else math.inf
         self.tables.feed(slot)
@@ -178,6 +178,6 @@ class Receiver:
         self._record(slot, call, result.task_id, answer)
         lent = call.lent
         if result.wire is not None and lent is not None:
-            result.wire = unplaced(result.wire, lent)
+            result.wire = received(result.wire, lent)
         slot.journal.answered(result.task_id, result.digest)
         tables.answered(slot, result)

@@ -94,7 +94,7 @@ class _Worker:
     unanswered: int = 0  # those of them that are OUTSTANDING
     restarts: int = 0  # since it last finished a task
     exhausted_at: int | None = None  # task
-    places: int = 0  # in the window, as its pace wants it
+    depth: int = 0  # of the window, as its pace wants it
     ahead: int = AHEAD  # see NOTE [dynamic]
 
 
@@ -129,7 +129,7 @@ class Schedule:
         self.dynamic = dynamic
         self._grows = elastic  # still
         self._prefetch_factor = prefetch_factor
-        self._places = prefetch_factor  # in the window, per worker
+        self._depth = prefetch_factor  # of the window, per worker
         self._surplus = 0  # tasks in the table beyond the window, after it shrank
         self._max_restarts = max_restarts
         self._workers = [_Worker() for _ in range(num_workers)]
@@ -168,7 +168,7 @@ class Schedule:
     @property
     def window(self) -> int:
         """Tasks that may be in the table, of all workers together."""
-        return self._places * len(self._workers)
+        return self._depth * len(self._workers)
 
     @property
     def is_paced(self) -> bool:
@@ -381,18 +381,18 @@ class Schedule:
         return [Forget(tuple(task.task_id for task in gone)), *self._draw(self.torch_draws - event.from_task)]
 
     def _shrink_to_torch(self) -> None:
-        self._grows, self._places, self.owed_draws = False, self._prefetch_factor, 0
+        self._grows, self._depth, self.owed_draws = False, self._prefetch_factor, 0
         self._surplus = max(0, len(self._tasks) - self.window)
 
     def _paced(self, event: Paced) -> list[Command]:
         """See NOTE [elastic]."""
         paced = self._workers[event.worker_id]
-        paced.places, paced.ahead = event.places, event.ahead
+        paced.depth, paced.ahead = event.depth, event.ahead
         commands = self._feed_any()
         if self._grows:
-            places = max(self._prefetch_factor, *(worker.places for worker in self._workers))
-            self._surplus += (self._places - places) * self._num_active
-            self._places = places
+            depth = max(self._prefetch_factor, *(worker.depth for worker in self._workers))
+            self._surplus += (self._depth - depth) * self._num_active
+            self._depth = depth
             missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
             commands += self._draw(missing)
         return commands
@@ -442,7 +442,7 @@ class Schedule:
         worker_id = self._tasks[event.task_id].worker_id
         worker = self._workers[worker_id]
         if worker.active and self._surplus:
-            self._surplus = max(0, self._surplus - max(0, worker.held - self._places))
+            self._surplus = max(0, self._surplus - max(0, worker.held - self._depth))
         self._set_active(worker, False)
         worker.exhausted_at = event.task_id
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]

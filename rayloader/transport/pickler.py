@@ -78,7 +78,7 @@ class Pickler(by_value.Pickler):
         self.mapped = mapped
         self.groups = None if mapped is None else bulk.Groups()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
-        self.carried: dict[pickle.PickleBuffer, int] = {}  # place in `carried_objects` of what a token stands for
+        self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of what a token stands for
         self.carried_objects: list[Any] = []
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
@@ -156,14 +156,14 @@ class Pickler(by_value.Pickler):
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(PROTOCOL)
 
     def replace_members(self, groups: Sequence[bulk.Group]) -> list[tuple[int, int, pickle.PickleBuffer]]:
-        """The members of groups that must be over a span: group, place in it, token."""
+        """The members of groups that must be over a span: group, index in it, token."""
         if self.mapped is None:
             return []
         replaced = []
         storages = [span.storage.data_ptr() for span in self.spans.values()]
-        for group, place in bulk.not_alone(groups, self.mapped, storages):
-            token = self.token(groups[group].members[place], 0, groups[group].nbytes)
-            replaced.append((group, place, token))
+        for group, index in bulk.not_alone(groups, self.mapped, storages):
+            token = self.token(groups[group].members[index], 0, groups[group].nbytes)
+            replaced.append((group, index, token))
         return replaced
 
     def overlap(self) -> tuple[str, str] | None:
@@ -196,8 +196,8 @@ class Pickler(by_value.Pickler):
         if tensor.requires_grad and not tensor.is_leaf:
             reductions.reduce_tensor(tensor)  # refuses
         state = tensor.__dict__ or None
-        if (place := self._place(tensor)) is not None:
-            return (make_tensor, place) if state is None else (make_tensor, place, state, None, None, set_state)
+        if (arguments := self._arguments(tensor)) is not None:
+            return (make_tensor, arguments) if state is None else (make_tensor, arguments, state, None, None, set_state)
         if tensor.layout in _SPARSE:
             plain = tensor if self.mapped is None else tensor.detach()  # whose values are no part of a graph
             return make_sparse, plain._reduce_ex_internal(PROTOCOL)[1], state, None, None, set_state
@@ -226,11 +226,11 @@ class Pickler(by_value.Pickler):
         if own_pickling or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return NotImplemented
         with no_torch_function():
-            if (place := self._place(tensor)) is None:
+            if (arguments := self._arguments(tensor)) is None:
                 return NotImplemented
-            return make_tensor, (*place, kind), state_of_subclass(tensor), None, None, set_state
+            return make_tensor, (*arguments, kind), state_of_subclass(tensor), None, None, set_state
 
-    def _place(self, tensor: Tensor) -> tuple[Any, ...] | None:
+    def _arguments(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """The arguments of `make_tensor`, or None if `tensor` is not just a strided view of CPU memory."""
         dtype = tensor.dtype
         name = NAMES.get(dtype)
@@ -288,8 +288,8 @@ class Pickler(by_value.Pickler):
         if dtype.hasobject or dtype.itemsize == 0:
             if writable and not attributes:
                 return NotImplemented
-            make, place, content = cast("tuple[Any, ...]", array.__reduce__())
-            return make, (kind, *place[1:]), (content, attributes, writable), None, None, set_array
+            make, arguments, content = cast("tuple[Any, ...]", array.__reduce__())
+            return make, (kind, *arguments[1:]), (content, attributes, writable), None, None, set_array
         if self.mapped is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
             dtype = dtype.newbyteorder("=")
             array = array.astype(dtype, "A")
@@ -310,9 +310,9 @@ class Pickler(by_value.Pickler):
         in_band = nbytes <= _IN_BAND and (self.mapped is None or low not in self.mapped)
         buffer = bytearray(content) if in_band else pickle.PickleBuffer(content)
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
-        place = buffer, array.shape, dtype.str if by_name else dtype
+        arguments = buffer, array.shape, dtype.str if by_name else dtype
         layout = strides, offset, order, writable, kind
-        reduction = make_array, place if layout == _USUAL else (*place, *layout)
+        reduction = make_array, arguments if layout == _USUAL else (*arguments, *layout)
         return (*reduction, (None, attributes, writable), None, None, set_array) if attributes else reduction
 
 

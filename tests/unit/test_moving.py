@@ -28,7 +28,7 @@ class Process:
     def comes(self, node_id: str) -> None:
         self.answer, self.address = "hello", Address(node_id)
 
-    def has_place(self) -> bool:
+    def is_placed(self) -> bool:
         self.asked += 1
         return self.placed
 

@@ -270,8 +270,8 @@ def draw(schedule: Schedule, count: int) -> list[tuple[object, ...]]:
     return [word for _ in range(count) for word in in_words(schedule.handle(IndicesDrawn(None)))]
 
 
-def paced(worker_id: int, places: int, ahead: int = AHEAD) -> Paced:
-    return Paced(worker_id, places, ahead)
+def paced(worker_id: int, depth: int, ahead: int = AHEAD) -> Paced:
+    return Paced(worker_id, depth, ahead)
 
 
 def test_an_elastic_window_follows_the_pace():
@@ -632,11 +632,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.act(IndicesSkipped() if self.drawn - 1 in self.skips else IndicesDrawn(None))
 
     @precondition(lambda self: self.schedule and self.schedule.elastic and not self.iterable)
-    @rule(places=st.integers(0, 15))
-    def put_draws_off(self, places):
+    @rule(depth=st.integers(0, 15))
+    def put_draws_off(self, depth):
         """What torch would have drawn by now is drawn before; samplers of streams may always be asked early."""
-        self.deepest = max(self.deepest, places)
-        self.act(Paced(0, places, AHEAD))
+        self.deepest = max(self.deepest, depth)
+        self.act(Paced(0, depth, AHEAD))
         while self.owed and self.drawn < self.schedule.torch_draws:
             self.draw_next()
         if self.owed:
@@ -687,12 +687,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.act(WorkerExhausted(task_id) if exhausted else TaskDone(task_id))
 
     @precondition(lambda self: self.schedule)
-    @rule(k=st.integers(0, 3), places=st.integers(0, 15), ahead=st.integers(1, 10))
-    def pace(self, k, places, ahead):
+    @rule(k=st.integers(0, 3), depth=st.integers(0, 15), ahead=st.integers(1, 10))
+    def pace(self, k, depth, ahead):
         if k < len(self.workers):
             if self.schedule.elastic:
-                self.deepest = max(self.deepest, places)
-            self.act(Paced(k, places, ahead))
+                self.deepest = max(self.deepest, depth)
+            self.act(Paced(k, depth, ahead))
 
     @precondition(lambda self: self.schedule and self.deliverable)
     @rule()
