@@ -33,7 +33,7 @@ from rayloader.driver.messages import (
 )
 from rayloader.driver.opening import Delivery
 from rayloader.driver.preparing import Preparer
-from rayloader.driver.receiver import Receiver
+from rayloader.driver.receiver import TICK_S, Receiver
 from rayloader.driver.recorder import Tally
 from rayloader.driver.recovery import Recovery
 from rayloader.driver.schedule import Schedule
@@ -48,8 +48,6 @@ from rayloader.transport.lanes import leased_bytes
 
 logger = logging.getLogger("rayloader")
 
-# How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
-TICK_S = 1.0
 # After how many seconds without the next batch it is said that workers of one process cannot wait for each other.
 SHARED_PATIENCE_S = 30.0
 # Tasks are held back while there are so many batches to take for each of them. See `Epoch._may_wait`.
@@ -178,10 +176,7 @@ class Epoch:
         """Raises where the epoch cannot go on. What `next` does until it waits calls Ray without asking again."""
         if self.broken:
             self._crew.check_session()
-            raise RayloaderError(
-                "this iterator was interrupted (by Ctrl-C, or a signal handler that raised) and has lost its place; "
-                "call iter() on the loader again. state_dict() still says which batches were taken"
-            )
+            raise _interrupted()
         if self._schedule.closed and not self._schedule.finished:
             if self.tables.failure is not None:
                 raise self.tables.failure.with_traceback(None)
@@ -345,7 +340,7 @@ class Epoch:
         with self.tables.lock:
             under_way = self.tables.is_under_way or self.tables.deliverable or self._schedule.owed_draws
             if not under_way and not self._schedule.finished and self.tables.failure is None:
-                raise RayloaderError("this iterator was interrupted and has lost its place; call iter() again")
+                raise _interrupted()
 
     # ---- receiving
 
@@ -449,6 +444,13 @@ class Epoch:
             f"DataLoader timed out after {self._options.timeout} seconds{what}. Raise timeout if batches may take so "
             'long; on_timeout="restart" replaces a worker that hangs'
         )
+
+
+def _interrupted() -> RayloaderError:
+    return RayloaderError(
+        "this iterator was interrupted (by Ctrl-C, or a signal handler that raised) and has lost its place; "
+        "call iter() on the loader again. state_dict() still says which batches were taken"
+    )
 
 
 def _bytes_held(crew: Crew, preparer: Preparer, tables: Tables) -> int:

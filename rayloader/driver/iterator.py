@@ -359,15 +359,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         return delivery.data
 
     def _release(self) -> None:
-        """Gives the crew back: idle after the last batch, otherwise perhaps at work."""
-        if self._crew is None:
-            return
-        busy = self._epoch is None or not self._epoch.finished
-        try:
-            if self._epoch is not None:
-                self._epoch.close()
-        finally:
-            self._crew.release(busy=busy, reuse=not self._options.fresh_processes)
+        """Gives the crew back."""
+        if self._crew is not None:
+            _end(self._crew, self._epoch, reuse=not self._options.fresh_processes)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers; at once, if it works."""
@@ -396,9 +390,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
-            self._crew.later(
-                functools.partial(_leave, self._crew, self._epoch, reuse=not self._options.fresh_processes)
-            )
+            reuse = not self._options.fresh_processes
+            self._crew.later(functools.partial(_end, self._crew, self._epoch, reuse=reuse, wait=False))
 
 
 def _shorten(error: BaseException, says_all: bool) -> None:
@@ -438,12 +431,15 @@ def _warn_of_copy(function: str, generator: str) -> None:
     )
 
 
-def _leave(crew: Crew, epoch: Epoch | None, *, reuse: bool) -> None:
-    """Ends what an iterator had under way that nobody refers to any more."""
+def _end(crew: Crew, epoch: Epoch | None, *, reuse: bool, wait: bool = True) -> None:
+    """Ends what an iterator has under way, and gives its crew back: idle after the last batch, else perhaps at work.
+
+    Without a reference to the iterator, for its finalizer.
+    """
     busy = epoch is None or not epoch.finished
     try:
         if epoch is not None:
-            epoch.close(wait=False)
+            epoch.close(wait=wait)
     finally:
         crew.release(busy=busy, reuse=reuse)
 

@@ -69,8 +69,12 @@ class Moving:
             actor.lost = True
             for slot in self.hosted_by(actor):
                 slot.away = True
-            self._channels.hang_up(actor)
-            self._loan.pool.kill(actor)
+            self._end(actor)
+
+    def _end(self, actor: Actor) -> None:
+        """Kills an actor, and gives up what it shares with us."""
+        self._channels.hang_up(actor)
+        self._loan.pool.kill(actor)
 
     def replace(self, slot: WorkerSlot) -> bool:
         """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
@@ -135,8 +139,7 @@ class Moving:
                 moved += self._move([actor], hosts)
         for actor in before:
             if actor not in self.actors and not actor.lost:
-                self._channels.hang_up(actor)
-                self._loan.pool.kill(actor)
+                self._end(actor)
         return moved
 
     def _is_late(self, actor: Actor) -> bool:
@@ -249,17 +252,16 @@ class Moving:
             case Verdict.GIVE_UP if hosts:
                 self._loan.pool.gave_up(pending, len(self.actors))
                 for actor in pending:  # they come when there is room: another node, or what others have let go of
-                    self._channels.hang_up(actor)
                     if own := self._own_of(actor):
+                        self._channels.hang_up(actor)
                         self._coming[actor] = own, 0
                     else:
-                        self._loan.pool.kill(actor)
+                        self._end(actor)
                 return self._move(pending, hosts)
             case Verdict.GIVE_UP:
                 raise self._loan.pool.start_error(pending, len(self.actors))
             case _:
                 return []
         for actor in pending:
-            self._channels.hang_up(actor)
-            self._loan.pool.kill(actor)
+            self._end(actor)
         return self._move(pending, hosts)

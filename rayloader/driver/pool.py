@@ -333,11 +333,7 @@ class Pool:
                 add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
                 raise
             actor = Actor(handle, key, options, Answer(handle.hello.remote(probe)), time.monotonic(), had_room)
-            if lease is None:
-                actor.state = ActorState.IDLE
-            else:
-                actor.lease = lease.ref
-            self._lifetimes.actors.append(actor)
+            self._lifetimes.begin(actor, lease)
             actors.append(actor)
         if self.closed:
             raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")

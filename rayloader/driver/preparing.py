@@ -19,14 +19,12 @@ from rayloader._compat import ExceptionWrapper
 from rayloader.driver.ahead import AheadThread
 from rayloader.driver.messages import Task
 from rayloader.driver.opening import Delivery, opened
-from rayloader.driver.receiver import Receiver
+from rayloader.driver.receiver import TICK_S, Receiver
 from rayloader.driver.tables import Tables
 from rayloader.protocol import Result
 from rayloader.transport import lanes
 from rayloader.transport.recycled import Recycled
 
-# How often the thread looks whether a wait for the workers has become pointless, in seconds.
-TICK_S = 1.0
 # How many batches are opened and pinned before the user asks for them.
 PINNED_AHEAD = 2
 # How many are copied out of Ray's object store, and how many bytes of them beyond the first: enough that a trainer

@@ -28,6 +28,10 @@ from rayloader.transport.lanes import received
 
 logger = logging.getLogger("rayloader")
 
+# For how many seconds at most a thread waits before it looks at what nothing wakes it for: a worker that is dead may be
+# the one whose batch is next, and the epoch may have ended meanwhile.
+TICK_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Lost:
