@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
-from rayloader._compat import DataPipeWrapper, no_torch_function, state_of_subclass
+from rayloader._compat import (
+    AUTOGRAD_HOOKS,
+    DataPipeWrapper,
+    datapipe_in,
+    no_torch_function,
+    reduce_as_torch,
+    state_of_subclass,
+    untyped_in,
+)
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.generators import reduce_generator
 from rayloader.state.namespaces import namespace_of
@@ -31,7 +39,6 @@ from rayloader.state.object_paths import names_in
 from rayloader.transport import bulk, by_value, classes, handles
 from rayloader.transport.raw import NAMES, memory
 from rayloader.transport.rebuilding import (
-    HOOKS,
     itself,
     make_array,
     make_sparse,
@@ -120,8 +127,8 @@ class Pickler(by_value.Pickler):
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
             nbytes = obj.nbytes()
             return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
-        if kind is torch.TypedStorage and obj._untyped_storage.device.type == "cpu":
-            return reductions.rebuild_typed_storage, (obj._untyped_storage, obj.dtype)
+        if kind is torch.TypedStorage and untyped_in(obj).device.type == "cpu":
+            return reductions.rebuild_typed_storage, (untyped_in(obj), obj.dtype)
         if kind is np.memmap or (self.mapped is not None and issubclass(kind, np.ndarray)):
             return self._subclass_of_array(obj)
         if kind is types.FunctionType and obj.__module__ == _OF_SKELETONS:
@@ -135,7 +142,8 @@ class Pickler(by_value.Pickler):
             # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: an open file")
         if self.mapped is not None and issubclass(kind, DataPipeWrapper):
-            return kind, (obj._datapipe,)  # its own way is plain pickle's, which leaves what __main__ has to __main__
+            # Its own way is plain pickle's, which leaves what __main__ has to __main__.
+            return kind, (datapipe_in(obj),)
         if self.mapped is not None and issubclass(kind, KINDS):
             return reduce_generator(obj, self._reduced)
         if issubclass(kind, type):
@@ -200,7 +208,7 @@ class Pickler(by_value.Pickler):
             return (make_tensor, arguments) if state is None else (make_tensor, arguments, state, None, None, set_state)
         if tensor.layout in _SPARSE:
             plain = tensor if self.mapped is None else tensor.detach()  # whose values are no part of a graph
-            return make_sparse, plain._reduce_ex_internal(PROTOCOL)[1], state, None, None, set_state
+            return make_sparse, reduce_as_torch(plain, PROTOCOL)[1], state, None, None, set_state
         return NotImplemented
 
     def _with_autograd(self, tensor: Tensor, reduction: Any) -> Any:
@@ -208,7 +216,7 @@ class Pickler(by_value.Pickler):
         with no_torch_function():
             if not tensor.is_leaf:
                 return reduction
-            kept = {name: hooks for name in HOOKS if (hooks := getattr(tensor, name))}
+            kept = {name: hooks for name in AUTOGRAD_HOOKS if (hooks := getattr(tensor, name))}
             if tensor.grad is not None:
                 kept["grad"] = tensor.grad
             if tensor.requires_grad and tensor.layout in _SPARSE:
