@@ -262,7 +262,7 @@ class _Simulation:
         self._handle(rules.TaskDone(task.task_id))
         pace = self._paces[worker_id]
         if (self._plan.automatic or self._plan.dynamic) and pace.saw(seconds, self._plan.nbytes):
-            self._handle(rules.Paced(worker_id, pace.places, pace.ahead))
+            self._handle(rules.Paced(worker_id, pace.depth, pace.ahead))
             self._draw_owed()
 
     # ---- the rest of the world

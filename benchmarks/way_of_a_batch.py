@@ -39,7 +39,7 @@ from rayloader.state.digest import digest
 from rayloader.state.draws import drawn
 from rayloader.state.journal import Journal, Told
 from rayloader.transport import codec
-from rayloader.transport.lanes import ArenaLane, WorkerLane, from_wire, sealed, to_wire, unplaced
+from rayloader.transport.lanes import ArenaLane, WorkerLane, from_wire, received, sealed, to_wire
 from rayloader.transport.local_line import DriverLine, connect
 from rayloader.transport.plain import Fresh
 
@@ -97,7 +97,7 @@ class Way:
         timed("send result", lambda: self._answer(task_id, result))
         answer: Any = timed("receive", lambda: Answer(*pickle.loads(self._driver.receive()[0])[3]))
         result = timed("receive", lambda: result_of(answer.result))
-        result.wire = timed("lend", lambda: unplaced(result.wire, lent))
+        result.wire = timed("lend", lambda: received(result.wire, lent))
         timed("journal", lambda: journal.answered(task_id, result.digest))
         commands = timed("schedule", lambda: schedule.handle(TaskDone(task_id)))
         assert isinstance(commands[0], Deliver)

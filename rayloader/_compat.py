@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SinglePr
 from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper as DataPipeWrapper
 
 __all__ = [
+    "AUTOGRAD_HOOKS",
     "KEEPS_SENT_STORAGES",
     "BaseIterator",
     "DataPipeWrapper",
@@ -41,6 +44,7 @@ __all__ = [
     "collate_int_fn",
     "collate_tensor_fn",
     "current_accelerator",
+    "datapipe_in",
     "default_collate_fn_map",
     "newline_of",
     "no_torch_function",
@@ -50,17 +54,34 @@ __all__ = [
     "print_options",
     "profiler_enabled",
     "rebuild_from_type",
+    "reduce_as_torch",
     "release_sent_storages",
     "set_worker_info",
     "sharding_worker_init_fn",
+    "share_by_descriptor",
+    "share_by_name",
+    "shared_by_descriptor",
+    "shared_by_name",
     "state_of_subclass",
     "torch_is_itself",
     "torch_worker",
+    "typed_storage",
+    "untyped_in",
 ]
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
+# Of tensors and storages. What is read of each tensor of a batch is read where it is used, which takes no call; those
+# names are listed in tests/unit/test_layout.py.
+_storages: Any = torch.UntypedStorage
+AUTOGRAD_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # attributes of a tensor: dicts by number
+reduce_as_torch: Callable[[torch.Tensor, int], Any] = torch.Tensor._reduce_ex_internal
+typed_storage = functools.partial(torch.TypedStorage, _internal=True)  # without a warning
+untyped_in = operator.attrgetter("_untyped_storage")  # of a typed storage; `untyped()` warns
+datapipe_in = operator.attrgetter("_datapipe")  # of a `DataPipeWrapper`
+shared_by_descriptor, shared_by_name = _storages._new_shared_fd_cpu, _storages._new_shared_filename_cpu  # storages
+share_by_descriptor, share_by_name = _storages._share_fd_cpu_, _storages._share_filename_cpu_  # of a storage
 
 _tensor = torch.tensor
 

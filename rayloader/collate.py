@@ -18,6 +18,7 @@ from rayloader._compat import (
     collate_tensor_fn,
     default_collate_fn_map,
     torch_is_itself,
+    typed_storage,
 )
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.plain import Fresh
@@ -111,7 +112,7 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     room = arena.allocate(nbytes) if arena is not None and nbytes > arena.small else None
     memory: Any = np.empty(nbytes, np.uint8) if room is None else room
     raw = torch.from_numpy(memory).untyped_storage() if room is None else storage_over(room)
-    storage = torch.TypedStorage(wrap_storage=raw, dtype=elem.dtype, _internal=True)
+    storage = typed_storage(wrap_storage=raw, dtype=elem.dtype)
     out = elem.new(storage).resize_(len(batch), *elem.size())
     return _stacked(batch, out, memory if dtype is not None and nbytes else None)
 

@@ -101,7 +101,7 @@ class WorkerAddress:
     machine: str  # workers of one node and one machine can open each other's
 
     @property
-    def place(self) -> tuple[str, str]:
+    def location(self) -> tuple[str, str]:
         """Equal for workers that share an image."""
         return self.node_id, self.machine
 

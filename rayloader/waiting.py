@@ -50,12 +50,12 @@ def wait_for(refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
     bell = Bell()
     answers = [NONE_YET] * len(refs)
 
-    def note(place: int, answer: Any) -> None:  # in a thread of Ray's
-        answers[place] = answer
+    def note(index: int, answer: Any) -> None:  # in a thread of Ray's
+        answers[index] = answer
         bell.ring()
 
-    for place, ref in enumerate(refs):
-        on_completed(ref, functools.partial(note, place))
+    for index, ref in enumerate(refs):
+        on_completed(ref, functools.partial(note, index))
     until = time.monotonic() + timeout
     while sum(answer is not NONE_YET for answer in answers) < count and (left := until - time.monotonic()) > 0:
         bell.wait(left)

@@ -63,7 +63,7 @@ class Actor:
     lease: weakref.ref[Lease] | None = None  # that it is lent to
     state: ActorState = ActorState.LENT
     address: WorkerAddress | None = None
-    placed_at: float | None = None  # time.monotonic() when it was first seen to have a place
+    placed_at: float | None = None  # time.monotonic() when it was first seen to be placed
     started_at: float | None = None  # time.monotonic() when it was first seen to run
     stopped: Answer | None = None  # to `stop`
     stop_by: float = math.inf  # time.monotonic(); while it is stopping
@@ -71,6 +71,7 @@ class Actor:
     lane: ArenaLane = field(default_factory=ArenaLane)
     calls: int = 0  # made over a channel
     no_line: str = ""  # why it can't be reached over one
+    lost: bool = False  # given up by the crew that had it; it is GONE once the janitor's thread has killed it
     vanished: bool = False  # nobody can say what became of it: its whole node may be gone
     hosted: tuple[str, Answer] | None = None  # the image that it holds for its node: name, answer to `host`
 
@@ -79,7 +80,7 @@ class Actor:
         """Whether it was made in advance and nobody has had it yet; it may not run so far."""
         return self.state is ActorState.IDLE and self.stopped is None
 
-    def has_place(self) -> bool:
+    def is_placed(self) -> bool:
         """Whether Ray has a process for it by now: it waits for nothing that others hold, only for its imports."""
         if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):
             self.placed_at = time.monotonic()

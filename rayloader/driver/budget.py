@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 
 from rayloader.driver.allowance import Allowance
-from rayloader.driver.pace import Pace
 from rayloader.driver.tables import Tables
 
 logger = logging.getLogger("rayloader")
@@ -31,30 +30,31 @@ class Budget:
         tables: of the epoch.
         nbytes: in all, the loader's prefetch_bytes.
         first: tasks of a worker that never wait, see NOTE [bytes] in allowance.py.
-        paces: of each worker, with the sizes of its batches in the epoch before; none where the depth is the user's.
         held: tells the bytes of shared memory that the program keeps by batches that it was given.
     """
 
-    def __init__(self, tables: Tables, nbytes: int, first: int, paces: list[Pace], held: Callable[[], int]) -> None:
+    def __init__(self, tables: Tables, nbytes: int, first: int, held: Callable[[], int]) -> None:
         self._tables = tables
         self._nbytes = nbytes
         self._held = held
         self._given = 0  # bytes, since it was looked last
-        self._allowances = [Allowance(first, nbytes / len(paces), pace.nbytes) for pace in paces]
-        for slot, allowance in zip(tables.crew.slots, self._allowances, strict=False):
-            slot.allowance = allowance
-            if tables.crew.ways.copies:
-                allowance.ahead = CALLS_AHEAD  # until it is known how the worker is reached, and how long a task takes
+        self._limits = tables.schedule.is_paced  # whether workers have allowances
+        for slot in tables.slots:
+            if slot.pace is not None:  # it knows the sizes of the worker's batches in the epoch before
+                slot.allowance = Allowance(first, nbytes / len(tables.slots), slot.pace.nbytes)
+                if tables.crew.ways.copies:  # until it is known how the worker is reached, and how long a task takes
+                    slot.allowance.ahead = CALLS_AHEAD
 
     def gave(self, nbytes: int) -> None:
         """The user was given a batch of so many bytes."""
         self._given += nbytes
-        if not self._allowances or self._given * LOOKS < self._nbytes:
+        if not self._limits or self._given * LOOKS < self._nbytes:
             return
         self._given = 0
         kept = self._held()
-        for allowance in self._allowances:
-            allowance.nbytes = max(0, self._nbytes - kept) / len(self._allowances)
+        for slot in self._tables.slots:
+            if slot.allowance is not None:
+                slot.allowance.nbytes = max(0, self._nbytes - kept) / len(self._tables.slots)
         if kept >= self._nbytes:
             self._tell(kept)
 
@@ -63,7 +63,7 @@ class Budget:
         if not _told:
             _told = True
             ready = sum(result.nbytes for result in self._tables.untaken)
-            unanswered = sum(len(slot.calls) for slot in self._tables.crew.slots)
+            unanswered = sum(len(slot.calls) for slot in self._tables.slots)
             logger.warning(
                 "rayloader: the program keeps %d MB of batches, %d MB are ready, and %d batches are under way, where "
                 "prefetch_bytes is %d MB. Meanwhile the workers are given no more to do than torch's would be. Drop "

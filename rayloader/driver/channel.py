@@ -52,7 +52,7 @@ class Channel(ABC):
 
     @abstractmethod
     def run(self, worker_id: int, task: Told) -> Lent | None:
-        """`WorkerProcess.run`; the call's number is the actor's newest. What this returns is for `unplaced`."""
+        """`WorkerProcess.run`; the call's number is the actor's newest. What this returns is for `received`."""
 
     @abstractmethod
     def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:

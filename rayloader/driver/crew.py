@@ -177,7 +177,7 @@ class Crew:
             for setup, journal in zip(setups, journals, strict=True)
         ]
         if not all_see_us():
-            while any(actor.address is None and not self.moving.is_dead(actor) for actor in self.actors):
+            while any(actor.address is None and not actor.lost for actor in self.actors):
                 self.wait(LOCATE_TICK_S)
                 try:
                     self.moving.check_started()
@@ -185,7 +185,7 @@ class Crew:
                     self.moving.lose(lost.actor)
         contents: list[Ref] = []
         for slot in self.slots:
-            if not self.moving.is_dead(slot.host):
+            if not slot.host.lost:
                 self._start_worker(slot, contents)
 
     def revive(self) -> list[WorkerSlot]:
@@ -200,7 +200,7 @@ class Crew:
         self.check_session()
         if not all_see_us():
             self.moving.check_started()  # whoever moves is away already
-        hosted = [slot for slot in self.slots if slot.away and not self.moving.is_dead(slot.host)]
+        hosted = [slot for slot in self.slots if slot.away and not slot.host.lost]
         ready = [slot for slot in hosted if all_see_us() or slot.host.address is not None]
         contents: list[Ref] = []
         for slot in ready:
@@ -229,11 +229,7 @@ class Crew:
         where = actor.address
         if where is None or is_near(actor):
             return Source(self._image.address, self._carried)
-        near = [
-            a
-            for a in self.actors
-            if not self.moving.is_dead(a) and a.address is not None and a.address.place == where.place
-        ]
+        near = [a for a in self.actors if not a.lost and a.address is not None and a.address.location == where.location]
         hosts = [a for a in near if a.hosts(self._image)]
         hosts += [a for a in near if a.hosted is not None and a.hosted[0] == self._image.address.name]
         host = hosts[0] if hosts else actor

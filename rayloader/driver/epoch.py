@@ -32,9 +32,8 @@ from rayloader.driver.messages import (
     WorkerLost,
 )
 from rayloader.driver.opening import Delivery
-from rayloader.driver.pace import Pace
 from rayloader.driver.preparing import Preparer
-from rayloader.driver.receiver import Receiver
+from rayloader.driver.receiver import TICK_S, Receiver
 from rayloader.driver.recorder import Tally
 from rayloader.driver.recovery import Recovery
 from rayloader.driver.schedule import Schedule
@@ -49,8 +48,6 @@ from rayloader.transport.lanes import leased_bytes
 
 logger = logging.getLogger("rayloader")
 
-# How often a wait for the head looks at the other workers, in seconds: a dead one may be what the head waits for.
-TICK_S = 1.0
 # After how many seconds without the next batch it is said that workers of one process cannot wait for each other.
 SHARED_PATIENCE_S = 30.0
 # Tasks are held back while there are so many batches to take for each of them. See `Epoch._may_wait`.
@@ -65,7 +62,6 @@ class Epoch:
         schedule: not yet opened.
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
         options: of the loader.
-        paces: of each worker, say how deep to go; none where that is the user's to say.
         position: where the user is in the stream; kept up to date.
         pin: pins a batch, in a thread of its own; None: no pinning.
         device_index: accelerator that batches are pinned for, if any.
@@ -79,7 +75,6 @@ class Epoch:
         sampler_iter: Iterator[Any],
         options: Options,
         *,
-        paces: list[Pace],
         position: Position,
         pin: Callable[[Any], Any] | None,
         device_index: int | None,
@@ -90,15 +85,14 @@ class Epoch:
         self._sampler_iter = sampler_iter
         self._ahead = sampler_iter if isinstance(sampler_iter, DrawAhead) else None
         self._options = options
-        self._paces = paces
         self._position = position
         self.tables = Tables(crew, schedule, position.lock, tally)
         self._tally = tally
         self._recovery = Recovery(self.tables)
-        self._receiver = Receiver(self.tables, self._recovery, position, paces, options.max_skipped)
+        self._receiver = Receiver(self.tables, self._recovery, position, options.max_skipped)
         self._preparer = Preparer(self.tables, self._receiver, pin, device_index)
         held = functools.partial(_bytes_held, crew, self._preparer, self.tables)  # without a reference to this object
-        self._budget = Budget(self.tables, options.prefetch_bytes, options.prefetch_factor, paces, held)
+        self._budget = Budget(self.tables, options.prefetch_bytes, options.prefetch_factor, held)
         self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
         self._out: Delivery | None = None  # what `next` gives until it was handed over
         self._draws = position.next_task
@@ -114,9 +108,9 @@ class Epoch:
             elif fresh and (slot.journal.entries or slot.journal.state is not None):
                 self._recovery.tell_again(slot)
         self.tables.handle(Opened())
-        for worker_id, pace in enumerate(self._paces):  # as the loader's last epoch left them
-            if pace.places:
-                self.tables.handle(Paced(worker_id, pace.places, pace.ahead))
+        for slot in self._crew.slots:
+            if slot.pace is not None and slot.pace.depth:  # as the loader's last epoch left it
+                self.tables.handle(Paced(slot.worker_id, slot.pace.depth, slot.pace.ahead))
         self._draw_owed()
         self._preparer.start()
 
@@ -182,10 +176,7 @@ class Epoch:
         """Raises where the epoch cannot go on. What `next` does until it waits calls Ray without asking again."""
         if self.broken:
             self._crew.check_session()
-            raise RayloaderError(
-                "this iterator was interrupted (by Ctrl-C, or a signal handler that raised) and has lost its place; "
-                "call iter() on the loader again. state_dict() still says which batches were taken"
-            )
+            raise _interrupted()
         if self._schedule.closed and not self._schedule.finished:
             if self.tables.failure is not None:
                 raise self.tables.failure.with_traceback(None)
@@ -299,7 +290,7 @@ class Epoch:
         unsent = self.tables.unsent
         if not unsent:
             return True
-        if not self._paces or min(unsent) < self._schedule.torch_draws:
+        if not self._schedule.is_paced or min(unsent) < self._schedule.torch_draws:
             return False
         return HELD_BACK * len(unsent) <= len(self.tables.deliverable)
 
@@ -351,7 +342,7 @@ class Epoch:
         with self.tables.lock:
             under_way = self.tables.is_under_way or self.tables.deliverable or self._schedule.owed_draws
             if not under_way and not self._schedule.finished and self.tables.failure is None:
-                raise RayloaderError("this iterator was interrupted and has lost its place; call iter() again")
+                raise _interrupted()
 
     # ---- receiving
 
@@ -455,6 +446,13 @@ class Epoch:
             f"DataLoader timed out after {self._options.timeout} seconds{what}. Raise timeout if batches may take so "
             'long; on_timeout="restart" replaces a worker that hangs'
         )
+
+
+def _interrupted() -> RayloaderError:
+    return RayloaderError(
+        "this iterator was interrupted (by Ctrl-C, or a signal handler that raised) and has lost its place; "
+        "call iter() on the loader again. state_dict() still says which batches were taken"
+    )
 
 
 def _bytes_held(crew: Crew, preparer: Preparer, tables: Tables) -> int:

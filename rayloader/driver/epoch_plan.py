@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from rayloader.driver.pace import MAX_PLACES
+from rayloader.driver.pace import MAX_DEPTH
 from rayloader.options import Options
 
 
@@ -44,7 +44,7 @@ class EpochPlan:
     @property
     def max_undone(self) -> int:
         """How many tasks persistent workers may have to undo that torch's would not have been given."""
-        return MAX_PLACES if self.elastic and self.carries_over else 0
+        return MAX_DEPTH if self.elastic and self.carries_over else 0
 
 
 def plan_epoch(

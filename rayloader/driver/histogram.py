@@ -33,8 +33,8 @@ _MIDDLES: _Numbers = np.ldexp((PER_OCTAVE + _PLACES % PER_OCTAVE + 0.5) / PER_OC
 def _classes(seconds: _Numbers) -> _Numbers:
     """Which class each of these times is in."""
     fractions, exponents = np.frexp(seconds)  # fractions of at least a half
-    places = exponents * PER_OCTAVE + (fractions * (2 * PER_OCTAVE)).astype(np.intp) - _FIRST
-    return np.where((places >= 0) & (places < CLASSES) & (seconds > 0), places, 0)
+    classes = exponents * PER_OCTAVE + (fractions * (2 * PER_OCTAVE)).astype(np.intp) - _FIRST
+    return np.where((classes >= 0) & (classes < CLASSES) & (seconds > 0), classes, 0)
 
 
 class Histogram(NamedTuple):
@@ -61,8 +61,8 @@ class Histogram(NamedTuple):
         count = int(self.counts.sum())
         if not count:
             return Times()
-        places = np.searchsorted(np.cumsum(self.counts), [0.5 * count, 0.95 * count, 0.99 * count])
-        median, p95, p99 = (min(float(_MIDDLES[place]), self.longest) for place in places)
+        classes = np.searchsorted(np.cumsum(self.counts), [0.5 * count, 0.95 * count, 0.99 * count])
+        median, p95, p99 = (min(float(_MIDDLES[index]), self.longest) for index in classes)
         return Times(count, self.total, median, p95, p99, self.longest)
 
     def above(self, seconds: float) -> tuple[int, float]:

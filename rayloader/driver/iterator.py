@@ -171,6 +171,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._sampler_iter.skipped(position.next_task)
         elif plan.elastic:
             self._sampler_iter = start(self._index_sampler)
+        self._set_paces(loader, plan)
         schedule = Schedule(
             self._num_workers,
             options.prefetch_factor,
@@ -186,7 +187,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             schedule,
             self._sampler_iter,
             options,
-            paces=self._paces_of(loader, plan),
             position=position,
             pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
             device_index=pinning_device_index(self._pin_memory_device) if self._pin_memory else None,
@@ -210,16 +210,19 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 slot.host.lane.abandon(slot.worker_id)
                 self._crew.resume(slot, resumed)
 
-    def _paces_of(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> list[Pace]:
-        """One a worker, unless the depth is the user's; they go on from the loader's last epoch."""
+    def _set_paces(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> None:
+        """Gives each worker a pace, unless the depth is the user's; they go on from the loader's last epoch."""
+        assert self._crew is not None
         dynamic = self._options.dynamic
-        if not plan.elastic and not dynamic:
-            return []
-        worker_bytes = self._options.prefetch_bytes / self._num_workers
-        new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
-        paces: list[Pace] = get_pool().remembered(loader).setdefault("paces", new)
-        same = [(p.worker_bytes, p.dynamic) for p in paces] == [(p.worker_bytes, p.dynamic) for p in new]
-        return paces if same else new
+        paces: list[Pace | None] = [None] * self._num_workers
+        if plan.elastic or dynamic:
+            worker_bytes = self._options.prefetch_bytes / self._num_workers
+            new = [Pace(worker_bytes, dynamic=dynamic) for _ in paces]
+            paces = get_pool().remembered(loader).setdefault("paces", new)
+            if [(p.worker_bytes, p.dynamic) for p in paces if p] != [(p.worker_bytes, p.dynamic) for p in new]:
+                paces = [*new]
+        for slot, pace in zip(self._crew.slots, paces, strict=True):
+            slot.pace = pace
 
     def _start_crew(self, loader: Any, plan: EpochPlan) -> Crew:
         pool, options = get_pool(), self._options
@@ -356,15 +359,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         return delivery.data
 
     def _release(self) -> None:
-        """Gives the crew back: idle after the last batch, otherwise perhaps at work."""
-        if self._crew is None:
-            return
-        busy = self._epoch is None or not self._epoch.finished
-        try:
-            if self._epoch is not None:
-                self._epoch.close()
-        finally:
-            self._crew.release(busy=busy, reuse=not self._options.fresh_processes)
+        """Gives the crew back."""
+        if self._crew is not None:
+            _end(self._crew, self._epoch, reuse=not self._options.fresh_processes)
 
     def resize(self, count: int) -> None:
         """Another number of actors for the same workers; at once, if it works."""
@@ -393,9 +390,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
-            self._crew.later(
-                functools.partial(_leave, self._crew, self._epoch, reuse=not self._options.fresh_processes)
-            )
+            reuse = not self._options.fresh_processes
+            self._crew.later(functools.partial(_end, self._crew, self._epoch, reuse=reuse, wait=False))
 
 
 @functools.cache  # says it once
@@ -417,12 +413,15 @@ def _warn_of_copy(function: str, generator: str) -> None:
     )
 
 
-def _leave(crew: Crew, epoch: Epoch | None, *, reuse: bool) -> None:
-    """Ends what an iterator had under way that nobody refers to any more."""
+def _end(crew: Crew, epoch: Epoch | None, *, reuse: bool, wait: bool = True) -> None:
+    """Ends what an iterator has under way, and gives its crew back: idle after the last batch, else perhaps at work.
+
+    Without a reference to the iterator, for its finalizer.
+    """
     busy = epoch is None or not epoch.finished
     try:
         if epoch is not None:
-            epoch.close(wait=False)
+            epoch.close(wait=wait)
     finally:
         crew.release(busy=busy, reuse=reuse)
 

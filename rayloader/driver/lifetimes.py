@@ -56,6 +56,14 @@ class Lifetimes:
         self.actors: list[Actor] = []
         self.closed = False
 
+    def begin(self, actor: Actor, lease: Lease | None) -> None:
+        """A new actor: lent to a lease, or idle where it was made in advance."""
+        if lease is None:
+            actor.state = ActorState.IDLE
+        else:
+            actor.lease = lease.ref
+        self.actors.append(actor)
+
     def lend(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
         """Lends so many idle actors that prove to be alive, or fewer; waits a little for those that are stopping."""
         give_up = time.monotonic() + REUSE_WAIT_S

@@ -81,12 +81,12 @@ class Paced:
 
     Attributes:
         worker_id: that worker.
-        places: tasks of each worker that should be under way, if the window is elastic; 0 for no opinion.
+        depth: tasks of each worker that should be under way, if the window is elastic; 0 for no opinion.
         ahead: tasks that it may be given before it has answered, where any worker takes any task.
     """
 
     worker_id: int
-    places: int
+    depth: int
     ahead: int
 
 

@@ -43,7 +43,6 @@ class Moving:
         self._channels = channels
         self._answers = answers
         self._tell_at = time.monotonic() + NOTICE_S  # what is waited for
-        self._dead: list[Actor] = []
         # Asked for, while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Actor, tuple[list[WorkerSlot], int]] = {}
         self._replaced: list[Actor] = []  # others were asked for, since their nodes are to go
@@ -61,26 +60,26 @@ class Moving:
     @property
     def awaited(self) -> list[Ref]:
         """What is answered when workers that are away may be started, or may move."""
-        hosts = {id(slot.host): slot.host for slot in self.slots if slot.away and slot.host not in self._dead}
+        hosts = {id(slot.host): slot.host for slot in self.slots if slot.away and not slot.host.lost}
         return [host.hello.ref for host in (*hosts.values(), *self._coming)]
-
-    def is_dead(self, actor: Actor) -> bool:
-        """Whether the actor was lost."""
-        return actor in self._dead
 
     def lose(self, actor: Actor) -> None:
         """The actor is dead, or must not be trusted any more: it is killed, and what it shares with us is given up."""
-        if actor not in self._dead:
-            self._dead.append(actor)
+        if not actor.lost:
+            actor.lost = True
             for slot in self.hosted_by(actor):
                 slot.away = True
-            self._channels.hang_up(actor)
-            self._loan.pool.kill(actor)
+            self._end(actor)
+
+    def _end(self, actor: Actor) -> None:
+        """Kills an actor, and gives up what it shares with us."""
+        self._channels.hang_up(actor)
+        self._loan.pool.kill(actor)
 
     def replace(self, slot: WorkerSlot) -> bool:
         """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
         old = slot.host
-        if old not in self._dead:
+        if not old.lost:
             return False
         own = self._own_of(old)
         hosts = self._survivors_of(old) if old.vanished or not own else []
@@ -104,7 +103,7 @@ class Moving:
         Ray takes a node that has lost power for alive for up to half a minute, and may give its room to a new actor.
         """
         gone = None if vanished.address is None else vanished.address.node_id
-        there = [a for a in self.actors if a.address is not None and a not in self._dead and a.address.node_id != gone]
+        there = [a for a in self.actors if a.address is not None and not a.lost and a.address.node_id != gone]
         stay = [actor for actor in there if not self._loan.pool.is_draining(actor)]
         return sorted(stay, key=lambda actor: len(self.hosted_by(actor)))
 
@@ -122,7 +121,7 @@ class Moving:
             The workers that move; they are away now.
         """
         before = self.actors
-        draining = [actor for actor in before if actor not in self._dead and self._loan.pool.is_draining(actor)]
+        draining = [actor for actor in before if not actor.lost and self._loan.pool.is_draining(actor)]
         for actor in draining:
             if actor not in self._replaced and (own := self._own_of(actor)):
                 (new,) = self._loan.lend(1, fresh=True)
@@ -139,9 +138,8 @@ class Moving:
                     self._leave(slot)
                 moved += self._move([actor], hosts)
         for actor in before:
-            if actor not in self.actors and actor not in self._dead:
-                self._channels.hang_up(actor)
-                self._loan.pool.kill(actor)
+            if actor not in self.actors and not actor.lost:
+                self._end(actor)
         return moved
 
     def _is_late(self, actor: Actor) -> bool:
@@ -151,7 +149,7 @@ class Moving:
         if not draining.is_late(node_id, at_last=False):
             return False
         coming = [new for new, (slots, _) in self._coming.items() if actor in [slot.host for slot in slots]]
-        has_room = bool(coming) and all(new.has_place() for new in coming)  # Ray is asked no more when they have
+        has_room = bool(coming) and all(new.is_placed() for new in coming)  # Ray is asked no more when they have
         return not has_room or draining.is_late(node_id, at_last=True)
 
     def _take_over(self) -> list[WorkerSlot]:
@@ -233,7 +231,7 @@ class Moving:
         self._loan.check_session()
         pending = []
         for actor in self.actors:
-            if actor in self._dead:
+            if actor.lost:
                 continue
             try:
                 if not actor.has_started():
@@ -246,25 +244,24 @@ class Moving:
         if time.monotonic() >= self._tell_at:
             self._tell_at = math.inf
             self._loan.pool.tell(pending, len(self.actors))
-        hosts = [actor for actor in self.actors if actor not in pending and actor not in self._dead]
+        hosts = [actor for actor in self.actors if actor not in pending and not actor.lost]
         match self._loan.pool.verdict(pending, self._loan.remote_args, others=bool(hosts)):
             case Verdict.SHARE_CPUS:
-                pending = [actor for actor in pending if not actor.has_place()]
+                pending = [actor for actor in pending if not actor.is_placed()]
                 hosts = self._loan.lend(len(pending), fresh=True)
             case Verdict.GIVE_UP if hosts:
                 self._loan.pool.gave_up(pending, len(self.actors))
                 for actor in pending:  # they come when there is room: another node, or what others have let go of
-                    self._channels.hang_up(actor)
                     if own := self._own_of(actor):
+                        self._channels.hang_up(actor)
                         self._coming[actor] = own, 0
                     else:
-                        self._loan.pool.kill(actor)
+                        self._end(actor)
                 return self._move(pending, hosts)
             case Verdict.GIVE_UP:
                 raise self._loan.pool.start_error(pending, len(self.actors))
             case _:
                 return []
         for actor in pending:
-            self._channels.hang_up(actor)
-            self._loan.pool.kill(actor)
+            self._end(actor)
         return self._move(pending, hosts)

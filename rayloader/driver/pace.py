@@ -24,7 +24,7 @@ TURNS_UNDER_WAY = 3
 TURNS_AHEAD = 2
 # Tasks of a worker under way, at most. Where any worker takes any task, all that memory allows up to this: so long a
 # straggler may be without idling the others.
-MAX_PLACES = TURNS_UNDER_WAY * MAX_TASKS_PER_TURN
+MAX_DEPTH = TURNS_UNDER_WAY * MAX_TASKS_PER_TURN
 
 
 class Pace:
@@ -35,7 +35,7 @@ class Pace:
         dynamic: whether any worker takes any task.
 
     Attributes:
-        places: tasks that should be under way, per worker; 0 for no opinion.
+        depth: tasks that should be under way, per worker; 0 for no opinion.
         ahead: tasks that the worker may be given before it has answered, where any worker takes any task.
     """
 
@@ -46,7 +46,7 @@ class Pace:
         self._seconds: deque[float] = deque(maxlen=RECENT_TURNS)  # of a task, by turn
         self._nbytes = 0.0  # of a batch
         self._turn: list[tuple[float, int]] = []  # seconds and bytes, by task of the turn that is under way
-        self.places = 0
+        self.depth = 0
         self.ahead = TURNS_AHEAD
 
     @property
@@ -55,7 +55,7 @@ class Pace:
         return max(self._nbytes, 1.0) if self._seconds else 0.0
 
     def saw(self, seconds: float, nbytes: int) -> bool:
-        """Takes in what a task took, and the bytes of its batch; whether `places` or `ahead` changed."""
+        """Takes in what a task took, and the bytes of its batch; whether `depth` or `ahead` changed."""
         self._turn.append((seconds, nbytes))
         grown = nbytes * TURNS_UNDER_WAY * self._tasks_per_turn > 2 * self.worker_bytes  # so many would be too much
         if len(self._turn) < self._tasks_per_turn and not grown:
@@ -75,9 +75,9 @@ class Pace:
         return self._set(fitting)
 
     def _set(self, fitting: float) -> bool:
-        tasks, before = self._tasks_per_turn, (self.places, self.ahead)
-        self.places = TURNS_UNDER_WAY * tasks if tasks > 1 else 0
+        tasks, before = self._tasks_per_turn, (self.depth, self.ahead)
+        self.depth = TURNS_UNDER_WAY * tasks if tasks > 1 else 0
         if self.dynamic:
-            self.places = max(1, int(min(fitting, MAX_PLACES)))
+            self.depth = max(1, int(min(fitting, MAX_DEPTH)))
         self.ahead = TURNS_AHEAD * tasks
-        return (self.places, self.ahead) != before
+        return (self.depth, self.ahead) != before

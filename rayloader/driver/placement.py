@@ -49,7 +49,7 @@ class Placement:
     def __init__(self) -> None:
         self._autoscaling = False
         self._others_have_the_cpus = False
-        self._without_place: set[bytes] = set()  # options of actors that were given up
+        self._not_placed: set[bytes] = set()  # options of actors that were given up
 
     def options(self, remote_args: dict[str, Any], count: int, wanted: int) -> dict[str, Any]:
         """What each actor is to have, but for `where`.
@@ -132,7 +132,7 @@ class Placement:
         """
         limit = self.limit
         if not homeless:  # they need time, and nothing else
-            return Verdict.GIVE_UP if waited >= self.limit_with_place else Verdict.WAIT
+            return Verdict.GIVE_UP if waited >= self.limit_once_placed else Verdict.WAIT
         if "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
             patience = min(limit if had_room else CPU_PATIENCE_S, limit)
             no_cpu_is_free = waited >= patience and ray.available_resources().get("CPU", 0) < 1
@@ -147,7 +147,7 @@ class Placement:
                 return Verdict.SHARE_CPUS
         if others:
             limit = self.limit_with_others
-        if waited >= (min(ROOM_PATIENCE_S, limit) if key in self._without_place else limit):
+        if waited >= (min(ROOM_PATIENCE_S, limit) if key in self._not_placed else limit):
             return Verdict.GIVE_UP
         return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
 
@@ -164,7 +164,7 @@ class Placement:
 
     def gave_up(self, key: bytes, number: int, of: int, hosts: int) -> None:
         """Notes that some actors were given up: the next ones with the same options need not wait as long."""
-        self._without_place.add(key)
+        self._not_placed.add(key)
         logger.warning(
             "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; until there is room "
             "for them, their work is done by the other %d",
@@ -225,7 +225,7 @@ class Placement:
         return min(self.limit, OTHERS_PATIENCE_S)
 
     @property
-    def limit_with_place(self) -> float:
+    def limit_once_placed(self) -> float:
         """How long one may take to start where it has a place, in seconds."""
         return self.limit if os.environ.get(START_TIMEOUT_VARIABLE) else AUTOSCALING_START_TIMEOUT_S
 
@@ -233,7 +233,7 @@ class Placement:
         """The error for actors that have a place and do not start there."""
         return WorkerStartError(
             f"{number} of {of} DataLoader workers have a process in the Ray cluster that did not start within "
-            f"{self.limit_with_place:g} s: the machine is overloaded, or the process hangs, and Ray's log says where. "
+            f"{self.limit_once_placed:g} s: the machine is overloaded, or the process hangs, and Ray's log says where. "
             f"Remedies: lower num_workers; raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
         )
 

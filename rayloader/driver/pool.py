@@ -82,7 +82,7 @@ class Pool:
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.output = Output()
         self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
-        self.without_lines: set[tuple[str, str]] = set()  # places from which no worker can connect to this process
+        self.without_lines: set[tuple[str, str]] = set()  # locations from which no worker can connect to this process
         self.draining = Draining(functools.partial(draining_nodes, ray))
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
@@ -180,17 +180,17 @@ class Pool:
         for actor in self.actors:  # others' too: where many start at once each has to wait for its turn
             with contextlib.suppress(RayError):
                 actor.has_started()
-                actor.has_place()
+                actor.is_placed()
         news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
-        without_place = [actor for actor in pending if actor.placed_at is None]
+        not_placed = [actor for actor in pending if actor.placed_at is None]
         verdict = self._placement.verdict(
             waited,
             pending[0].key,
             remote_args,
             pending[0].options,
-            homeless=bool(without_place),
-            had_room=all(actor.had_room for actor in without_place),
+            homeless=bool(not_placed),
+            had_room=all(actor.had_room for actor in not_placed),
             others=others,
         )
         if verdict is Verdict.MAKE_ROOM:
@@ -199,7 +199,7 @@ class Pool:
 
     def tell(self, pending: list[Actor], of: int) -> None:
         """Says what is waited for."""
-        homeless = sum(not actor.has_place() for actor in pending)
+        homeless = sum(not actor.is_placed() for actor in pending)
         self._placement.tell(len(pending), of, homeless, pending[0].options)
 
     def gave_up(self, actors: list[Actor], of: int) -> None:
@@ -333,11 +333,7 @@ class Pool:
                 add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
                 raise
             actor = Actor(handle, key, options, Answer(handle.hello.remote(probe)), time.monotonic(), had_room)
-            if lease is None:
-                actor.state = ActorState.IDLE
-            else:
-                actor.lease = lease.ref
-            self._lifetimes.actors.append(actor)
+            self._lifetimes.begin(actor, lease)
             actors.append(actor)
         if self.closed:
             raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")

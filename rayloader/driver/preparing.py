@@ -19,14 +19,12 @@ from rayloader._compat import ExceptionWrapper
 from rayloader.driver.ahead import AheadThread
 from rayloader.driver.messages import Task
 from rayloader.driver.opening import Delivery, opened
-from rayloader.driver.receiver import Receiver
+from rayloader.driver.receiver import TICK_S, Receiver
 from rayloader.driver.tables import Tables
 from rayloader.protocol import Result
 from rayloader.transport import lanes
 from rayloader.transport.recycled import Recycled
 
-# How often the thread looks whether a wait for the workers has become pointless, in seconds.
-TICK_S = 1.0
 # How many batches are opened and pinned before the user asks for them.
 PINNED_AHEAD = 2
 # How many are copied out of Ray's object store, and how many bytes of them beyond the first: enough that a trainer
@@ -135,9 +133,9 @@ class Preparer:
     def _next(self) -> tuple[tuple[Task, Result] | None, bool]:
         """The first batch that is not prepared and may be; and whether it is the bound that leaves none."""
         most, nbytes = COPIED_AHEAD if self._pin is None else PINNED_AHEAD, 0
-        for place, (task, result) in enumerate(self._tables.deliverable):
+        for index, (task, result) in enumerate(self._tables.deliverable):
             nbytes += result.nbytes
-            if place == most or (place and nbytes > COPIED_AHEAD_BYTES and self._pin is None):
+            if index == most or (index and nbytes > COPIED_AHEAD_BYTES and self._pin is None):
                 return None, self._pin is not None or self._tables.crew.ways.uses_store
             if not self._is_prepared(task, result):
                 return (task, result), False
@@ -156,12 +154,12 @@ class Preparer:
             result = replace(result, wire=lanes.owned(result.wire, self._copies.copy))
         tables = self._tables
         with tables.lock:
-            places = [place for place, (other, _) in enumerate(tables.deliverable) if other is task]
-            for place in places:  # none, if it was taken back meanwhile
+            indices = [index for index, (other, _) in enumerate(tables.deliverable) if other is task]
+            for index in indices:  # none, if it was taken back meanwhile
                 if self._pin is not None:
                     self._pinned[task.task_id] = delivery
                 else:
-                    tables.deliverable[place] = task, result
+                    tables.deliverable[index] = task, result
 
     def _opened_and_pinned(self, task: Task, result: Result, pin: Callable[[Any], Any]) -> Delivery:
         delivery = opened(task, result)

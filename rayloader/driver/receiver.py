@@ -16,7 +16,6 @@ from rayloader.driver.budget import CALLS_AHEAD
 from rayloader.driver.channel import ActorLost, LineRefused, Message
 from rayloader.driver.messages import Paced, WorkerExhausted
 from rayloader.driver.opening import indices_of
-from rayloader.driver.pace import Pace
 from rayloader.driver.recovery import Recovery
 from rayloader.driver.tables import Tables, changes
 from rayloader.driver.worker_slot import Call, WorkerSlot
@@ -25,9 +24,13 @@ from rayloader.spent import Spent
 from rayloader.state.position import Position
 from rayloader.state.snapshot import WorkerState
 from rayloader.stats import SlowBatch
-from rayloader.transport.lanes import unplaced
+from rayloader.transport.lanes import received
 
 logger = logging.getLogger("rayloader")
+
+# For how many seconds at most a thread waits before it looks at what nothing wakes it for: a worker that is dead may be
+# the one whose batch is next, and the epoch may have ended meanwhile.
+TICK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,6 @@ class Receiver:
         tables: of the epoch.
         recovery: goes on with workers that build again what they had built.
         position: counts the samples that are skipped.
-        paces: of each worker, or none.
         max_skipped: samples.
 
     Attributes:
@@ -55,13 +57,10 @@ class Receiver:
         waited: seconds of the last `wait` in which nothing came.
     """
 
-    def __init__(
-        self, tables: Tables, recovery: Recovery, position: Position, paces: list[Pace], max_skipped: int
-    ) -> None:
+    def __init__(self, tables: Tables, recovery: Recovery, position: Position, max_skipped: int) -> None:
         self.tables = tables
         self._recovery = recovery
         self._position = position
-        self._paces = paces
         self._max_skipped = max_skipped
         self._doubted = False  # a batch of a dataset that is believed
         self.lost: deque[Lost] = deque()
@@ -140,10 +139,9 @@ class Receiver:
         elif result.kind == ResultKind.EXHAUSTED:  # it writes nothing any more, and will say nothing new
             slot.drop_calls()
             slot.journal.exhausted()
-        elif self._paces:
-            pace = self._paces[slot.worker_id]
+        elif (pace := slot.pace) is not None:
             if pace.saw(answer.seconds, result.nbytes):
-                self.tables.handle(Paced(slot.worker_id, pace.places, pace.ahead))
+                self.tables.handle(Paced(slot.worker_id, pace.depth, pace.ahead))
             if slot.allowance is not None:
                 slot.allowance.ahead = min(pace.ahead, CALLS_AHEAD) if self.tables.crew.ways.copies else math.inf
         self.tables.feed(slot)
@@ -184,6 +182,6 @@ class Receiver:
         self._record(slot, call, result.task_id, answer)
         lent = call.lent
         if result.wire is not None and lent is not None:
-            result.wire = unplaced(result.wire, lent)
+            result.wire = received(result.wire, lent)
         slot.journal.answered(result.task_id, result.digest)
         tables.answered(slot, result)

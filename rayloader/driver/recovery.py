@@ -32,7 +32,7 @@ class Recovery:
     @changes
     def give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
         """Goes on without an actor; all that it has sent was taken in. `suspect`: the task that it said ended it."""
-        if self._crew.moving.is_dead(actor):
+        if actor.lost:
             return
         slots = self._crew.moving.hosted_by(actor)
         # It makes one call after the other.

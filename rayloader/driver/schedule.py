@@ -86,15 +86,15 @@ RECENT_EVENTS = 20
 
 @dataclass(slots=True)
 class _Worker:
-    """What the schedule knows of a worker."""
+    """What the schedule knows of a worker: what events have said, for it knows nothing of the driver's `WorkerSlot`."""
 
     active: bool = True  # its stream has not ended, and it is not lost for good
-    away: bool = False  # its process is lost, and not yet replaced
+    lost: bool = False  # its process is, and no `WorkerReady` has come since
     held: int = 0  # tasks in the table
     unanswered: int = 0  # those of them that are OUTSTANDING
     restarts: int = 0  # since it last finished a task
     exhausted_at: int | None = None  # task
-    places: int = 0  # in the window, as its pace wants it
+    depth: int = 0  # of the window, as its pace wants it
     ahead: int = AHEAD  # see NOTE [dynamic]
 
 
@@ -129,7 +129,7 @@ class Schedule:
         self.dynamic = dynamic
         self._grows = elastic  # still
         self._prefetch_factor = prefetch_factor
-        self._places = prefetch_factor  # in the window, per worker
+        self._depth = prefetch_factor  # of the window, per worker
         self._surplus = 0  # tasks in the table beyond the window, after it shrank
         self._max_restarts = max_restarts
         self._workers = [_Worker() for _ in range(num_workers)]
@@ -168,7 +168,12 @@ class Schedule:
     @property
     def window(self) -> int:
         """Tasks that may be in the table, of all workers together."""
-        return self._places * len(self._workers)
+        return self._depth * len(self._workers)
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether the depth follows `Paced`; else it is the user's to say."""
+        return self.elastic or self.dynamic
 
     @property
     def torch_draws(self) -> int:
@@ -226,28 +231,31 @@ class Schedule:
         Raises:
             RuntimeError: something does not (a fault in this module); says after which events.
         """
-        queued = [task for task in self._tasks.values() if task.state is QUEUED]
+        tasks = self.tasks
+        queued = [task for task in tasks if task.state is QUEUED]
+        undelivered = [task for task in tasks if task.state is not DELIVERED]  # not by `head`, which changes `_head_id`
         checks = {
             "task ids ascend": list(self._tasks) == sorted(self._tasks),
+            "what is GONE is not in the table": all(task.state is not GONE for task in tasks),
             "the queue holds what is QUEUED": list(self._queued) == queued,
             "only a dynamic schedule has a queue": self.dynamic or not queued,
-            "what queues is nobody's": all((t.worker_id == ANY_WORKER) == (t in queued) for t in self._tasks.values()),
-            "no undelivered task is below the head": self.head is None
-            or all(t.state is DELIVERED for t in self._tasks.values() if t.task_id < self._head_id),
+            "what queues is nobody's": all(task.is_anybodys == (task.state is QUEUED) for task in tasks),
+            "no undelivered task is below the head": all(task.task_id >= self._head_id for task in undelivered),
             "in order, what is READY waits for the head": not self.in_order
-            or self.head is None
-            or self.head.state is not READY,
+            or not undelivered
+            or undelivered[0].state is not READY,
             "draws are owed, or none": self.owed_draws >= 0 and self._surplus >= 0,
-            "the table fits the window": len(self._tasks) + self.owed_draws <= self.window + self._surplus
+            "what is closed holds nothing": not self.closed or not (tasks or self.owed_draws),
+            "the table fits the window": len(tasks) + self.owed_draws <= self.window + self._surplus
             or self._sampler_exhausted
             # The places of a worker that is exhausted go with it, though its tasks may wait for the head yet.
             or not all(worker.active for worker in self._workers),
             "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
-            "lost tasks are of workers that are away": self._failed
-            or all(self._workers[t.worker_id].away for t in self._tasks.values() if t.state is LOST),
+            "lost tasks are of lost workers": self._failed
+            or all(self._workers[t.worker_id].lost for t in tasks if t.state is LOST),
         }
         for worker_id, worker in enumerate(self._workers):
-            mine = [task for task in self._tasks.values() if task.worker_id == worker_id]
+            mine = [task for task in tasks if task.worker_id == worker_id]
             checks[f"worker {worker_id} holds its tasks"] = worker.held == len(mine)
             unanswered = sum(task.state is OUTSTANDING for task in mine)
             checks[f"worker {worker_id} owes what is OUTSTANDING"] = worker.unanswered == unanswered
@@ -270,8 +278,18 @@ class Schedule:
         self.owed_draws += count
         return [DrawIndices(count)]
 
-    def _assign(self, event: IndicesDrawn) -> list[Command]:
+    def _settle_draw(self, event: Event) -> bool:
+        """Notes that a draw was reported; whether it counts: an epoch that has failed meanwhile wants no more."""
+        if self._failed:
+            return False
+        if not self.owed_draws:
+            raise RuntimeError(f"{event} reports a draw that was not asked for; {self._history()}")
         self.owed_draws -= 1
+        return True
+
+    def _assign(self, event: IndicesDrawn) -> list[Command]:
+        if not self._settle_draw(event):
+            return []
         worker_id = ANY_WORKER if self.dynamic else self._next_with_room()
         if worker_id is None:  # all are exhausted: these indices stand for no sample (iterable datasets only)
             return []
@@ -284,7 +302,8 @@ class Schedule:
         return self._feed_any()
 
     def _skip(self, event: IndicesSkipped) -> list[Command]:
-        self.owed_draws -= 1
+        if not self._settle_draw(event):
+            return []
         self._next_task_id += 1
         self.taken += 1
         return self._draw(1)
@@ -318,11 +337,11 @@ class Schedule:
             free = [
                 (worker.unanswered, worker_id)
                 for worker_id, worker in enumerate(self._workers)
-                if worker.active and not worker.away and worker.unanswered < worker.ahead
+                if worker.active and not worker.lost and worker.unanswered < worker.ahead
             ]
             if not free:
                 break
-            commands.append(self._submit(self._queued[0], min(free)[1]))
+            commands.append(self._submit(self._queued.popleft(), min(free)[1]))
         return commands
 
     def _sampler_ended(self, event: SamplerExhausted) -> list[Command]:
@@ -331,7 +350,7 @@ class Schedule:
         return []
 
     def _sampler_failed(self, event: SamplerFailed) -> list[Command]:
-        self.owed_draws -= 1
+        self._settle_draw(event)
         return []
 
     def _put_off(self, event: DrawsPutOff) -> list[Command]:
@@ -354,6 +373,7 @@ class Schedule:
             self._next_worker_id = next_worker_id
         for task in gone:
             self._move(task, DrawsUndone)
+        self._queued = deque(task for task in self._queued if task.state is QUEUED)
         self._next_task_id = event.from_task
         self._head_id = min(self._head_id, event.from_task)
         self._sampler_exhausted = False
@@ -361,18 +381,18 @@ class Schedule:
         return [Forget(tuple(task.task_id for task in gone)), *self._draw(self.torch_draws - event.from_task)]
 
     def _shrink_to_torch(self) -> None:
-        self._grows, self._places, self.owed_draws = False, self._prefetch_factor, 0
+        self._grows, self._depth, self.owed_draws = False, self._prefetch_factor, 0
         self._surplus = max(0, len(self._tasks) - self.window)
 
     def _paced(self, event: Paced) -> list[Command]:
         """See NOTE [elastic]."""
         paced = self._workers[event.worker_id]
-        paced.places, paced.ahead = event.places, event.ahead
+        paced.depth, paced.ahead = event.depth, event.ahead
         commands = self._feed_any()
         if self._grows:
-            places = max(self._prefetch_factor, *(worker.places for worker in self._workers))
-            self._surplus += (self._places - places) * self._num_active
-            self._places = places
+            depth = max(self._prefetch_factor, *(worker.depth for worker in self._workers))
+            self._surplus += (self._depth - depth) * self._num_active
+            self._depth = depth
             missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
             commands += self._draw(missing)
         return commands
@@ -422,7 +442,7 @@ class Schedule:
         worker_id = self._tasks[event.task_id].worker_id
         worker = self._workers[worker_id]
         if worker.active and self._surplus:
-            self._surplus = max(0, self._surplus - max(0, worker.held - self._places))
+            self._surplus = max(0, self._surplus - max(0, worker.held - self._depth))
         self._set_active(worker, False)
         worker.exhausted_at = event.task_id
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
@@ -453,23 +473,24 @@ class Schedule:
             self._set_active(worker, False)
             self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
             return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
-        worker.away = True
+        worker.lost = True
         return [ReplaceWorker(worker_id, event.cause)]
 
     def _worker_ready(self, event: WorkerReady) -> list[Command]:
-        self._workers[event.worker_id].away = False
+        self._workers[event.worker_id].lost = False
         for task in self._tasks.values():
             if task.worker_id == event.worker_id and task.state is LOST:
                 self._move(task, WorkerReady)
         return self._feed_any()
 
     def _close(self, event: Closed) -> list[Command]:
-        """Whatever the state is, also one that a Ctrl-C left half-changed: so no task is moved, the table goes."""
+        """Possible in every state, also in one that a Ctrl-C left half-changed."""
         self._finished = self.finished
         commands: list[Command] = self._drop_surplus() if event.resuming else []
         if self._tasks:
             commands.append(Forget(tuple(self._tasks)))
-        self._tasks.clear()
+        for task in self.tasks:
+            self._move(task, Closed)
         self._queued.clear()
         self.closed = True
         self.owed_draws = 0
@@ -493,12 +514,10 @@ class Schedule:
             raise RuntimeError(
                 f"{step.__name__} cannot happen to {task}; see TRANSITIONS in messages.py; {self._history()}"
             ) from None
-        task.state = state
-        if before is QUEUED and self.dynamic:
-            self._queued.remove(task)
         if task.worker_id != ANY_WORKER:
             worker = self._workers[task.worker_id]
             worker.unanswered += (state is OUTSTANDING) - (before is OUTSTANDING)
             worker.held -= state is GONE
         if state is GONE:
             del self._tasks[task.task_id]
+        task.state = state  # last: the table never holds a task that is GONE, which could not be closed

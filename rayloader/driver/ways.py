@@ -55,7 +55,7 @@ class Ways:
         return line or RayCalls(actor, self._answers)
 
     def _line_to(self, actor: Actor) -> LineCalls | None:
-        if not self._lines or actor.no_line or _place_of(actor) in self._pool.without_lines:
+        if not self._lines or actor.no_line or _location_of(actor) in self._pool.without_lines:
             return None
         try:
             if LOCAL_LINES and is_near(actor):
@@ -69,11 +69,11 @@ class Ways:
     def do_without_line(self, actor: Actor, reason: str) -> None:
         """From here on; that is said, of the workers of another machine once."""
         actor.no_line = reason
-        place = _place_of(actor)
-        if place is not None:
-            if place in self._pool.without_lines:
+        location = _location_of(actor)
+        if location is not None:
+            if location in self._pool.without_lines:
                 return
-            self._pool.without_lines.add(place)
+            self._pool.without_lines.add(location)
         logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a socket: %s", reason)
 
     @property
@@ -99,6 +99,6 @@ def all_see_us() -> bool:
     return session.started_here() and memory_file.others_may_open()
 
 
-def _place_of(actor: Actor) -> tuple[str, str] | None:
+def _location_of(actor: Actor) -> tuple[str, str] | None:
     """Where an actor is that local sockets do not reach."""
-    return None if is_near(actor) or actor.address is None else actor.address.place
+    return None if is_near(actor) or actor.address is None else actor.address.location

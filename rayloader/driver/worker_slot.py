@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rayloader.driver.actor import Actor
 from rayloader.driver.allowance import Allowance
+from rayloader.driver.pace import Pace
 from rayloader.protocol import Setup
 from rayloader.state.journal import Journal, Told
 from rayloader.transport.lanes import Lent
@@ -44,7 +45,7 @@ class WorkerSlot:
     Attributes:
         worker_id: from 0 on, torch's.
         setup: what it is told when it starts.
-        journal: what it was told since its last snapshot, and that snapshot.
+        journal: what it was told since its last snapshot, and that snapshot; the iterator's position has it too.
         host: the actor that is, or is to be, this worker.
         away: its host was not told yet that it is this worker.
         started: the answer to `WorkerProcess.start`.
@@ -52,6 +53,7 @@ class WorkerSlot:
         began_at: after which call of its host its epoch began.
         calls: unanswered, oldest first.
         waiting: tasks that it is to be given once `allowance` allows it, in order.
+        pace: how deep to go; None: that is the user's to say.
         allowance: how much of it may be under way; None: all that the schedule submits.
         replay: under way, if there is one.
         dropped: its first task that nobody wants any more of the epoch that was closed, if there is one.
@@ -67,6 +69,7 @@ class WorkerSlot:
     began_at: int = 0
     calls: deque[Call] = field(default_factory=deque)
     waiting: deque[Told] = field(default_factory=deque)
+    pace: Pace | None = None
     allowance: Allowance | None = None
     replay: Replay | None = None
     dropped: int | None = None

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayloader.replica.opening import ImageAddress, Patch, Place, address_of_buffer, libc
+from rayloader.replica.opening import ImageAddress, Patch, Piece, address_of_buffer, libc
 from rayloader.transport.codec import Encoded
 from rayloader.transport.mapped import Held, Mappings, Region, written_pages
 from rayloader.transport.memory import check_room
@@ -80,43 +80,43 @@ class Image:
     @classmethod
     def _made(cls, new: _Contents, old: Image | None) -> Image:
         files: list[MemoryFile] = []
-        places = np.full((new.count, 2), -1, np.int64)  # file, offset of each item
+        origins = np.full((new.count, 2), -1, np.int64)  # file, offset of each item
         if old is not None:
             kept = old._unchanged(new)
             if old._is(new, kept):
                 return old
-            places, files = old._worth_keeping(new, kept)
-        missing = np.flatnonzero(places[:, 0] < 0)
+            origins, files = old._worth_keeping(new, kept)
+        missing = np.flatnonzero(origins[:, 0] < 0)
         rounded = -(-new.sizes[missing] // _ALIGN) * _ALIGN
         ends = np.cumsum(rounded)
         table_nbytes = new.home.nbytes + new.region_offsets.nbytes + new.buffer_sizes.nbytes
         table_offset = int(ends[-1]) if len(ends) else 0
         check_room(table_offset + table_nbytes, "for one copy of the dataset on this node")
-        places[missing, 0] = len(files)
-        places[missing, 1] = ends - rounded
+        origins[missing, 0] = len(files)
+        origins[missing, 1] = ends - rounded
         stored = new.home >= 0
         table = np.empty((len(stored), 3), np.int64)
-        table[stored, :2] = places[new.home[stored]]
+        table[stored, :2] = origins[new.home[stored]]
         table[~stored, 0] = len(files) + 1 + (-1 - new.home[~stored])
         table[~stored, 1] = new.region_offsets[~stored]
         table[:, 2] = new.buffer_sizes
         file = MemoryFile("image", table_offset + max(table_nbytes, _ALIGN))
         sources = [*zip(new.addresses[missing].tolist(), new.sizes[missing].tolist(), strict=True)]
-        offsets = [*places[missing, 1].tolist(), table_offset]
+        offsets = [*origins[missing, 1].tolist(), table_offset]
         _fill(file, [*sources, (address_of_buffer(table), table.nbytes)], offsets, new.read)
         files.append(file)
 
-        def place(item: int) -> Place:
-            return Place(int(places[item, 0]), int(places[item, 1]), int(new.sizes[item]))
+        def piece(item: int) -> Piece:
+            return Piece(int(origins[item, 0]), int(origins[item, 1]), int(new.sizes[item]))
 
         address = ImageAddress(
             files=tuple(file.address for file in files),
             regions=tuple(new.regions),
-            skeleton=place(0),
-            table=Place(len(files) - 1, table_offset, table.nbytes),
-            patches=tuple(Patch(region, start, place(item)) for region, start, item in new.patches),
+            skeleton=piece(0),
+            table=Piece(len(files) - 1, table_offset, table.nbytes),
+            patches=tuple(Patch(region, start, piece(item)) for region, start, item in new.patches),
         )
-        return cls(tuple(files), address, _Record(new, places))
+        return cls(tuple(files), address, _Record(new, origins))
 
     def _unchanged(self, new: _Contents) -> _Numbers:
         """For each new item the item of this image that it equals, or -1."""
@@ -124,7 +124,7 @@ class Image:
         assert record is not None
         by_source = {key: item for item, key in enumerate(record.keys)}
         keys = list(zip(new.addresses.tolist(), new.sizes.tolist(), strict=True))
-        # From the same memory if that was stored, else the one in the same place if it has the same size.
+        # From the same memory if that was stored, else the item of the same number if it has the same size.
         candidates = [by_source.get(key, -1) for key in keys]
         candidates[0] = 0  # the skeleton
         for item, candidate in enumerate(candidates):
@@ -134,10 +134,10 @@ class Image:
         differs = np.zeros(new.count, bool)
         views = self.contents()
         starts = [address_of_buffer(view) for view in views]
-        places = record.places.tolist()
+        origins = record.origins.tolist()
         chunks = []
         for item, old in pairs:
-            (source, nbytes), (file, offset) = keys[item], places[old]
+            (source, nbytes), (file, offset) = keys[item], origins[old]
             for done in range(0, nbytes, _CHUNK):  # what has no address is in one chunk
                 chunks.append((item, source + done, starts[file] + offset + done, min(_CHUNK, nbytes - done)))
 
@@ -172,22 +172,22 @@ class Image:
         )
 
     def _worth_keeping(self, new: _Contents, kept: _Numbers) -> tuple[_Numbers, list[MemoryFile]]:
-        """Places of what need not be written anew, -1 for the rest, and the files that hold it.
+        """Files and offsets of what need not be written anew, -1 for the rest, and the files that hold it.
 
         A file stays while half of it is used; of those the ones that hold most.
         """
         record = self._record
         assert record is not None
-        places = np.where((kept >= 0)[:, None], record.places[kept], -1)
+        origins = np.where((kept >= 0)[:, None], record.origins[kept], -1)
         used: Counter[int] = Counter()
         for number in range(len(self._files)):
-            used[number] = int(new.sizes[places[:, 0] == number].sum())
+            used[number] = int(new.sizes[origins[:, 0] == number].sum())
         worth = [n for n, nbytes in used.most_common() if nbytes and 2 * nbytes >= self._files[n].address.nbytes]
         worth = sorted(worth[:_OLDER_FILES])
         numbers = np.full(len(self._files) + 1, -1, np.int64)  # the last for -1
         numbers[worth] = np.arange(len(worth))
-        places[:, 0] = numbers[places[:, 0]]
-        return places, [self._files[number] for number in worth]
+        origins[:, 0] = numbers[origins[:, 0]]
+        return origins, [self._files[number] for number in worth]
 
     def contents(self) -> list[memoryview]:
         """The bytes of each file, for `image_from_contents` elsewhere."""
@@ -258,9 +258,9 @@ class _Contents:
 class _Record:
     """What an image remembers of its contents, without keeping them: only their numbers."""
 
-    def __init__(self, contents: _Contents, places: _Numbers) -> None:
+    def __init__(self, contents: _Contents, origins: _Numbers) -> None:
         self.keys = list(zip(contents.addresses.tolist(), contents.sizes.tolist(), strict=True))
-        self.places = places
+        self.origins = origins
         self.home, self.region_offsets, self.patches = contents.home, contents.region_offsets, contents.patches
         held = zip(contents.regions, contents.held, strict=True)
         self.regions = {region.named: (region, keeper) for region, keeper in held}

@@ -40,7 +40,7 @@ libc.memcpy.restype = ctypes.c_void_p
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Piece:
     """Some bytes of one of an image's files."""
 
     file: int
@@ -54,7 +54,7 @@ class Patch:
 
     region: int
     start: int
-    place: Place
+    piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class ImageAddress:
 
     files: tuple[FileAddress, ...]
     regions: tuple[Region, ...]
-    skeleton: Place
-    table: Place  # rows of int64: file, or number of files plus region; offset; bytes
+    skeleton: Piece
+    table: Piece  # rows of int64: file, or number of files plus region; offset; bytes
     patches: tuple[Patch, ...]
 
     @property
@@ -121,7 +121,7 @@ def open_image(
         parts.append(part)
     for patch in address.patches:
         target = parts[len(address.files) + patch.region]
-        target[patch.start : patch.start + patch.place.nbytes] = _cut(parts, patch.place)
+        target[patch.start : patch.start + patch.piece.nbytes] = _cut(parts, patch.piece)
     for number, region in enumerate(address.regions, start=len(address.files)):
         if not region.writable:
             parts[number] = parts[number].toreadonly()
@@ -135,8 +135,8 @@ def open_image(
     return _cut(parts, address.skeleton), buffers
 
 
-def _cut(parts: Sequence[memoryview], place: Place) -> memoryview:
-    return parts[place.file][place.offset : place.offset + place.nbytes]
+def _cut(parts: Sequence[memoryview], piece: Piece) -> memoryview:
+    return parts[piece.file][piece.offset : piece.offset + piece.nbytes]
 
 
 def _cut_storage(

@@ -115,7 +115,7 @@ class Position:
         self.shared_seed: int | None = None
         self.num_workers = num_workers
         self.iterable = iterable
-        self.journals = [Journal() for _ in range(num_workers)]
+        self.journals = [Journal() for _ in range(num_workers)]  # the slots' own, for a position outlives its crew
         self.parts = Parts()  # of the last state
         self._workers = [WorkerParts() for _ in range(num_workers)]
         self.epoch = 0  # epochs of these workers before this one

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rayloader._compat import untyped_in
 from rayloader.errors import StateError
 
 _T = TypeVar("_T")
@@ -193,7 +194,8 @@ def checksum(part: Any) -> int:
     if isinstance(part, (set, frozenset)):
         return zlib.crc32(repr(sorted(map(checksum, part))).encode(), zlib.crc32(b"set"))
     if isinstance(part, (torch.TypedStorage, torch.UntypedStorage)):
-        return _of_tensor(torch.empty(0, dtype=torch.uint8).set_(getattr(part, "_untyped_storage", part).cpu()))
+        untyped = untyped_in(part) if isinstance(part, torch.TypedStorage) else part
+        return _of_tensor(torch.empty(0, dtype=torch.uint8).set_(untyped.cpu()))
     return zlib.crc32(b"object")
 
 

@@ -6,7 +6,7 @@ small ones together. The driver makes a *lease* of a slot when it takes a result
 memory has died, whatever kind of view, in whatever thread, in whatever order, the slot's ticket is in what `freed`
 returns, to be sent back to the worker by whatever message goes there next.
 
-- Nobody waits: without room `allocate`, `place` and `pack` return None and the caller takes another lane.
+- Nobody waits: without room `allocate`, `put` and `pack` return None and the caller takes another lane.
 - A slot that something in the worker still refers to is never the driver's: see NOTE [Final].
 - Nothing is visible in the file system; the kernel frees the file with its last user (memory_file.py). The file is
   sparse: only pages that were touched take memory. What is free for long is given back (slots.py), and so is all that
@@ -66,7 +66,7 @@ class ArenaError(RayloaderError):
 
 ArenaAddress = FileAddress
 Slot = tuple[int, int, int]  # ticket, which no other slot of the arena ever has; offset in the file; size in bytes
-Place = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
+Slice = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
 
 
 class Arena:
@@ -108,18 +108,18 @@ class Arena:
         """For an arena that this process fills itself, in place of a worker; for one thread at a time."""
         return ArenaWriter(self._mapping, self.address.nbytes)
 
-    def view(self, place: Place, leases: Leases) -> memoryview:
+    def view(self, where: Slice, leases: Leases) -> memoryview:
         """The bytes of a buffer, writable; they, and what is made of them, keep their slot leased.
 
         Args:
-            place: as `ArenaWriter.seal` gave it.
+            where: as `ArenaWriter.seal` gave it.
             leases: of the message that named it; see NOTE [Interrupts].
 
         Raises:
             ArenaError: the worker has ended, and the memory was given back.
             ValueError: the bytes are not inside the slot.
         """
-        slot, offset, nbytes = place
+        slot, offset, nbytes = where
         if not 0 <= offset <= offset + nbytes <= slot[2]:
             raise ValueError(f"a buffer must lie in the {slot[2]} bytes of its slot, got {nbytes} from {offset}")
         return self._lease(slot, leases).memory()[offset : offset + nbytes]
@@ -263,7 +263,7 @@ class ArenaWriter:
         taken.region = weakref.ref(region)
         return region.memory()
 
-    def place(self, buffer: memoryview) -> Place | None:
+    def put(self, buffer: memoryview) -> Slice | None:
         """Sees to it that a buffer is in a slot of this batch: copies it there if it is not.
 
         Args:
@@ -282,7 +282,7 @@ class ArenaWriter:
                 return taken.slot, offset - start, source.nbytes
         return self._copy(source)
 
-    def reserve(self, nbytes: int) -> Place | None:
+    def reserve(self, nbytes: int) -> Slice | None:
         """A slot that the driver's side is to fill; None without room."""
         taken = self._take(nbytes)
         if taken is None:
@@ -303,19 +303,19 @@ class ArenaWriter:
             offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
         return taken.slot
 
-    def seal(self, place: Place) -> Place | bytearray:
-        """Makes a buffer that was placed final; to be called when the batch has been dropped. See NOTE [Final].
+    def seal(self, where: Slice) -> Slice | bytearray:
+        """Makes a buffer that was put in final; to be called when the batch has been dropped. See NOTE [Final].
 
         Returns:
             Where it is. A copy, if user code still refers to it and there is no room for a copy in a slot.
         """
-        slot, offset, nbytes = place
+        slot, offset, nbytes = where
         taken = self._slots[slot[0]]
         # A slot whose first buffer was copied is never sent, though another thread may let go of it meanwhile.
         if taken.sent and (taken.region is None or taken.region() is None):
             if taken.forks == _forks:
                 taken.region = None  # whatever is forked from here on cannot have seen it
-            return place
+            return where
         taken.sent = False
         source = self._mapping.bytes[slot[1] + offset :][:nbytes]
         copied = self._copy(source)
@@ -343,12 +343,12 @@ class ArenaWriter:
             ]
         )
 
-    def _copy(self, source: np.ndarray[Any, np.dtype[np.uint8]]) -> Place | None:
-        place = self.reserve(source.nbytes)
-        if place is not None:
-            start = place[0][1]
+    def _copy(self, source: np.ndarray[Any, np.dtype[np.uint8]]) -> Slice | None:
+        where = self.reserve(source.nbytes)
+        if where is not None:
+            start = where[0][1]
             self._mapping.bytes[start : start + source.nbytes] = source
-        return place
+        return where
 
     def _take(self, nbytes: int) -> _Taken | None:
         if os.getpid() != self._pid:

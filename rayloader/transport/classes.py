@@ -23,19 +23,25 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import cloudpickle
-from cloudpickle import cloudpickle as internals
 
+from rayloader._compat_cloudpickle import (
+    classes_by_id,
+    fill_class,
+    id_of_class,
+    ids_by_class,
+    make_class,
+    make_enum,
+)
 from rayloader.transport import by_value
 
 cloudpickle.register_pickle_by_value(types.ModuleType("__mp_main__"))
 
-_make_class, _make_enum = internals._make_skeleton_class, internals._make_skeleton_enum
 _definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle
 
 
 def with_slots(cls: type, reduced: Any) -> Any:
     """Cloudpickle's reduction of a class, with its `__slots__` where the class travels by value."""
-    if not isinstance(reduced, tuple) or reduced[0] is not _make_class or "__slots__" not in vars(cls):
+    if not isinstance(reduced, tuple) or reduced[0] is not make_class or "__slots__" not in vars(cls):
         return reduced
     if NamedTuple in vars(cls).get("__orig_bases__", ()):  # which is called again, and sets them itself
         return reduced
@@ -48,18 +54,18 @@ def reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
     definition = _definitions.get(cls)
     if definition is None:
         reduced = reduce_by_value(cls)
-        if reduced is NotImplemented or reduced[0] not in (_make_class, _make_enum):
+        if reduced is NotImplemented or reduced[0] not in (make_class, make_enum):
             return reduced
         try:
             text = by_value.dumps(cls)
         except Exception:  # something unpicklable was put on it in this process; the id alone will do
             text = None
-        definition = _definitions[cls] = (internals._get_or_create_tracker_id(cls), text)
+        definition = _definitions[cls] = (id_of_class(cls), text)
     return _known_class, definition
 
 
 def _known_class(tracker_id: str, definition: bytes | None) -> Any:
-    cls = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+    cls = classes_by_id.get(tracker_id)
     if cls is None and definition is None:
         raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
     return _Definition(definition or b"").load() if cls is None else cls
@@ -70,11 +76,11 @@ class _Definition(pickle.Unpickler):
 
     def __init__(self, definition: bytes) -> None:
         super().__init__(io.BytesIO(definition))
-        self.known = set(internals._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+        self.known = set(ids_by_class)
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return self._fill if found is internals._class_setstate else found
+        return self._fill if found is fill_class else found
 
     def _fill(self, cls: type, state: object) -> object:
-        return cls if cls in self.known else internals._class_setstate(cls, state)
+        return cls if cls in self.known else fill_class(cls, state)

@@ -113,7 +113,7 @@ def encode(
     buffers: list[memoryview] = []
     shared: dict[int, torch.UntypedStorage] = {}
     uses: list[int] = []
-    places: list[tuple[int, int]] = []
+    extents: list[tuple[int, int]] = []
     groups = pickler.groups.filled() if pickler.groups is not None else []
     views = pickler.groups.views() if pickler.groups is not None else []
     over = [pickler.token(some.storage, *some.span) for some in views]
@@ -141,7 +141,7 @@ def encode(
             uses.append(len(in_bulk) + span.index)
             continue
         uses.append(len(in_bulk) + len(buffers))
-        places.append((raw.nbytes, start))
+        extents.append((raw.nbytes, start))
         buffers.append(raw)
     gathered = [group.gather() for group in groups]
     headers = [
@@ -149,7 +149,7 @@ def encode(
         for group, parts in zip(groups, gathered, strict=True)
     ]
     of_bulk = headers, [where for *where, _ in replaced], [some.header for some in views]
-    header = pickle.dumps((uses, places, *of_bulk), PROTOCOL)
+    header = pickle.dumps((uses, extents, *of_bulk), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
     carried, overlap = pickler.carried_objects, pickler.overlap()
@@ -176,13 +176,13 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
     header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
-    count = len(header.places) + sum(group.buffers for group in header.groups)
+    count = len(header.extents) + sum(group.buffers for group in header.groups)
     if len(buffers) != count:
         raise ValueError(f"decode needs the skeleton's {count} buffers, got {len(buffers)}")
-    rest = iter([memoryview(cast("Buffer", buffer)) for buffer in buffers[len(header.places) :]])
+    rest = iter([memoryview(cast("Buffer", buffer)) for buffer in buffers[len(header.extents) :]])
     in_bulk = [*(bulk.remake(group, rest) for group in header.groups), *([] for _ in header.views)]
     sources: list[Any] = [*map(iter, in_bulk)]
-    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.places, strict=False)):
+    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.extents, strict=False)):
         if isinstance(buffer, torch.UntypedStorage):
             view = memory(buffer.data_ptr(), nbytes, buffer)
             sources.append(view if start < 0 else (buffer, start))
@@ -191,9 +191,9 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
         sources.append(view if start < 0 else (storage_over(view), start))
     tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
     spans = iter(tokens[len(tokens) - len(header.replaced) - len(header.views) :])
-    for number, place in header.replaced:
-        member = in_bulk[number][place]
-        in_bulk[number][place] = make_tensor(
+    for number, index in header.replaced:
+        member = in_bulk[number][index]
+        in_bulk[number][index] = make_tensor(
             next(spans), header.groups[number].dtype, 0, member.shape, member.stride(), False
         )
     for number, views in enumerate(header.views, start=len(header.groups)):
@@ -210,7 +210,7 @@ class _Header(NamedTuple):
     """What the end of a skeleton says; the last three of replicas only."""
 
     uses: list[int]  # what each reference stands for: part in bulk or, behind those, buffer; or -1 - carried
-    places: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
+    extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
     groups: list[bulk.GroupHeader]
     replaced: list[tuple[int, int]]  # group, and place in it; the spans are behind the other uses
     views: list[bulk.ViewsHeader]  # their spans are the last uses

@@ -4,7 +4,7 @@ Promise: what arrives is writable and nobody else's, whatever the lane. Small bu
 who keeps the labels of a batch keeps only the labels. What `sealed` has returned is final: nothing in it may be
 written to by the worker, but for buffers that lie in no slot and were not copied into the message.
 
-On the way of a batch: worker `to_wire`, `sealed`; driver `unplaced`, `from_wire`. The driver's `ArenaLane` owns one
+On the way of a batch: worker `to_wire`, `sealed`; driver `received`, `from_wire`. The driver's `ArenaLane` owns one
 actor's arena; no wait ever depends on room in it.
 """
 
@@ -35,11 +35,11 @@ ARENA_BYTES = 1 << 36
 SPOILED_BYTES = 1 << 28
 
 # What travels of an encoded object: the skeleton; the buffers; what is carried; and the slot of the small buffers. A
-# buffer is a `Place` in a slot of its own; or the size of a small one, side by side in their slot; or the bytes
+# buffer is a `Slice` of a slot of its own; or the size of a small one, side by side in their slot; or the bytes
 # themselves.
 Wire = tuple[bytes, Sequence[Any], Sequence[Any], Slot | None]
 
-# What a worker is told with a message, so that it can place batches: the address of the arena, None for the one that it
+# What a worker is told with a message, to put batches into slots: the address of the arena, None for the one that it
 # was told last; tickets of slots that are free again; workers whose results that were made so far are nobody's (None in
 # it: all workers'), and where there are some, the tickets of slots that are not; and up to what size buffers are small.
 Room = tuple[ArenaAddress | None, list[int], list[int | None], frozenset[int], int]
@@ -68,7 +68,7 @@ class Lent:
 
 
 def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
-    """Places buffers as far as there is room; the others are left to what carries the message.
+    """Puts buffers into slots as far as there is room; the others are left to what carries the message.
 
     Args:
         encoded: what is to travel.
@@ -84,20 +84,20 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
             packed = arena.pack(small)
         for index, buffer in enumerate(encoded.buffers):
             if buffer.nbytes > arena.small:
-                buffers[index] = arena.place(buffer) or buffers[index]
+                buffers[index] = arena.put(buffer) or buffers[index]
             elif packed is not None:
                 buffers[index] = buffer.nbytes
     return encoded.skeleton, buffers, encoded.carried, packed
 
 
 def sealed(wire: Wire, arena: ArenaWriter) -> Wire:
-    """The same, final in what was placed; to be called when the batch and what it was encoded to have been dropped."""
+    """The same, final where it is in slots; to be called when the batch and its encoded form have been dropped."""
     skeleton, buffers, carried, packed = wire
     return skeleton, [arena.seal(b) if isinstance(b, tuple) else b for b in buffers], carried, packed
 
 
-def unplaced(wire: Wire, lent: Lent) -> Wire:
-    """The same with leased views of slots, and copies of small buffers, in place of where they are."""
+def received(wire: Wire, lent: Lent) -> Wire:
+    """The same with leased views of slots, and copies of small buffers, instead of where they are."""
     skeleton, buffers, carried, packed = wire
     small: Iterator[bytearray] = iter(())
     if packed is not None:
@@ -150,7 +150,7 @@ def _fresh_copy(buffer: memoryview) -> memoryview:
 
 def pack(message: Any, wires: Sequence[Wire]) -> Any:
     """A message that holds these wires, as bytes where Ray need not look into it: it takes long to pickle anything."""
-    for_ray = any(carried or _unplaced(buffers) for _, buffers, carried, _ in wires)
+    for_ray = any(carried or _out_of_band(buffers) for _, buffers, carried, _ in wires)
     return message if for_ray else pickle.dumps(message, 5)
 
 
@@ -159,12 +159,12 @@ def unpack(message: Any) -> Any:
     return pickle.loads(message) if isinstance(message, bytes) else message
 
 
-def _unplaced(buffers: Sequence[Any]) -> bool:
+def _out_of_band(buffers: Sequence[Any]) -> bool:
     return any(isinstance(buffer, PickleBuffer) for buffer in buffers)
 
 
 def fits_in_band(wire: Wire, nbytes: int) -> bool:
-    """Whether it can be pickled without Ray, with so many bytes at most of what is not placed."""
+    """Whether it can be pickled without Ray, with so many bytes at most of what is in no slot."""
     skeleton, buffers, carried, _ = wire
     if carried:
         return False

@@ -193,11 +193,11 @@ class Line:
         if not self._others:
             return
         with self._sending:
-            for place in range(-min(self._others, len(self._out)), 0):
-                part = self._out[place]
+            for index in range(-min(self._others, len(self._out)), 0):
+                part = self._out[index]
                 copy = self.new_buffer(part.nbytes)
                 copy[:] = part
-                self._out[place] = copy
+                self._out[index] = copy
             self._others = 0
 
     def send(self, message: Message) -> None:

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayloader._compat import share_by_descriptor, share_by_name, shared_by_descriptor, shared_by_name
 from rayloader.errors import ReplicaError
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, address_of, open_file
 
@@ -305,7 +306,7 @@ def open_storage(region: Region, fd: int) -> tuple[torch.UntypedStorage, int] | 
     storage: torch.UntypedStorage
     if not shared.manager:
         if shared.has_descriptor:
-            storage = kind._new_shared_fd_cpu(fd, shared.nbytes)  # duplicates the descriptor
+            storage = shared_by_descriptor(fd, shared.nbytes)  # duplicates the descriptor
         else:
             storage = kind.from_file(f"/proc/self/fd/{fd}", True, shared.nbytes)
         return storage, 0
@@ -313,7 +314,7 @@ def open_storage(region: Region, fd: int) -> tuple[torch.UntypedStorage, int] | 
         status = os.stat(_SHARED_MEMORY + os.fsdecode(shared.handle).lstrip("/"))
         if (status.st_dev, status.st_ino) != (region.device, region.inode):
             return None
-        storage = kind._new_shared_filename_cpu(shared.manager, shared.handle, shared.nbytes)
+        storage = shared_by_name(shared.manager, shared.handle, shared.nbytes)
         return storage, _COUNT
     except (OSError, RuntimeError):  # without a name, nobody can share it once more
         return None
@@ -325,10 +326,10 @@ def _shared_storage(mapped: _Mapped, storage: torch.UntypedStorage) -> SharedSto
         return None
     start = storage.data_ptr() - mapped.start
     if start == 0:
-        fd, _ = storage._share_fd_cpu_()  # shared already: this only tells
+        fd, _ = share_by_descriptor(storage)  # shared already: this only tells
         return SharedStorage(storage.nbytes(), fd >= 0)
     if start == _COUNT:
-        manager, handle, nbytes = storage._share_filename_cpu_()  # as above
+        manager, handle, nbytes = share_by_name(storage)  # as above
         return SharedStorage(nbytes, True, manager, handle)
     return None
 

@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
-from rayloader._compat import DataPipeWrapper, no_torch_function, state_of_subclass
+from rayloader._compat import (
+    AUTOGRAD_HOOKS,
+    DataPipeWrapper,
+    datapipe_in,
+    no_torch_function,
+    reduce_as_torch,
+    state_of_subclass,
+    untyped_in,
+)
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.generators import reduce_generator
 from rayloader.state.namespaces import namespace_of
@@ -31,7 +39,6 @@ from rayloader.state.object_paths import names_in
 from rayloader.transport import bulk, by_value, classes, handles
 from rayloader.transport.raw import NAMES, memory
 from rayloader.transport.rebuilding import (
-    HOOKS,
     itself,
     make_array,
     make_sparse,
@@ -78,7 +85,7 @@ class Pickler(by_value.Pickler):
         self.mapped = mapped
         self.groups = None if mapped is None else bulk.Groups()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
-        self.carried: dict[pickle.PickleBuffer, int] = {}  # place in `carried_objects` of what a token stands for
+        self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of what a token stands for
         self.carried_objects: list[Any] = []
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
@@ -120,8 +127,8 @@ class Pickler(by_value.Pickler):
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
             nbytes = obj.nbytes()
             return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
-        if kind is torch.TypedStorage and obj._untyped_storage.device.type == "cpu":
-            return reductions.rebuild_typed_storage, (obj._untyped_storage, obj.dtype)
+        if kind is torch.TypedStorage and untyped_in(obj).device.type == "cpu":
+            return reductions.rebuild_typed_storage, (untyped_in(obj), obj.dtype)
         if kind is np.memmap or (self.mapped is not None and issubclass(kind, np.ndarray)):
             return self._subclass_of_array(obj)
         if kind is types.FunctionType and obj.__module__ == _OF_SKELETONS:
@@ -135,7 +142,8 @@ class Pickler(by_value.Pickler):
             # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: an open file")
         if self.mapped is not None and issubclass(kind, DataPipeWrapper):
-            return kind, (obj._datapipe,)  # its own way is plain pickle's, which leaves what __main__ has to __main__
+            # Its own way is plain pickle's, which leaves what __main__ has to __main__.
+            return kind, (datapipe_in(obj),)
         if self.mapped is not None and issubclass(kind, KINDS):
             return reduce_generator(obj, self._reduced)
         if issubclass(kind, type):
@@ -156,14 +164,14 @@ class Pickler(by_value.Pickler):
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(PROTOCOL)
 
     def replace_members(self, groups: Sequence[bulk.Group]) -> list[tuple[int, int, pickle.PickleBuffer]]:
-        """The members of groups that must be over a span: group, place in it, token."""
+        """The members of groups that must be over a span: group, index in it, token."""
         if self.mapped is None:
             return []
         replaced = []
         storages = [span.storage.data_ptr() for span in self.spans.values()]
-        for group, place in bulk.not_alone(groups, self.mapped, storages):
-            token = self.token(groups[group].members[place], 0, groups[group].nbytes)
-            replaced.append((group, place, token))
+        for group, index in bulk.not_alone(groups, self.mapped, storages):
+            token = self.token(groups[group].members[index], 0, groups[group].nbytes)
+            replaced.append((group, index, token))
         return replaced
 
     def overlap(self) -> tuple[str, str] | None:
@@ -196,11 +204,11 @@ class Pickler(by_value.Pickler):
         if tensor.requires_grad and not tensor.is_leaf:
             reductions.reduce_tensor(tensor)  # refuses
         state = tensor.__dict__ or None
-        if (place := self._place(tensor)) is not None:
-            return (make_tensor, place) if state is None else (make_tensor, place, state, None, None, set_state)
+        if (arguments := self._arguments(tensor)) is not None:
+            return (make_tensor, arguments) if state is None else (make_tensor, arguments, state, None, None, set_state)
         if tensor.layout in _SPARSE:
             plain = tensor if self.mapped is None else tensor.detach()  # whose values are no part of a graph
-            return make_sparse, plain._reduce_ex_internal(PROTOCOL)[1], state, None, None, set_state
+            return make_sparse, reduce_as_torch(plain, PROTOCOL)[1], state, None, None, set_state
         return NotImplemented
 
     def _with_autograd(self, tensor: Tensor, reduction: Any) -> Any:
@@ -208,7 +216,7 @@ class Pickler(by_value.Pickler):
         with no_torch_function():
             if not tensor.is_leaf:
                 return reduction
-            kept = {name: hooks for name in HOOKS if (hooks := getattr(tensor, name))}
+            kept = {name: hooks for name in AUTOGRAD_HOOKS if (hooks := getattr(tensor, name))}
             if tensor.grad is not None:
                 kept["grad"] = tensor.grad
             if tensor.requires_grad and tensor.layout in _SPARSE:
@@ -226,11 +234,11 @@ class Pickler(by_value.Pickler):
         if own_pickling or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return NotImplemented
         with no_torch_function():
-            if (place := self._place(tensor)) is None:
+            if (arguments := self._arguments(tensor)) is None:
                 return NotImplemented
-            return make_tensor, (*place, kind), state_of_subclass(tensor), None, None, set_state
+            return make_tensor, (*arguments, kind), state_of_subclass(tensor), None, None, set_state
 
-    def _place(self, tensor: Tensor) -> tuple[Any, ...] | None:
+    def _arguments(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """The arguments of `make_tensor`, or None if `tensor` is not just a strided view of CPU memory."""
         dtype = tensor.dtype
         name = NAMES.get(dtype)
@@ -288,8 +296,8 @@ class Pickler(by_value.Pickler):
         if dtype.hasobject or dtype.itemsize == 0:
             if writable and not attributes:
                 return NotImplemented
-            make, place, content = cast("tuple[Any, ...]", array.__reduce__())
-            return make, (kind, *place[1:]), (content, attributes, writable), None, None, set_array
+            make, arguments, content = cast("tuple[Any, ...]", array.__reduce__())
+            return make, (kind, *arguments[1:]), (content, attributes, writable), None, None, set_array
         if self.mapped is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
             dtype = dtype.newbyteorder("=")
             array = array.astype(dtype, "A")
@@ -310,9 +318,9 @@ class Pickler(by_value.Pickler):
         in_band = nbytes <= _IN_BAND and (self.mapped is None or low not in self.mapped)
         buffer = bytearray(content) if in_band else pickle.PickleBuffer(content)
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
-        place = buffer, array.shape, dtype.str if by_name else dtype
+        arguments = buffer, array.shape, dtype.str if by_name else dtype
         layout = strides, offset, order, writable, kind
-        reduction = make_array, place if layout == _USUAL else (*place, *layout)
+        reduction = make_array, arguments if layout == _USUAL else (*arguments, *layout)
         return (*reduction, (None, attributes, writable), None, None, set_array) if attributes else reduction
 
 

@@ -123,6 +123,6 @@ def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], tuple[_Part, ...]]:
 
 def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> _Part:
     dtype = DTYPES[name]
-    steps = [math.prod(size[place + 1 :]) for place in range(len(size))]  # of a new array
+    steps = [math.prod(size[axis + 1 :]) for axis in range(len(size))]  # of a new array
     as_array = list(stride) == steps and len(size) <= _MOST_DIMENSIONS
     return _Part(nbytes, NUMPYS.get(dtype) if as_array else None, dtype, size, stride)

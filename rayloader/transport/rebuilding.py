@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from rayloader._compat import no_torch_function, rebuild_from_type
+from rayloader._compat import AUTOGRAD_HOOKS, no_torch_function, rebuild_from_type
 from rayloader.transport.raw import DTYPES
-
-HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # of a tensor: dicts by number
 
 
 def make_tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad: bool, kind: Any = Tensor) -> Tensor:
@@ -50,7 +48,7 @@ def set_autograd(tensor: Tensor, both: tuple[object, dict[str, Any]]) -> None:
     with no_torch_function():
         for name, value in kept.items():
             setattr(tensor, name, value)
-            if name in HOOKS:  # the next hook gets another number
+            if name in AUTOGRAD_HOOKS:  # the next hook gets another number
                 RemovableHandle.next_id = max(RemovableHandle.next_id, *(number + 1 for number in value))
 
 

@@ -56,8 +56,8 @@ class Recycled:
         if self._arena is None or self._writer is None:
             return None
         self._writer.begin(0)
-        place = self._writer.reserve(nbytes)
-        return None if place is None else self._arena.view(place, {})
+        where = self._writer.reserve(nbytes)
+        return None if where is None else self._arena.view(where, {})
 
     @property
     def leased_bytes(self) -> int:

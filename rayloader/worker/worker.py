@@ -235,7 +235,7 @@ class Worker:
         if ends:
             return tuple(self.snapshot())
         due = begins or self._recorder.is_due
-        state = self._recorder.snapshot_if_settled(self._iterator, **self._place()) if due else None
+        state = self._recorder.snapshot_if_settled(self._iterator, **self._progress()) if due else None
         return None if state is None else tuple(state)
 
     def hurry(self) -> None:
@@ -244,9 +244,9 @@ class Worker:
 
     def snapshot(self) -> WorkerState:
         """The worker as it is now, where it has changed since the last snapshot."""
-        return self._recorder.snapshot(self._iterator, **self._place())
+        return self._recorder.snapshot(self._iterator, **self._progress())
 
-    def _place(self) -> dict[str, Any]:
+    def _progress(self) -> dict[str, Any]:
         return {
             "epoch": self._epoch,
             "tasks": self._tasks,

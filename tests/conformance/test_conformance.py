@@ -76,9 +76,9 @@ def depth(request, monkeypatch):
     return request.param
 
 
-def fix_depth(pace, places):
-    before, pace.places, pace.ahead = pace.places, places, places + 1
-    return before != places
+def fix_depth(pace, depth):
+    before, pace.depth, pace.ahead = pace.depth, depth, depth + 1
+    return before != depth
 
 
 @pytest.mark.parametrize(("case", "lane", "depth"), list(in_all_ways()), indirect=["lane", "depth"])

@@ -20,10 +20,10 @@ def depth_of(monkeypatch):
         untaken = [task for task in self.schedule.tasks if task.worker_id == slot.worker_id]
         depths.append(len(untaken) - len(slot.waiting))
 
-    def fix(places):
+    def fix(depth):
         def saw(pace, *_):
-            before, pace.places, pace.ahead = pace.places, places, places
-            return before != places
+            before, pace.depth, pace.ahead = pace.depth, depth, depth
+            return before != depth
 
         monkeypatch.setattr(Pace, "saw", saw)
         return depths

@@ -68,7 +68,7 @@ def test_tasks_that_torchs_worker_would_have_been_told_are_sent_at_once(tmp_path
 )
 def test_tasks_are_held_back_while_the_user_has_far_more_batches_to_take(unsent, deliverable, automatic, waits):
     tables = SimpleNamespace(unsent=unsent, deliverable=[None] * deliverable)
-    epoch = SimpleNamespace(tables=tables, _paces=[None] * automatic, _schedule=SimpleNamespace(torch_draws=14))
+    epoch = SimpleNamespace(tables=tables, _schedule=SimpleNamespace(torch_draws=14, is_paced=automatic))
     assert Epoch._may_wait(epoch) is waits
 
 

@@ -89,8 +89,8 @@ def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefet
     """Though hundreds of tasks were drawn while batches were small."""
 
     def saw(pace, *_):
-        before, pace.places, pace.ahead = pace.places, 200, 200
-        return before != pace.places
+        before, pace.depth, pace.ahead = pace.depth, 200, 200
+        return before != pace.depth
 
     monkeypatch.setattr(Pace, "saw", saw)
     budget, grown = 16 * MB, 2 * MB

@@ -246,7 +246,7 @@ def test_cpus_that_slow_workers_of_our_own_hold_are_not_others(monkeypatch):
     pool = get_pool()
     lease = Lease(print)
     actors = pool.lend(lease, {}, CPUS, fresh=True)
-    wait_until(lambda: all(actor.has_place() for actor in actors) and free() == 0, "all have a place")
+    wait_until(lambda: all(actor.is_placed() for actor in actors) and free() == 0, "all have a place")
     assert pool.verdict(actors, {}, others=False) is Verdict.WAIT
     pool.end(lease, busy=False, reuse=False)
     wait_for_free(CPUS)

@@ -105,7 +105,7 @@ class Epoch:
     """The schedule and the tables of an epoch of `length` batches, whose sizes are `size(task_id)`."""
 
     def __init__(
-        self, num_workers: int, size, budget: float, *, places: int, length: int = 1_000, dynamic=False
+        self, num_workers: int, size, budget: float, *, depth: int, length: int = 1_000, dynamic=False
     ) -> None:
         self.crew = Crew(num_workers)
         self.schedule = Schedule(num_workers, PREFETCH_FACTOR, elastic=True, dynamic=dynamic)
@@ -114,7 +114,7 @@ class Epoch:
             slot.allowance = Allowance(PREFETCH_FACTOR, budget / num_workers)
         self.size, self.length, self.drawn, self.peak, self.got = size, length, 0, 0, []
         self.tables.handle(Opened())
-        self.tables.handle(Paced(0, places, places))
+        self.tables.handle(Paced(0, depth, depth))
         self.draw()
 
     def draw(self) -> None:
@@ -162,7 +162,7 @@ class Epoch:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_while_the_consumer_sleeps_what_is_ready_stays_within_the_bytes(dynamic):
-    epoch = Epoch(4, lambda task_id: MB, 32 * MB, places=30, dynamic=dynamic)
+    epoch = Epoch(4, lambda task_id: MB, 32 * MB, depth=30, dynamic=dynamic)
     epoch.build_all()
     assert 16 * MB <= epoch.peak <= 32 * MB
     for _ in range(50):
@@ -176,7 +176,7 @@ def test_while_the_consumer_sleeps_what_is_ready_stays_within_the_bytes(dynamic)
 def test_batches_that_grow_in_mid_epoch_stay_within_the_bytes(growth):
     """Beyond them there is at most what had been told before, and torch's own depth."""
     grow_from = 150
-    epoch = Epoch(4, lambda task_id: MB * growth if task_id >= grow_from else MB, 64 * MB, places=30)
+    epoch = Epoch(4, lambda task_id: MB * growth if task_id >= grow_from else MB, 64 * MB, depth=30)
     for slot in epoch.crew.slots:
         slot.allowance.ahead = 3
     while len(epoch.got) < grow_from + 100:
@@ -192,7 +192,7 @@ def test_batches_that_grow_in_mid_epoch_stay_within_the_bytes(growth):
 
 
 def test_gradual_growth_stays_within_the_bytes():
-    epoch = Epoch(4, lambda task_id: int(MB * 1.01**task_id), 32 * MB, places=30)
+    epoch = Epoch(4, lambda task_id: int(MB * 1.01**task_id), 32 * MB, depth=30)
     for _ in range(100):
         epoch.build_all()
         epoch.take()
@@ -200,7 +200,7 @@ def test_gradual_growth_stays_within_the_bytes():
 
 
 def test_batches_larger_than_all_bytes_come_as_with_torch():
-    epoch = Epoch(4, lambda task_id: 100 * MB, MB, places=100)
+    epoch = Epoch(4, lambda task_id: 100 * MB, MB, depth=100)
     for _ in range(50):
         epoch.build_all()
         assert set(epoch.untaken.values()) <= {PREFETCH_FACTOR}
@@ -209,7 +209,7 @@ def test_batches_larger_than_all_bytes_come_as_with_torch():
 
 
 def test_small_batches_do_not_wait_at_all():
-    epoch = Epoch(4, lambda task_id: 1000, 64 * MB, places=100)
+    epoch = Epoch(4, lambda task_id: 1000, 64 * MB, depth=100)
     for slot in epoch.crew.slots:
         epoch.build(slot)
     assert not [slot for slot in epoch.crew.slots if slot.waiting]
@@ -222,7 +222,7 @@ def test_small_batches_do_not_wait_at_all():
 def test_whatever_the_sizes_and_the_order_of_events_every_batch_comes_in_its_turn(seed, dynamic):
     rng = random.Random(seed)
     sizes = [int(10 ** rng.uniform(0, 8)) for _ in range(200)]
-    epoch = Epoch(3, sizes.__getitem__, 20 * MB, places=20, length=200, dynamic=dynamic)
+    epoch = Epoch(3, sizes.__getitem__, 20 * MB, depth=20, length=200, dynamic=dynamic)
     while len(epoch.got) < 200:
         slot = rng.choice(epoch.crew.slots)
         slot.allowance.nbytes = rng.choice([0, MB, 20 * MB / 3])  # the user keeps batches, or drops them
@@ -236,10 +236,12 @@ def test_whatever_the_sizes_and_the_order_of_events_every_batch_comes_in_its_tur
     assert epoch.schedule.finished or epoch.schedule.owed_draws
 
 
-def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False):
-    slots = [SimpleNamespace(allowance=None, calls=[]) for _ in range(2)]
-    tables = SimpleNamespace(crew=SimpleNamespace(slots=slots, ways=SimpleNamespace(copies=copies)), untaken=[])
-    budget = Budget(tables, nbytes, PREFETCH_FACTOR, [SimpleNamespace(nbytes=n) for n in pace_bytes], held)
+def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False, paced=True):
+    paces = [SimpleNamespace(nbytes=n) if paced else None for n in pace_bytes]
+    slots = [SimpleNamespace(pace=pace, allowance=None, calls=[]) for pace in paces]
+    crew, schedule = SimpleNamespace(slots=slots, ways=SimpleNamespace(copies=copies)), SimpleNamespace(is_paced=paced)
+    tables = SimpleNamespace(crew=crew, slots=slots, schedule=schedule, untaken=[])
+    budget = Budget(tables, nbytes, PREFETCH_FACTOR, held)
     return budget, [slot.allowance for slot in slots], tables
 
 
@@ -253,7 +255,7 @@ def test_every_worker_has_a_share_and_knows_the_sizes_of_the_epoch_before():
 
 
 def test_where_the_depth_is_the_users_there_are_no_allowances():
-    budget, allowances, _ = budget_of(10 * MB, ())
+    budget, allowances, _ = budget_of(10 * MB, paced=False)
     budget.gave(100 * MB)
     assert allowances == [None, None]
 

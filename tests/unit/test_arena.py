@@ -71,10 +71,10 @@ class Pair:
         self.writer = ArenaWriter.open(self.arena.address)
         self.leases = {}
 
-    def place(self, content=NUMBERS):
+    def put(self, content=NUMBERS):
         """Where the worker has put a batch."""
         self.writer.begin(0)
-        return self.writer.seal(self.writer.place(codec.encode(content).buffers[0]))
+        return self.writer.seal(self.writer.put(codec.encode(content).buffers[0]))
 
     def view(self, place):
         return self.arena.view(place, self.leases)
@@ -82,7 +82,7 @@ class Pair:
     def lend(self, content=NUMBERS):
         """A batch as the driver gets it."""
         encoded = codec.encode(content)
-        return codec.decode(encoded.skeleton, [self.view(self.place(content))])
+        return codec.decode(encoded.skeleton, [self.view(self.put(content))])
 
     def fill(self):
         """Takes all that there is, in one slot; None without that much room."""
@@ -130,7 +130,7 @@ def batch_of(seed):
 
 
 def serve(connection):
-    """A worker: opens the arena it is told to, places batches, answers where they are."""
+    """A worker: opens the arena it is told to, puts batches into it, answers where they are."""
     opened = None
     while (message := connection.recv()) is not None:
         match message:
@@ -145,7 +145,7 @@ def serve(connection):
                 for seed in seeds:
                     opened.begin(0)
                     encoded = codec.encode(batch_of(seed))
-                    places = [opened.place(buffer) for buffer in encoded.buffers if buffer.nbytes]
+                    places = [opened.put(buffer) for buffer in encoded.buffers if buffer.nbytes]
                     skeleton = encoded.skeleton
                     del encoded
                     answer.append((skeleton, [opened.seal(place) for place in places]))
@@ -341,7 +341,7 @@ def test_where_there_are_no_arenas_the_error_says_so_and_nothing_is_left(monkeyp
 
 def test_a_buffer_must_lie_in_its_slot():
     pair = Pair()
-    slot, _, _ = pair.place()
+    slot, _, _ = pair.put()
     assert pair.view((slot, PAGE - 8, 8)).nbytes == 8
     for extent in [(0, PAGE + 1), (PAGE, 1), (-1, 1), (8, -1)]:
         with pytest.raises(ValueError, match="must lie in"):
@@ -356,7 +356,7 @@ def test_what_is_held_never_changes_and_all_room_comes_back(steps):
     for number, step in enumerate(steps):
         if isinstance(step, int):
             pair.writer.begin(0)
-            place = pair.writer.place(memoryview(bytes([number]) * step))
+            place = pair.writer.put(memoryview(bytes([number]) * step))
             if place is not None:
                 held[number] = pair.view(place)
                 pair.leases = {}
@@ -443,7 +443,7 @@ def test_nothing_is_copied_once_the_worker_has_gone():
 def test_a_message_that_is_taken_in_twice_names_the_same_leases():
     """As after a Ctrl-C: what was made of it the first time may be the user's already, or gone."""
     pair = Pair()
-    place = pair.place()
+    place = pair.put()
     kept = pair.view(place)
     del kept
     assert pair.arena.freed() == []
@@ -459,13 +459,13 @@ def test_a_message_that_is_taken_in_twice_names_the_same_leases():
 def test_results_that_are_nobodys_leave_their_slots():
     pair = Pair(8)
     held = pair.lend()
-    place = pair.place()
+    place = pair.put()
     pair.writer.begin(1)
-    other = pair.writer.place(codec.encode(NUMBERS).buffers[0])
+    other = pair.writer.put(codec.encode(NUMBERS).buffers[0])
     pair.done()
     pair.writer.abandon(0, pair.arena.leased())
     pair.writer.begin(0)
-    assert pair.place(torch.zeros_like(NUMBERS))[0][1:] == place[0][1:]
+    assert pair.put(torch.zeros_like(NUMBERS))[0][1:] == place[0][1:]
     assert torch.equal(held, NUMBERS)
     assert torch.equal(torch.frombuffer(pair.view(other), dtype=torch.int64), NUMBERS)
     del held, other, place
@@ -476,9 +476,9 @@ def test_results_that_are_nobodys_leave_their_slots():
 
 def test_freeing_a_slot_twice_does_not_free_the_next_batch():
     pair = Pair(1)
-    first = pair.place()
+    first = pair.put()
     pair.writer.free([first[0][0]])
-    second = pair.place()
+    second = pair.put()
     assert second[0][1:] == first[0][1:]
     pair.writer.free([first[0][0]])
     assert pair.fill() is None
@@ -663,7 +663,7 @@ def test_many_threads_drop_views_while_batches_are_made():
     sizes = random.Random(0)
     for number in range(2000):
         pair.writer.begin(0)
-        place = pair.writer.place(memoryview(bytes([number % 251]) * sizes.randrange(1, 5 * PAGE)))
+        place = pair.writer.put(memoryview(bytes([number % 251]) * sizes.randrange(1, 5 * PAGE)))
         if place is not None:
             handed.append((torch.frombuffer(pair.view(place), dtype=torch.uint8), number % 251))
         pair.done()
@@ -701,7 +701,7 @@ from rayloader.transport.arena import Arena, ArenaWriter
 arena = Arena(1 << 20)
 writer = ArenaWriter.open(arena.address)
 leases = {}
-kept = [torch.frombuffer(arena.view(writer.place(memoryview(bytes(64))), leases), dtype=torch.uint8) for _ in range(3)]
+kept = [torch.frombuffer(arena.view(writer.put(memoryview(bytes(64))), leases), dtype=torch.uint8) for _ in range(3)]
 kept.append(kept)
 torch.kept = kept[1].numpy()
 """
@@ -751,7 +751,7 @@ def test_while_it_rests_what_is_dropped_is_given_back():
 def test_after_the_worker_has_ended_what_is_kept_is_all_that_takes_memory():
     pair = Pair(1000)
     kept = [pair.lend(torch.full((1 << 16,), number)) for number in range(6)]
-    late = pair.place()
+    late = pair.put()
     pair.done()
     del kept[::2]
     file = os.dup(pair.arena._file.fd)
@@ -805,7 +805,7 @@ def test_an_arena_that_is_closed_lives_as_long_as_what_was_cut_from_it():
 
 def test_an_arena_that_is_dropped_leaves_nothing():
     pair = Pair()
-    pair.place()
+    pair.put()
     del pair
     assert (mappings(), descriptors()) == ([], [])
 
@@ -817,7 +817,7 @@ def test_an_arena_that_is_dropped_leaves_nothing():
 def test_what_was_leased_at_a_fork_is_never_reused_and_the_child_gets_no_slots():
     pair = Pair(4)
     tensor = pair.lend()
-    in_flight = pair.place()
+    in_flight = pair.put()
     go, ready = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:  # the child has the tensor and looks at it when the parent has done its worst
         status = 1
@@ -874,7 +874,7 @@ def test_a_slot_that_a_child_of_the_worker_may_look_at_is_never_reused():
     pair = Pair(3)
     pair.writer.begin(0)
     seen, dropped = pair.writer.allocate(PAGE), pair.writer.allocate(PAGE)
-    place = pair.writer.place(seen)
+    place = pair.writer.put(seen)
     module._before_fork()
     module._after_fork()
     del seen, dropped
@@ -899,7 +899,7 @@ def test_what_the_worker_forks_after_a_batch_spoils_nothing():
         pair.leases = {}
         pair.writer.free([pair.writer._last_ticket])  # the driver did not fork
         pair.arena.freed()
-    assert pair.place() is not None
+    assert pair.put() is not None
 
 
 # Writing
@@ -911,7 +911,7 @@ def test_what_is_in_a_slot_of_the_batch_stays_there_and_what_is_not_is_copied_on
     inner = torch.frombuffer(pair.writer.allocate(6400), dtype=torch.float32).copy_(torch.arange(1600.0))
     batch = [inner.view(160, 10), inner[600:1000], torch.arange(300), torch.arange(600)[::7], np.arange(700)]
     encoded = codec.encode(batch)
-    places = [pair.writer.place(buffer) for buffer in encoded.buffers]
+    places = [pair.writer.put(buffer) for buffer in encoded.buffers]
     assert places[0] == ((1, PAGE, 2 * PAGE), 0, 6400)
     assert len({slot for slot, *_ in places}) == 4
     got = codec.decode(encoded.skeleton, [pair.view(place) for place in places])
@@ -925,7 +925,7 @@ def test_a_part_of_what_was_stacked_for_the_batch_is_not_copied():
     pair = Pair()
     pair.writer.begin(0)
     stacked = torch.frombuffer(pair.writer.allocate(400), dtype=torch.float32)
-    assert pair.writer.place(codec.encode(stacked[40:60]).buffers[0]) == ((1, PAGE, PAGE), 128, 112)
+    assert pair.writer.put(codec.encode(stacked[40:60]).buffers[0]) == ((1, PAGE, PAGE), 128, 112)
 
 
 def test_what_was_stacked_for_an_earlier_batch_is_copied():
@@ -946,7 +946,7 @@ def test_what_user_code_keeps_of_a_batch_is_copied_when_its_task_ends():
     pair.writer.begin(0)
     kept = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.int64).copy_(NUMBERS)
     encoded = codec.encode(kept)
-    place = pair.writer.place(encoded.buffers[0])
+    place = pair.writer.put(encoded.buffers[0])
     skeleton = encoded.skeleton
     del encoded
     sealed = pair.writer.seal(place)
@@ -958,7 +958,7 @@ def test_what_user_code_keeps_of_a_batch_is_copied_when_its_task_ends():
     assert not kept.any()
     pair.writer.begin(0)
     held = [pair.lend() for _ in range(2)]
-    assert pair.place is not None
+    assert pair.put is not None
     assert not kept.any()
     del got, held, kept
     assert pair.empty
@@ -969,7 +969,7 @@ def test_a_slot_of_several_arrays_is_sent_for_all_of_them_or_for_none():
     pair = Pair(8)
     pair.writer.begin(0)
     whole = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.uint8).numpy()
-    places = [pair.writer.place(buffer) for buffer in codec.encode([whole[: PAGE // 2], whole[PAGE // 2 :]]).buffers]
+    places = [pair.writer.put(buffer) for buffer in codec.encode([whole[: PAGE // 2], whole[PAGE // 2 :]]).buffers]
     first = pair.writer.seal(places[0])
     del whole
     second = pair.writer.seal(places[1])
@@ -981,7 +981,7 @@ def test_without_room_what_user_code_keeps_travels_with_the_message():
     pair = Pair(1)
     pair.writer.begin(0)
     kept = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.int64).copy_(NUMBERS)
-    sealed = pair.writer.seal(pair.writer.place(codec.encode(kept).buffers[0]))
+    sealed = pair.writer.seal(pair.writer.put(codec.encode(kept).buffers[0]))
     assert isinstance(sealed, bytearray)
     kept.zero_()
     assert torch.equal(torch.frombuffer(sealed, dtype=torch.int64), NUMBERS)
@@ -1008,7 +1008,7 @@ def test_without_room_there_is_none_and_it_is_known():
     held = pair.lend(torch.zeros(2 * PAGE, dtype=torch.uint8))
     assert not pair.writer.full
     pair.writer.begin(0)
-    assert pair.writer.place(memoryview(bytes(3 * PAGE))) is None
+    assert pair.writer.put(memoryview(bytes(3 * PAGE))) is None
     assert pair.writer.pack([memoryview(bytes(3 * PAGE))]) is None
     assert pair.writer.full
     del held

@@ -216,7 +216,7 @@ def test_structures_and_arrays_are_collated_into_slots_and_not_copied_again(writ
     assert all(outcome(lambda g=g: g) == outcome(lambda w=w: w) for g, w in zip(tensors, wanted, strict=True))
     for tensor in (*got["pair"], *got["list"]):
         slots = len(writer._slots)
-        assert writer.place(codec.encode(tensor).buffers[0]) is not None
+        assert writer.put(codec.encode(tensor).buffers[0]) is not None
         assert len(writer._slots) == slots
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayloader.driver.epoch_plan import Begin, EpochPlan, plan_epoch
-from rayloader.driver.pace import MAX_PLACES
+from rayloader.driver.pace import MAX_DEPTH
 from rayloader.options import Options
 
 
@@ -75,7 +75,7 @@ def test_the_sampler_is_asked_early_only_if_that_works_from_where_it_is():
 
 
 def test_what_was_built_too_early_is_undone_where_it_would_show():
-    assert planned().max_undone == MAX_PLACES
+    assert planned().max_undone == MAX_DEPTH
     assert planned(options(automatic_depth=False)).max_undone == 0
-    assert planned(options(seeding="batch")).max_undone == MAX_PLACES
+    assert planned(options(seeding="batch")).max_undone == MAX_DEPTH
     assert planned(options(seeding="batch", scheduling="dynamic")).max_undone == 0

@@ -22,13 +22,13 @@ class Process:
         self.address = None if node_id is None else Address(node_id)
         self.hello = self.ref = self  # its answer, and the reference to that
         self.answer: Any = NONE_YET
-        self.placed = self.vanished = False
+        self.placed = self.lost = self.vanished = False
         self.asked = 0  # how often Ray was asked for its place
 
     def comes(self, node_id: str) -> None:
         self.answer, self.address = "hello", Address(node_id)
 
-    def has_place(self) -> bool:
+    def is_placed(self) -> bool:
         self.asked += 1
         return self.placed
 

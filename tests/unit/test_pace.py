@@ -13,7 +13,7 @@ def settle(pace: Pace, seconds: float, nbytes: int = 0, *, tasks: int = 3000) ->
     """The depth after so many tasks that take so long."""
     for _ in range(tasks):
         pace.saw(seconds, nbytes)
-    return pace.places
+    return pace.depth
 
 
 @pytest.mark.parametrize(("parts", "tasks"), [(4, 4), (20, 20), (1e6, MAX_TASKS_PER_TURN)])
@@ -46,7 +46,7 @@ def test_the_depth_grows_at_most_twofold_a_turn():
     pace, depths = Pace(math.inf), []
     for tasks in (1, 2, 4, 8, 16, 32, 64):
         assert [pace.saw(0.0, 0) for _ in range(tasks)] == [False] * (tasks - 1) + [True]
-        depths.append(pace.places // TURNS_UNDER_WAY)
+        depths.append(pace.depth // TURNS_UNDER_WAY)
     assert depths == [2, 4, 8, 16, 32, 64, 128]
 
 
@@ -67,4 +67,4 @@ def test_batches_that_grow_make_it_shallower_at_once():
     deep = settle(pace, 1e-6, nbytes=64)
     assert deep == TURNS_UNDER_WAY * MAX_TASKS_PER_TURN
     assert pace.saw(1e-6, 1 << 18)
-    assert pace.places <= 4
+    assert pace.depth <= 4

@@ -171,7 +171,6 @@ def test_finishes_when_every_worker_is_exhausted():
     assert not schedule.finished
     schedule.handle(WorkerExhausted(1))
     assert schedule.finished
-    assert schedule.handle(IndicesDrawn(None)) == []
 
 
 def test_without_order_delivers_what_comes():
@@ -191,13 +190,14 @@ def test_without_order_an_exhausted_workers_places_are_drawn_anew():
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_indices_that_come_when_every_worker_is_exhausted_stand_for_nothing(in_order):
-    schedule = opened(num_workers=2, prefetch_factor=1, in_order=in_order)
+    schedule = opened(num_workers=2, prefetch_factor=2, in_order=in_order)
     done(schedule, 0)
     assert in_words(schedule.handle(BatchTaken(0))) == [("draw", 1)]
-    schedule.handle(IndicesDrawn(None))
     schedule.handle(WorkerExhausted(2))
     schedule.handle(WorkerExhausted(1))
-    assert schedule.handle(IndicesDrawn(None)) == []
+    while schedule.owed_draws:
+        assert schedule.handle(IndicesDrawn(None)) == []
+    assert schedule.finished
 
 
 def test_a_lost_worker_fails_the_epoch_and_names_its_first_lost_task():
@@ -236,6 +236,20 @@ def test_closing_forgets_everything_and_ends_all_news():
     assert schedule.handle(Closed()) == []
 
 
+def test_closing_moves_each_task_to_gone_whatever_its_state():
+    schedule = Schedule(2, 4, dynamic=True, max_restarts=1)
+    schedule.handle(Opened())
+    draw(schedule, 8)
+    done(schedule, 0, 2)
+    schedule.handle(WorkerLost(1, "killed"))
+    tasks = schedule.tasks
+    assert {task.state for task in tasks} == set(TaskState) - {TaskState.GONE}
+    schedule.handle(Closed())
+    assert {task.state for task in tasks} == {TaskState.GONE}
+    assert schedule.tasks == ()
+    schedule.validate()
+
+
 def test_closed_and_finished_are_different_answers():
     schedule = opened(num_workers=1, prefetch_factor=1, draw=1)
     schedule.handle(SamplerExhausted())
@@ -256,8 +270,8 @@ def draw(schedule: Schedule, count: int) -> list[tuple[object, ...]]:
     return [word for _ in range(count) for word in in_words(schedule.handle(IndicesDrawn(None)))]
 
 
-def paced(worker_id: int, places: int, ahead: int = AHEAD) -> Paced:
-    return Paced(worker_id, places, ahead)
+def paced(worker_id: int, depth: int, ahead: int = AHEAD) -> Paced:
+    return Paced(worker_id, depth, ahead)
 
 
 def test_an_elastic_window_follows_the_pace():
@@ -455,6 +469,24 @@ def test_an_impossible_event_is_refused():
         schedule.handle(BatchTaken(0))
 
 
+@pytest.mark.parametrize("event", [IndicesDrawn(None), IndicesSkipped(), SamplerFailed()])
+def test_a_draw_that_was_not_asked_for_is_refused(event):
+    schedule = opened(num_workers=1, prefetch_factor=1)
+    with pytest.raises(RuntimeError, match="not asked for"):
+        schedule.handle(event)
+    schedule.validate()
+
+
+@pytest.mark.parametrize("event", [IndicesDrawn(None), IndicesSkipped(), SamplerFailed()])
+def test_a_draw_that_was_under_way_when_the_epoch_failed_is_passed_over(event):
+    """Another thread may report the loss while the user's draws."""
+    schedule = opened(num_workers=1, prefetch_factor=2, draw=1)
+    assert in_words(schedule.handle(WorkerLost(0, "killed"))) == [("fail", 0, "killed", 0)]
+    assert schedule.handle(event) == []
+    assert schedule.owed_draws == 0
+    assert [task.task_id for task in schedule.tasks] == [0]
+
+
 def test_an_error_tells_what_happened_before():
     schedule = opened(num_workers=1, prefetch_factor=1)
     with pytest.raises(RuntimeError, match=r"the last events: Opened\(\), IndicesDrawn\(indices='i0'\), BatchTaken"):
@@ -498,7 +530,7 @@ class WorkerModel:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Random interleavings of answers, takings, deaths and closings, against what must hold whatever happens."""
+    """Random interleavings of draws, answers, takings, deaths and closings, against what must hold whatever happens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -538,6 +570,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.workers = [WorkerModel(lengths[k] if lengths else None) for k in range(num_workers)]
         self.prefetch_factor = prefetch_factor
         self.left_in_sampler = num_batches
+        self.owed = 0  # draws
+        self.sampler_failed = False
         self.deliverable: list[int] = []
         self.taken: list[int] = []
         self.answers: list[tuple[int, int, bool]] = []  # (worker, task, exhausted), on their way
@@ -548,16 +582,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     def act(self, event: Event) -> None:
         assert self.schedule is not None
-        for command in self.schedule.handle(event):
+        closed = self.schedule.closed
+        commands = self.schedule.handle(event)
+        self.schedule.validate()
+        assert not closed or not commands
+        for command in commands:
             match command:
                 case DrawIndices(count):
-                    for _ in range(count):
-                        if self.left_in_sampler == 0 and not self.iterable:
-                            self.act(SamplerExhausted())
-                            break
-                        self.left_in_sampler -= 1
-                        self.drawn += 1
-                        self.act(IndicesSkipped() if self.drawn - 1 in self.skips else IndicesDrawn(None))
+                    self.owed += count
                 case Submit(task):
                     worker = self.workers[task.worker_id]
                     self.origin[task.task_id] = task.worker_id, worker.given
@@ -570,6 +602,68 @@ class AnyOrder(RuleBasedStateMachine):
                     self.workers[worker_id].away = True
                 case Fail():
                     self.failed = True
+                    self.owed = 0
+        assert self.schedule.owed_draws == self.owed
+
+    @precondition(lambda self: self.schedule and self.owed)
+    @rule()
+    def draw_all(self):
+        while self.owed:
+            self.draw_next()
+
+    @precondition(lambda self: self.schedule and self.owed)
+    @rule(fails=st.integers(0, 3))
+    def draw_one(self, fails):
+        if fails:
+            self.draw_next()
+        else:
+            self.sampler_failed = True
+            self.owed -= 1
+            self.act(SamplerFailed())
+
+    def draw_next(self) -> None:
+        if self.left_in_sampler == 0 and not self.iterable:
+            self.owed = 0
+            self.act(SamplerExhausted())
+            return
+        self.owed -= 1
+        self.left_in_sampler -= 1
+        self.drawn += 1
+        self.act(IndicesSkipped() if self.drawn - 1 in self.skips else IndicesDrawn(None))
+
+    @precondition(lambda self: self.schedule and self.schedule.elastic and not self.iterable)
+    @rule(depth=st.integers(0, 15))
+    def put_draws_off(self, depth):
+        """What torch would have drawn by now is drawn before; samplers of streams may always be asked early."""
+        self.deepest = max(self.deepest, depth)
+        self.act(Paced(0, depth, AHEAD))
+        while self.owed and self.drawn < self.schedule.torch_draws:
+            self.draw_next()
+        if self.owed:
+            self.owed = 0
+            self.act(DrawsPutOff())
+
+    @precondition(lambda self: self.schedule and self.schedule.elastic and not self.failed and not self.schedule.closed)
+    @rule(data=st.data())
+    def undo_draws(self, data):
+        """The program has changed its sampler: workers forget what was drawn early, and are given other indices."""
+        assert self.schedule is not None
+        known = [*self.taken, *(task_id for task_id in self.skips if task_id < self.drawn)]
+        earliest, latest = max([self.first - 1, *known]) + 1, min(self.drawn, self.schedule.torch_draws) - 1
+        if earliest > latest:
+            return
+        from_task = data.draw(st.integers(earliest, latest))
+        self.left_in_sampler += self.drawn - from_task
+        self.drawn, self.owed = from_task, 0
+        self.deliverable = [task_id for task_id in self.deliverable if task_id < from_task]
+        told = {self.origin.pop(task_id)[0]: None for task_id in list(self.origin) if task_id >= from_task}
+        for k in told:
+            self.workers[k].given = sum(worker_id == k for worker_id, _ in self.origin.values())
+            self.workers[k].queue.clear()
+        self.answers = [answer for answer in self.answers if answer[0] not in told]
+        self.act(DrawsUndone(from_task))
+        for k in told:
+            self.act(WorkerLost(k, "it was given what was not to come", blameless=True))
 
     @precondition(lambda self: self.schedule and any(worker.queue for worker in self.workers))
     @rule(data=st.data())
@@ -593,12 +687,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.act(WorkerExhausted(task_id) if exhausted else TaskDone(task_id))
 
     @precondition(lambda self: self.schedule)
-    @rule(k=st.integers(0, 3), places=st.integers(0, 15), ahead=st.integers(1, 10))
-    def pace(self, k, places, ahead):
+    @rule(k=st.integers(0, 3), depth=st.integers(0, 15), ahead=st.integers(1, 10))
+    def pace(self, k, depth, ahead):
         if k < len(self.workers):
             if self.schedule.elastic:
-                self.deepest = max(self.deepest, places)
-            self.act(Paced(k, places, ahead))
+                self.deepest = max(self.deepest, depth)
+            self.act(Paced(k, depth, ahead))
 
     @precondition(lambda self: self.schedule and self.deliverable)
     @rule()
@@ -613,6 +707,7 @@ class AnyOrder(RuleBasedStateMachine):
         if task_id in self.taken:
             assert self.schedule.handle(TaskDone(task_id)) == []
             assert self.schedule.handle(WorkerExhausted(task_id)) == []
+            self.schedule.validate()
 
     @precondition(lambda self: self.schedule and not self.failed)
     @rule(
@@ -638,9 +733,6 @@ class AnyOrder(RuleBasedStateMachine):
         self.act(WorkerLost(k, "killed", suspect, admitted, blameless))
         assert self.failed == hopeless or not had_work
         assert self.failed or worker.away or not had_work
-        if self.failed:
-            self.act(Closed())
-            assert self.schedule.closed
 
     @precondition(lambda self: self.schedule and any(worker.away for worker in self.workers))
     @rule(data=st.data())
@@ -655,16 +747,25 @@ class AnyOrder(RuleBasedStateMachine):
         worker.queue = [task.task_id for task in mine]
         self.act(WorkerReady(k))
 
-    @invariant()
-    def its_own_rules_hold(self):
-        if self.schedule is not None and not self.schedule.closed:
-            self.schedule.validate()
+    @precondition(lambda self: self.schedule)
+    @rule(rarely=st.integers(0, 30), resuming=st.booleans())
+    def close(self, rarely, resuming):
+        """Whatever is under way, and again and again; the news that is on its way still comes."""
+        if rarely:
+            return
+        assert self.schedule is not None
+        finished, tasks = self.schedule.finished, self.schedule.tasks
+        self.owed, self.deliverable = 0, []
+        self.act(Closed(resuming))
+        assert self.schedule.finished == finished
+        assert self.schedule.tasks == ()
+        assert all(task.state is TaskState.GONE for task in tasks)
 
     @invariant()
     def the_window_holds(self):
         if self.schedule is not None:
             tasks = self.schedule._tasks.values()
-            assert len(tasks) <= self.deepest * len(self.workers)
+            assert len(tasks) + self.owed <= self.deepest * len(self.workers)
             if self.schedule.in_order and not self.schedule.elastic and not self.schedule.dynamic:
                 for k in range(len(self.workers)):
                     assert sum(task.worker_id == k for task in tasks) <= self.prefetch_factor
@@ -679,17 +780,19 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def it_never_sticks(self):
-        if self.schedule is not None and not self.schedule.finished and not self.schedule.closed:
+        if self.schedule is not None and not (self.schedule.finished or self.schedule.closed or self.failed):
             busy = any(worker.queue or worker.away for worker in self.workers)
-            assert self.deliverable or self.answers or busy
+            assert self.deliverable or self.answers or busy or self.owed
 
     def teardown(self):
         """Drain: everything that was built must come out, and then the epoch is finished."""
-        if self.schedule is None or self.failed:
+        if self.schedule is None or self.failed or self.schedule.closed:
             return
         while not self.schedule.finished:
             if self.deliverable:
                 self.take()
+            elif self.owed:
+                self.draw_next()
             else:
                 for k, worker in enumerate(self.workers):
                     if worker.away:
@@ -702,10 +805,10 @@ class AnyOrder(RuleBasedStateMachine):
         if self.iterable:
             for k, worker in enumerate(self.workers):
                 mine = [self.origin[task_id][1] for task_id in self.taken if self.origin[task_id][0] == k]
-                assert sorted(mine) == list(range(worker.length or 0))
+                assert sorted(mine) == list(range(len(mine) if self.sampler_failed else worker.length or 0))
         else:
             assert sorted(self.taken) == [i for i in range(self.first, self.drawn) if i not in self.skips]
-            assert self.left_in_sampler == 0
+            assert self.left_in_sampler == 0 or self.sampler_failed
             for task_id in self.taken:
                 if self.schedule.in_order and not self.schedule.dynamic and not self.skips:
                     assert self.origin[task_id][0] == task_id % len(self.workers)
