@@ -1,4 +1,6 @@
-"""One Ray for all ranks of one torchrun on a machine: found, started where there is none yet, and let go.
+"""One Ray for all ranks of one job on a machine: found, started where there is none yet, and let go.
+
+The ranks are those of torchrun, or of a launcher that tells them as much (Lightning's, Accelerate's, DeepSpeed's).
 
 Promise: Ray runs while any of the ranks is a member, and ends after the last, whichever ranks come late, leave early or
 are killed, and in whatever order. A rank that cannot become a member is told why. Ray itself is unknown here.
@@ -8,7 +10,7 @@ Ray's daemons die with the thread that started them (NOTE [who starts Ray] in se
 to end. So a process of its own, the keeper (`rayloader/keeper`), starts Ray, and ends it when no rank is connected to
 it any more. Where a rank dies, the kernel ends its connection.
 
-The ranks meet at an abstract socket, whose name follows from what torchrun tells them. The rank that succeeds in
+The ranks meet at an abstract socket, whose name follows from what the launcher tells them. The rank that succeeds in
 binding the name starts the keeper and passes it the listening socket. It has connected before, so that the keeper finds
 it in the socket's queue. All others wait in the queue too while Ray starts, and are then told its address. A keeper
 that is to end closes the socket first. That frees the name, and breaks off the connections in the queue: those ranks
@@ -32,17 +34,22 @@ from rayloader.errors import RaySessionError
 from rayloader.transport.local_line import LocalSocket, peer
 
 KEEPER = Path(__file__).parent / "keeper"
-# Environment variables that have the same values in all ranks that one torchrun has started, and in no others: two jobs
-# that run at the same time differ in the port, and the machines of one job in the group's rank. The agent's process id
-# would not do, for a rank may have been started through a script of the user's.
-VARIABLES = "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"
+# Environment variables that tell jobs apart, and the machines of one job. Two jobs that run at the same time differ in
+# the port; the rank of a machine has one name in torchrun and another in Lightning. The launcher's process id would not
+# do, for a rank may have been started through a script of the user's.
+VARIABLES = "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "NODE_RANK"
+_NEEDED = {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"}  # what any launcher tells
 
 
 def meeting_point() -> str | None:
-    """The abstract name where the ranks of this machine meet; None unless torchrun has started more than one here."""
-    told = [os.environ.get(variable) for variable in VARIABLES]
-    if None in told or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" or sys.platform != "linux":
+    """The abstract name where the ranks of this machine meet; None where no launcher has started more than one.
+
+    Lightning tells the number of ranks during the first `fit()` only.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE"))
+    if ranks == "1" or not os.environ.keys() >= _NEEDED or sys.platform != "linux":
         return None
+    told = [os.environ.get(variable) for variable in VARIABLES]
     return "rayloader-ray-" + hashlib.sha256(repr((os.getuid(), told)).encode()).hexdigest()[:32]
 
 

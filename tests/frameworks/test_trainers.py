@@ -1,4 +1,4 @@
-"""Trainers that have loops of their own: Hugging Face Transformers, Ray Train."""
+"""Trainers that have loops of their own: Hugging Face Transformers, Ray Train, Ray Tune."""
 
 import importlib
 import os
@@ -131,15 +131,29 @@ def test_the_loader_that_ray_train_makes_anew_has_no_position(trainer):
             loader.state_dict()
 
 
-@full
-def test_trainers_that_ray_train_starts_again_go_on_in_mid_epoch(tmp_path):
-    """See the script."""
+def run_script(name, *arguments, **environment):
     done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "script_ray_train.py", tmp_path],
-        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        [sys.executable, Path(__file__).with_name(name), *arguments],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=HANG_LIMIT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the end" in done.stdout.splitlines(), done.stdout + done.stderr  # Ray may print after it
+
+
+@full
+@pytest.mark.parametrize("case", ["restarted", "unprepared", "patched"])
+def test_trainers_of_ray_train(case, tmp_path):
+    """See the script."""
+    run_script("script_ray_train.py", tmp_path, case, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+
+
+# ---- Ray Tune
+
+
+@full
+def test_trials_of_ray_tune_use_loaders_with_default_arguments(tmp_path):
+    """See the script."""
+    run_script("script_tune.py", tmp_path, RAY_ADDRESS="local")

@@ -1,6 +1,7 @@
 """The dataset in real workers: what they share with each other, what with the driver, and what is their own."""
 
 import gc
+import gzip
 import os
 import random
 import re
@@ -11,12 +12,14 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from datetime import date
+from io import FileIO
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
 
 import h5py
+import lmdb
 import numpy as np
 import pytest
 import ray
@@ -386,15 +389,19 @@ def lost_host():
 
 
 def looked_up(data):
-    with data["lock"]:
-        line = data["text"].readline()
+    with data["lock"], data["rlock"], data["condition"], data["lmdb"].begin() as transaction:
+        data["condition"].notify_all()
         return (
-            line,
+            data["text"].readline(),
             data["zip"].read("b"),
             data["tar"].extractfile("b").read(),
             int(data["h5"]["x"][3]),
             data["cut"].read(2),
             data["sql"].execute("SELECT day FROM days").fetchone()["day"],
+            data["raw"].read(3),
+            data["gzip"].readline(),
+            int(data["npz"]["x"][4]),
+            transaction.get(b"key"),
         )
 
 
@@ -406,10 +413,15 @@ def test_locks_and_open_files_are_each_workers_own(tmp_path):
         tar.add(tmp_path / "lines", "b")
     with h5py.File(tmp_path / "h5", "w") as file:
         file["x"] = np.arange(10)
+    (tmp_path / "gzip").write_bytes(gzip.compress((tmp_path / "lines").read_bytes()))
+    np.savez(tmp_path / "npz", x=np.arange(10))
+    with lmdb.open(f"{tmp_path}/lmdb") as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"key", b"value")
     with closing(sqlite3.connect(tmp_path / "db")) as writer, writer:
         writer.execute("CREATE TABLE days (day DATE)")
         writer.execute("INSERT INTO days VALUES ('2020-02-03')")
     uri, types = f"file:{tmp_path}/db?mode=ro", sqlite3.PARSE_DECLTYPES
+    rlock, condition = threading.RLock(), threading.Condition()
     with (
         closing(sqlite3.connect(uri, uri=True, detect_types=types)) as sql,
         ZipFile(tmp_path / "zip") as archive,
@@ -417,12 +429,22 @@ def test_locks_and_open_files_are_each_workers_own(tmp_path):
         h5py.File(tmp_path / "h5") as h5,
         (tmp_path / "lines").open() as text,
         (tmp_path / "lines").open("rb") as cut,
+        FileIO(tmp_path / "lines") as raw,
+        gzip.open(tmp_path / "gzip") as zipped,
+        np.load(tmp_path / "npz.npz") as npz,
+        lmdb.open(f"{tmp_path}/lmdb", readonly=True) as environment,
+        rlock,
+        condition,
     ):
         assert text.readline() == "one\n"
         cut.seek(2)
+        raw.seek(4)
+        zipped.readline()
         sql.row_factory = sqlite3.Row
-        data = {"lock": threading.Lock(), "zip": archive, "tar": tar, "h5": h5, "text": text, "cut": cut, "sql": sql}
+        data = {"lock": threading.Lock(), "rlock": rlock, "condition": condition, "lmdb": environment, "npz": npz}
+        data |= {"zip": archive, "tar": tar, "h5": h5, "text": text, "cut": cut, "sql": sql, "raw": raw, "gzip": zipped}
         expected = ("two\n", b"zipped", b"one\ntwo\nthree\n", 3, b"e\n", date(2020, 2, 3))
+        expected += (b"two", b"two\n", 4, b"value")
         assert list(holding(data, looked_up)) == [expected, expected]
         text.readline()
         assert [batch[0] for batch in holding(data, looked_up)] == ["three\n", "three\n"], "where it is by now"

@@ -74,6 +74,14 @@ def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_pa
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("script", ["script_imports.py", "script_other_program.py"])
+def test_a_script_that_checks_itself_ends(script):
+    """See the scripts."""
+    output, errors = finish(process := start(script))
+    assert (process.returncode, output[-1:]) == (0, ["the end"]), errors
+
+
+@pytest.mark.full
 def test_ray_starts_before_its_agents_have_imported_all_that_they_need(tmp_path, monkeypatch):
     """Which takes them long on a busy machine; here until the script has had its batches."""
     held, gate = tmp_path / "held", tmp_path / "gate"

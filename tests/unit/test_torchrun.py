@@ -236,38 +236,71 @@ def test_another_users_socket_is_not_believed(folder, name, ranks, monkeypatch):
             ranks().begin({})
 
 
-VARIABLES = {
+OF_TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29500",
     "GROUP_RANK": "0",
+    "LOCAL_RANK": "0",
     "LOCAL_WORLD_SIZE": "2",
+    "WORLD_SIZE": "2",
 }
+OF_LIGHTNING = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "NODE_RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+}
+OF_ALL = OF_TORCHRUN.keys() | OF_LIGHTNING.keys()
 
 
-@pytest.fixture
-def told(monkeypatch):
-    for variable, value in VARIABLES.items():
+@pytest.fixture(params=[OF_TORCHRUN, OF_LIGHTNING], ids=["torchrun", "Lightning"])
+def told(request, monkeypatch):
+    """What a launcher tells its ranks."""
+    for variable in OF_ALL:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in request.param.items():
         monkeypatch.setenv(variable, value)
-    return monkeypatch
+    return request.param
 
 
-def test_the_ranks_of_one_torchrun_meet_and_those_of_another_do_not(told):
+def test_the_ranks_of_one_job_meet_and_those_of_another_do_not(told, monkeypatch):
     here = meeting_point()
     assert here.startswith("rayloader-ray-")
-    assert "localhost" not in here
+    assert told["MASTER_ADDR"] not in here
     for variable in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"):
-        told.setenv(variable, "1")
+        monkeypatch.setenv(variable, "1")
         assert meeting_point() == here
-    for variable in VARIABLES.keys() - {"LOCAL_WORLD_SIZE"}:
-        with told.context() as other:
+    for variable in told.keys() & set(torchrun.VARIABLES):
+        with monkeypatch.context() as other:
             other.setenv(variable, "7")
             assert meeting_point() != here
 
 
-@pytest.mark.parametrize("variable", VARIABLES)
-def test_without_torchrun_or_other_ranks_there_is_nobody_to_meet(variable, told):
-    told.delenv(variable)
+@pytest.mark.parametrize("variable", ["MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"])
+def test_a_process_that_no_launcher_has_started_meets_nobody(variable, told, monkeypatch):
+    monkeypatch.delenv(variable)
     assert meeting_point() is None
-    told.setenv(variable, "1")
-    assert (meeting_point() is None) == (variable == "LOCAL_WORLD_SIZE")
+
+
+def test_a_single_rank_meets_nobody(told, monkeypatch):
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if variable in told:
+            monkeypatch.setenv(variable, "1")
+    assert meeting_point() is None
+
+
+def test_ranks_that_are_not_told_their_number_meet(monkeypatch):
+    """Lightning's, after the first `fit()`."""
+    for variable in OF_ALL:
+        monkeypatch.delenv(variable, raising=False)
+    for variable in OF_LIGHTNING.keys() - {"WORLD_SIZE"}:
+        monkeypatch.setenv(variable, OF_LIGHTNING[variable])
+    assert meeting_point() is not None
+
+
+def test_a_single_rank_of_several_machines_meets_nobody(monkeypatch):
+    for variable, value in {**OF_TORCHRUN, "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    assert meeting_point() is None

@@ -1,0 +1,32 @@
+"""Programs of others beside the Ray that a loader has started: `ray.init()` of theirs does not join it.
+
+python script_other_program.py
+"""
+
+import subprocess
+import sys
+
+import ray
+
+import rayloader
+
+OTHER = """
+import ray
+
+ray.init(include_dashboard=False, num_cpus=1)
+print(ray.get_runtime_context().get_session_name())
+"""
+HANG_LIMIT = 120  # seconds for the other program; on expiry it is killed and this one fails
+
+if __name__ == "__main__":
+    loader = rayloader.DataLoader(range(4), num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 4
+    ours = ray.get_runtime_context().get_session_name()
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER], stdout=subprocess.PIPE, text=True, timeout=HANG_LIMIT, check=True
+    )
+    (theirs,) = (line for line in done.stdout.splitlines() if line.startswith("session_"))
+    assert theirs != ours
+    assert len(list(loader)) == 4, "the end of the other program has ended our Ray"
+    rayloader.shutdown()
+    print("the end")
