@@ -33,6 +33,9 @@ _PLAIN = (ATOMS - {type}) | {kind for kind in np.sctypeDict.values() if kind not
 _CONTAINERS = {dict, list, tuple, set, frozenset, collections.deque}
 _MOST_NESTED = 10  # containers in one another
 _SEQUENCES = list, tuple, collections.deque
+_METHODS = types.MethodType, types.BuiltinMethodType
+_WITHOUT_ATTRIBUTES = (*_METHODS, staticmethod, classmethod, types.CellType, np.ndarray)  # that are looked at
+_OF_PYTHON = (*_WITHOUT_ATTRIBUTES, types.FunctionType, property, functools.partial)
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
@@ -132,10 +135,17 @@ def _children(
         if not ATOMS.issuperset(map(type, values)):  # a long list of numbers is passed over in C
             named = is_a(obj, _SEQUENCES)
             yield from ((("item", number) if named else None, value) for number, value in enumerate(values))
-    elif is_a(obj, np.ndarray):
+    elif is_a(obj, _OF_PYTHON):
+        yield from _of_python(obj, reads)
+    if not is_a(obj, _WITHOUT_ATTRIBUTES):
+        yield from _of_attributes(obj, slots)
+
+
+def _of_python(obj: Any, reads: Callable[[types.FunctionType], bool] | None) -> Iterator[tuple[Step, Any]]:
+    """What objects of Python's own kinds, and arrays, hold besides their attributes."""
+    if is_a(obj, np.ndarray):
         if obj.dtype.hasobject:
             yield from ((None, value) for value in obj.flat)
-        return
     elif is_a(obj, types.FunctionType):
         yield from _of_function(obj)
         if reads is not None and reads(obj):
@@ -143,21 +153,21 @@ def _children(
     elif is_a(obj, types.CellType):
         with contextlib.suppress(ValueError):  # empty
             yield ("contents", None), obj.cell_contents
-        return
-    elif is_a(obj, (types.MethodType, types.BuiltinMethodType)):
+    elif is_a(obj, _METHODS):
         yield ("self", None), obj.__self__
         yield ("function", None), getattr(obj, "__func__", None)
-        return
     elif is_a(obj, (staticmethod, classmethod)):
         yield ("function", None), obj.__func__
-        return
     elif is_a(obj, property):
         yield from ((("property", name), getattr(obj, name)) for name in ("fget", "fset", "fdel"))
     elif is_a(obj, functools.partial):
         yield ("partial", "func"), obj.func
         yield ("partial", "args"), obj.args
         yield ("partial", "keywords"), obj.keywords
-    attributes = attributes_in(obj)
+
+
+def _of_attributes(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Step, Any]]:
+    kind, attributes = type(obj), attributes_in(obj)
     if kind not in slots:
         slots[kind] = slots_of(kind)
     for name in slots[kind]:

@@ -124,6 +124,10 @@ class Pickler(by_value.Pickler):
             self.carried[token] = len(self.carried_objects)
             self.carried_objects.append(obj)
             return itself, (token,)
+        return self._other(obj, kind)
+
+    def _other(self, obj: Any, kind: type) -> Any:
+        """How an object of a kind is pickled that few batches hold."""
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
             nbytes = obj.nbytes()
             return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
@@ -133,19 +137,9 @@ class Pickler(by_value.Pickler):
             return self._subclass_of_array(obj)
         if kind is types.FunctionType and obj.__module__ == _OF_SKELETONS:
             return NotImplemented  # spares our own functions cloudpickle's search
-        if self.mapped is not None and (reduction := handles.reduce(obj, kind)) is not None:
+        if self.mapped is not None and (reduction := self._of_replica(obj, kind)) is not None:
             return reduction
-        if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
-            # Its pickle is the number of a descriptor, which is another one's elsewhere.
-            raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
-        if kind is io.TextIOWrapper and obj is not sys.stdout and obj is not sys.stderr:
-            # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.
-            raise TypeError(f"cannot pickle {kind.__name__!r} object: an open file")
-        if self.mapped is not None and issubclass(kind, DataPipeWrapper):
-            # Its own way is plain pickle's, which leaves what __main__ has to __main__.
-            return kind, (datapipe_in(obj),)
-        if self.mapped is not None and issubclass(kind, KINDS):
-            return reduce_generator(obj, self._reduced)
+        _check_can_leave(obj, kind)
         if issubclass(kind, type):
             if self.known_classes:
                 return classes.reduce_by_id(obj, super().reducer_override)
@@ -157,6 +151,15 @@ class Pickler(by_value.Pickler):
         if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
             self.copied = _copied_generator(obj)
         return reduced
+
+    def _of_replica(self, obj: Any, kind: type) -> Any:
+        """How it is pickled in a replica; None for as in a batch."""
+        if (reduction := handles.reduce(obj, kind)) is not None:
+            return reduction
+        if issubclass(kind, DataPipeWrapper):
+            # Its own way is plain pickle's, which leaves what __main__ has to __main__.
+            return kind, (datapipe_in(obj),)
+        return reduce_generator(obj, self._reduced) if issubclass(kind, KINDS) else None
 
     def _reduced(self, obj: Any) -> Any:
         """As if this class had no `reducer_override`."""
@@ -342,6 +345,16 @@ def _copied_generator(function: types.FunctionType) -> tuple[str, str] | None:
 def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:
     """Those of an array that may be a view of a file, without the map of the file, which cannot be pickled."""
     return {**attributes, "_mmap": None} if isinstance(attributes.get("_mmap"), mmap.mmap) else attributes
+
+
+def _check_can_leave(obj: Any, kind: type) -> None:
+    """Raises a TypeError for what means nothing, or something else, in another process."""
+    if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
+        # Its pickle is the number of a descriptor, which is another one's elsewhere.
+        raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
+    if kind is io.TextIOWrapper and obj is not sys.stdout and obj is not sys.stderr:
+        # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.
+        raise TypeError(f"cannot pickle {kind.__name__!r} object: an open file")
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:

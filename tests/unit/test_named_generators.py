@@ -213,6 +213,20 @@ def draw(): return TOP, NAMES, DEQUE, Item, Open, inner
 """
 
 
+def change(container, value, rng):
+    """Binds a value anew somewhere in a container."""
+    if isinstance(container, (list, collections.deque)):
+        container[rng.randrange(2)] = value
+        if rng.random() < 0.2:
+            container.reverse()
+    elif isinstance(container, dict):
+        container[rng.choice("ab")] = value
+        if rng.random() < 0.3:
+            container.pop("a", None)
+    else:
+        setattr(container, rng.choice(["one", "other"]), value)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_order_is_always_that_of_a_new_search(program, seed):
     own, rng = program(SHAPES), random.Random(seed)
@@ -238,20 +252,8 @@ def test_the_order_is_always_that_of_a_new_search(program, seed):
                 return None
         return made
 
-    def change(container):
-        if isinstance(container, (list, collections.deque)):
-            container[rng.randrange(2)] = value()
-            if rng.random() < 0.2:
-                container.reverse()
-        elif isinstance(container, dict):
-            container[rng.choice("ab")] = value()
-            if rng.random() < 0.3:
-                container.pop("a", None)
-        else:
-            setattr(container, rng.choice(["one", "other"]), value())
-
     named = NamedGenerators(own.draw)
     for _ in range(60):
         assert list(map(id, named.look())) == list(map(id, NamedGenerators(own.draw).look()))
         for _ in range(rng.randrange(3)):
-            change(rng.choice(containers))
+            change(rng.choice(containers), value(), rng)
