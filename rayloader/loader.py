@@ -35,7 +35,7 @@ from rayloader.options import (
     checked_num_workers,
 )
 from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
-from rayloader.readers import Before, ReadAhead, reader_ahead
+from rayloader.readers import Before, ReadAhead, find_reader
 from rayloader.samplers import note_first_attributes
 from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.state import checkpoint
@@ -310,12 +310,18 @@ class DataLoader(TorchDataLoader[_T_co]):
             finished = self._state is None and self._position is not None and self._position.finished
             self._same_order.begins(self._index_sampler, finished=finished)
         self._note_reading()
-        reads_ahead = reader_ahead()
-        self._before = None if reads_ahead is None else Before()
+        reader, resumes = find_reader(), self._state is not None
+        self._before = None if reader is None else Before()
         iterator = super().__iter__()
-        if self._before is None or reads_ahead is None:
+        if self._before is None or reader is None:
             return iterator
-        return cast(BaseIterator, ReadAhead(iterator, self._before, reads_ahead, self._tell_state))
+        next_epoch = self._next_epoch if resumes else None
+        return cast(BaseIterator, ReadAhead(iterator, self._before, reader, self._tell_state, next_epoch))
+
+    def _next_epoch(self, length: int) -> BaseIterator | None:
+        """The iterator of the next epoch, if so many batches were taken of the one that goes on."""
+        ends = self._position is not None and self._position.delivered >= length
+        return super().__iter__() if ends else None
 
     def _note_reading(self) -> None:
         """From now on the position is this loader's, and not that of one of which it was made anew."""

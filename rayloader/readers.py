@@ -1,4 +1,4 @@
-"""Readers of loaders that are a batch ahead of the program: what such a loader's state tells.
+"""Readers of loaders whose habits a state must allow for: a batch ahead of the program, or counting batches.
 
 Promise: a state counts the batches that the program was given. What a framework that stands in between has drawn and
 not handed on is still to come.
@@ -8,6 +8,12 @@ What Ray Train's `prepare_data_loader` returns draws the next batch before it ha
 device meanwhile. So does Lightning where the length is not known, to notice the last batch. For these, a state is made
 before each batch is drawn, and holds until the next one is: as Accelerate does, which has the same habit. Where the end
 is found, there is nothing ahead, and the state is that of a finished epoch, also while the program has the last batch.
+
+NOTE [Lightning counts]
+Where Lightning knows the length, or has a limit, it never asks for what follows the last batch: a checkpoint that is
+made at that batch holds the state of an epoch of which nothing is left, or nothing that it wants. Resumed from there,
+it asks for an iterator and means the next epoch. StopIteration would cost it that epoch, so it is given the next one.
+It is not so with several loaders, each of which may end at another time.
 """
 
 from __future__ import annotations
@@ -16,13 +22,25 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-# Their classes: in what module, and whether one of them reads ahead.
-_AHEAD: dict[tuple[str, str], Callable[[Any], bool]] = {
-    ("ray.train.torch.train_loop_utils", "_WrappedDataLoader"): lambda _: True,
-    ("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher"): lambda fetcher: fetcher.length is None,
-    ("pytorch_lightning.loops.fetchers", "_PrefetchDataFetcher"): lambda fetcher: fetcher.length is None,
+
+class _Habits(NamedTuple):
+    """Of a class of readers."""
+
+    is_ahead: Callable[[Any], bool]
+    length: Callable[[Any], int | None]  # see NOTE [Lightning counts]
+
+
+_LIGHTNING = _Habits(
+    is_ahead=lambda fetcher: fetcher.length is None,
+    length=lambda fetcher: fetcher.length if len(fetcher.combined_loader.flattened) == 1 else None,
+)
+# Their classes, by module and name.
+_READERS: dict[tuple[str, str], _Habits] = {
+    ("ray.train.torch.train_loop_utils", "_WrappedDataLoader"): _Habits(lambda _: True, lambda _: None),
+    ("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher"): _LIGHTNING,
+    ("pytorch_lightning.loops.fetchers", "_PrefetchDataFetcher"): _LIGHTNING,
 }
 
 
@@ -35,22 +53,34 @@ def callers() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def reader_ahead() -> Callable[[], bool] | None:
-    """Whether the one who asks a loader for its iterator reads ahead, as far as is known when it draws a batch.
+class Reader:
+    """Who asks a loader for its iterator, where that is a framework with habits."""
 
-    Returns:
-        None if nobody is asking who ever does.
-    """
+    def __init__(self, reader: Any, habits: _Habits) -> None:
+        self._reader, self._habits = weakref.ref(reader), habits
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it is one batch ahead, as far as is known when it draws a batch."""
+        return (reader := self._reader()) is not None and self._habits.is_ahead(reader)
+
+    @property
+    def length(self) -> int | None:
+        """After how many batches it ends an epoch, without asking for the end; None if it does not count them."""
+        return None if (reader := self._reader()) is None else self._habits.length(reader)
+
+
+def find_reader() -> Reader | None:
+    """Who is asking a loader for its iterator in this thread; None if it is nobody with habits."""
     known = [
-        (getattr(sys.modules[module], name, ()), reads_ahead)
-        for (module, name), reads_ahead in _AHEAD.items()
+        (getattr(sys.modules[module], name, ()), habits)
+        for (module, name), habits in _READERS.items()
         if module in sys.modules
     ]
     for caller in callers() if known else ():
-        for reader_class, reads_ahead in known:
+        for reader_class, habits in known:
             if issubclass(type(caller), reader_class):
-                reader = weakref.ref(caller)
-                return lambda: (alive := reader()) is not None and reads_ahead(alive)
+                return Reader(caller, habits)
     return None
 
 
@@ -95,23 +125,30 @@ class Before:
 
 
 class ReadAhead(Iterator[Any]):
-    """What `iter()` returns to a reader that may be a batch ahead; see NOTE [One batch ahead].
+    """What `iter()` returns to a reader with habits; see NOTE [One batch ahead] and NOTE [Lightning counts].
 
     Args:
         iterator: of the loader.
         before: where the state is kept; the loader has it too, until it is asked for another iterator.
-        reads_ahead: see `reader_ahead`.
+        reader: who asks.
         tell: makes the loader's state as of the last batch that was drawn.
+        next_epoch: for an epoch that a state has resumed: makes the iterator of the next one if so many batches of
+            this one were taken.
     """
 
     def __init__(
         self,
         iterator: Iterator[Any],
         before: Before,
-        reads_ahead: Callable[[], bool],
+        reader: Reader,
         tell: Callable[[], dict[str, Any]],
+        next_epoch: Callable[[int], Iterator[Any] | None] | None,
     ) -> None:
-        self._iterator, self._before, self._reads_ahead, self._tell = iterator, before, reads_ahead, tell
+        self._iterator, self._before, self._reader, self._tell = iterator, before, reader, tell
+        self._next_epoch = next_epoch
 
     def __next__(self) -> Any:
-        return self._before.draws(self._iterator, self._tell if self._reads_ahead() else None)
+        next_epoch, self._next_epoch = self._next_epoch, None
+        if next_epoch is not None and (length := self._reader.length) is not None:
+            self._iterator = next_epoch(length) or self._iterator
+        return self._before.draws(self._iterator, self._tell if self._reader.is_ahead else None)

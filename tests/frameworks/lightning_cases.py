@@ -24,6 +24,7 @@ QUIET = {
     "enable_model_summary": False,
 }
 # Of the loaders.
+LOCAL = {"num_workers": 0}
 FRESH = {"num_workers": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
@@ -122,8 +123,11 @@ def combined(loader_class, mode, options):
 
 CASES = {
     "training": lambda loader_class, **own: trained(loader_class, {**FRESH, **own}),
+    "training, no workers": lambda loader_class: trained(loader_class, LOCAL),
+    "validation, no workers": lambda loader_class: validated(loader_class, LOCAL),
     "validation, fresh workers": lambda loader_class: validated(loader_class, FRESH),
     "validation, persistent workers": lambda loader_class: validated(loader_class, PERSISTENT),
+    "max_size_cycle, no workers": lambda loader_class: combined(loader_class, "max_size_cycle", LOCAL),
     "min_size": lambda loader_class: combined(loader_class, "min_size", FRESH),
     "max_size": lambda loader_class: combined(loader_class, "max_size", PERSISTENT),
     "max_size_cycle": lambda loader_class: combined(loader_class, "max_size_cycle", FRESH),

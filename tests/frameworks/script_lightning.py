@@ -33,7 +33,7 @@ if __name__ == "__main__":
     assert batches(rayloader.DataLoader, num_workers=1, persistent_workers=True) == expected
     import ray
 
-    print("the end", ray.get_runtime_context().get_session_name())
+    print(f"the end {ray.get_runtime_context().get_session_name()}\n", end="", flush=True)  # in one piece
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     rayloader.shutdown()

@@ -82,6 +82,26 @@ def test_batches_are_torchs_and_the_loaders_own_arguments_stay(num_workers, conf
     assert found == expected
 
 
+def evaluated(loader_class):
+    """What is gathered of an evaluation between two epochs of training."""
+    seed(1)
+    accelerator = Accelerator(cpu=True)
+    loaders = loader_class(Augmented(), 3, True, num_workers=2), loader_class(Augmented(11), 4, num_workers=2)
+    training, evaluation = accelerator.prepare(*loaders)
+    return [
+        epoch(training),
+        [accelerator.gather_for_metrics(batch).tolist() for batch in evaluation],
+        epoch(training),
+    ]
+
+
+def test_evaluation_loaders_give_torchs_batches():
+    expected = evaluated(DataLoader)
+    assert list(map(len, expected)) == [8, 3, 8]
+    with rayloader.patch():
+        assert evaluated(rayloader.DataLoader) == evaluated(DataLoader) == expected
+
+
 @pytest.mark.usefixtures("patched")
 def test_a_loader_that_was_made_as_torchs_gets_the_patchs_defaults():
     assert prepared(DataLoader, 2)[1].max_worker_restarts == 5

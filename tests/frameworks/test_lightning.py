@@ -1,12 +1,16 @@
 """Lightning's loops: training, validation, several loaders at once. Its package is there for `make test-full` alone."""
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
 import rayloader
-from framework_data import Augmented, Numbers, Sums, recorded, written_by
+from framework_data import HANG_LIMIT, Augmented, Numbers, Sums, recorded, seed, written_by
 
 pytestmark = [
     pytest.mark.full,
@@ -38,6 +42,10 @@ def test_training_gives_torchs_losses(monkeypatch, theirs, cases):
     assert kinds == [rayloader.DataLoader] * 2
 
 
+def test_training_without_workers_gives_torchs_losses(theirs, cases):
+    assert cases.run(rayloader.DataLoader, "training, no workers") == theirs["training, no workers"]
+
+
 def test_samples_are_dealt_out_to_the_ranks():
     data = importlib.import_module("lightning.fabric.utilities.data")
     loader = rayloader.DataLoader(Sums(), 8, num_workers=2, on_error="skip", max_skipped=3)
@@ -52,13 +60,31 @@ def test_samples_are_dealt_out_to_the_ranks():
     assert (anew.sampler, anew.on_error) == (sampler, "skip")
 
 
-def test_training_goes_on_in_mid_epoch(tmp_path, cases):
+def test_two_ranks_that_lightning_starts_give_torchs_batches_and_share_a_ray():
+    """See the script."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("script_lightning.py")],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT,
+    )
+    ends = [line for line in done.stdout.splitlines() if line.startswith("the end")]
+    assert (done.returncode, len(ends), len({*ends})) == (0, 2, 1), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("num_workers", [2, 0])
+@pytest.mark.parametrize("dataset_class", [Augmented, Numbers])
+def test_training_goes_on_in_mid_epoch(dataset_class, num_workers, tmp_path, cases):
     """With a stream, whose length it does not know, it is a batch ahead."""
 
     def fit(path=None):
         module = cases.Noting(tmp_path if path is None else None)
         trainer = cases.lightning.Trainer(max_epochs=2, **cases.QUIET)
-        trainer.fit(module, rayloader.DataLoader(Numbers(), 3, num_workers=2), ckpt_path=path)
+        seed(1)
+        shuffle = dataset_class is Augmented or None
+        trainer.fit(module, rayloader.DataLoader(dataset_class(), 3, shuffle, num_workers=num_workers), ckpt_path=path)
         return module.seen
 
     batches = fit()
@@ -67,7 +93,27 @@ def test_training_goes_on_in_mid_epoch(tmp_path, cases):
         assert fit(tmp_path / f"{step}") == batches[step:], step
 
 
-@pytest.mark.parametrize("case", ["validation, fresh workers", "validation, persistent workers"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_training_with_a_limit_goes_on_after_each_batch(persistent, tmp_path, cases):
+    """It ends each epoch after three of eight batches. The last batch's checkpoint leads to the next epoch."""
+
+    def fit(path=None):
+        module = cases.Noting(tmp_path if path is None else None)
+        trainer = cases.lightning.Trainer(max_epochs=3, limit_train_batches=3, **cases.QUIET)
+        seed(1)
+        loader = rayloader.DataLoader(Augmented(), 3, True, num_workers=2, persistent_workers=persistent)
+        trainer.fit(module, loader, ckpt_path=path)
+        return module.seen
+
+    batches = fit()
+    assert len(batches) == 9
+    for step in (2, 3, 6, 7):
+        assert fit(tmp_path / f"{step}") == batches[step:], step
+
+
+@pytest.mark.parametrize(
+    "case", ["validation, no workers", "validation, fresh workers", "validation, persistent workers"]
+)
 def test_validation_gives_torchs_losses(case, theirs, cases):
     losses, result = cases.run(rayloader.DataLoader, case)
     assert [losses, result] == theirs[case]
@@ -82,6 +128,7 @@ def test_validation_gives_torchs_losses(case, theirs, cases):
         ("min_size", 6),
         ("max_size", 16),
         ("max_size_cycle", 16),
+        ("max_size_cycle, no workers", 16),
         ("max_size_cycle, persistent workers", 16),
         ("sequential", 22),
     ],
@@ -95,8 +142,8 @@ def test_combined_loaders_give_torchs_batches(case, batches, theirs, cases):
 @pytest.mark.parametrize("dataset_class", [Augmented, Numbers])
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
 def test_combined_loaders_go_on_in_mid_epoch(mode, dataset_class, tmp_path, cases):
-    """With streams, whose length it does not know, Lightning is a batch ahead. At the last batch of an epoch in which
-    not all loaders end, a checkpoint does not lead to the next: this is not tried here.
+    """With streams, whose length it does not know, Lightning is a batch ahead. Checkpoints of the last batch are not
+    tried: a loader whose own epoch has not ended there goes on with that one, and Lightning begins its next.
     """
 
     def fit(path=None):

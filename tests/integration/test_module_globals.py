@@ -5,6 +5,7 @@ import copy
 import importlib
 import os
 import signal
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -16,6 +17,8 @@ from rayloader import DataLoader
 from rayloader.driver.pool import live_actor_pids
 
 pytestmark = pytest.mark.usefixtures("ray_session")
+
+HANG_LIMIT = 120  # seconds for a program; on expiry it is killed and the test fails
 
 CONFIG = """
 from argparse import Namespace
@@ -226,3 +229,50 @@ def test_generators_of_modules_go_on_after_a_loss_and_in_a_resumed_run(drawing, 
         resumed = make()
         resumed.load_state_dict(state)
         assert list(resumed) == epochs[epoch][taken:]
+
+
+TRAIN = """
+import argparse
+
+from {package} import config
+from {package}.data import Data
+from rayloader import DataLoader
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int)
+    config.ARGS = parser.parse_args()
+    config.SIZE = config.ARGS.size
+    print([batch for loader in (DataLoader(Data(), None, num_workers=n, collate_fn=list) for n in (0, 1))
+           for batch in loader])
+
+
+if __name__ == "__main__":
+    main()
+"""
+DATA_OF_TRAIN = """
+from {package} import config
+
+class Data:
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return [config.SIZE, config.ARGS.size]
+"""
+
+
+@pytest.mark.full
+def test_what_a_modules_main_has_put_into_a_config_reaches_the_workers(tmp_path):
+    (tmp_path / "package").mkdir()
+    sources = {"__init__": "", "config": CONFIG, "data": DATA_OF_TRAIN, "train": TRAIN}
+    for name, source in sources.items():
+        (tmp_path / "package" / f"{name}.py").write_text(source.replace("{package}", "package"))
+    done = subprocess.run(
+        [sys.executable, "-m", "package.train", "--size", "64"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT,
+    )
+    assert (done.returncode, done.stdout) == (0, "[[64, 64], [64, 64]]\n"), done.stderr
