@@ -135,9 +135,11 @@ def test_ray_spills_nothing_on_our_account_while_the_trainer_does_something_else
     assert [int(batch[-1]) for batch in batches] == list(range(1, 250))
 
 
-def test_who_keeps_all_batches_is_told_once_and_gets_the_rest(caplog, monkeypatch):
+@pytest.mark.parametrize("depth", [None, 3])
+def test_who_keeps_all_batches_is_told_once_and_gets_the_rest(depth, caplog, monkeypatch):
     monkeypatch.setattr("rayloader.driver.budget._told", False)
-    kept = list(load(lambda index: torch.full((MB,), index % 100, dtype=torch.uint8), 40, prefetch_bytes=4 * MB))
+    options = {"prefetch_bytes": 4 * MB, "prefetch_factor": depth}
+    kept = list(load(lambda index: torch.full((MB,), index % 100, dtype=torch.uint8), 40, **options))
     assert [int(batch[-1]) for batch in kept] == list(range(40))
     told = [record.getMessage() for record in caplog.records if "the program keeps" in record.getMessage()]
     assert len(told) == 1
