@@ -1,6 +1,8 @@
 """What comes from another node: copied ahead into memory that is used again, and never more of it than was agreed."""
 
 import gc
+import os
+import stat
 import threading
 from pathlib import Path
 
@@ -133,6 +135,47 @@ def test_ray_spills_nothing_on_our_account_while_the_trainer_does_something_else
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     assert bool(list(session.glob("ray_spilled_objects*/*"))) == spills
     assert [int(batch[-1]) for batch in batches] == list(range(1, 250))
+
+
+def peak_bytes(node):
+    """The most that the object store of a node has held so far.
+
+    Its memory is a file of the raylet's, in which pages come to be when they are written to first, and then stay.
+    """
+    raylet = node.all_processes["raylet"][0].process.pid
+    opened = [path for path in Path(f"/proc/{raylet}/fd").iterdir() if "plasma" in os.readlink(path)]
+    files = {path.stat().st_ino: path.stat() for path in opened if stat.S_ISREG(path.stat().st_mode)}
+    assert files, "where is the store?"
+    return sum(file.st_blocks * 512 for file in files.values())
+
+
+@pytest.mark.full
+def test_the_object_store_never_holds_more_than_prefetch_bytes_while_the_trainer_does_something_else(add_node, nodes):
+    """From the first batch on until the workers may build no more, however short the peak was."""
+    budget, batch = 64 * MB, 4 * MB
+    there = add_node(store=200 * MB, apart=1)
+    options = {
+        "arenas": False,
+        "prefetch_bytes": budget,
+        "ray_remote_args": {"num_cpus": 0, "resources": {"apart": 0.1}},
+    }
+    loader = load(lambda index: torch.full((batch,), index, dtype=torch.uint8), 250, **options)
+    (node,) = [node for node in nodes.cluster.worker_nodes if node.node_id == there]
+    before = peak_bytes(node)
+    batches = iter(loader)
+    assert int(next(batches)[0]) == 0
+    tables = batches._epoch.tables
+
+    def workers_are_idle():
+        with tables.lock:
+            return not [slot for slot in tables.crew.slots if slot.calls]
+
+    wait_until(workers_are_idle, "the workers have done what they may")
+    # Beside what is ready there is the batch that was taken, until Ray has freed it. And Ray adds some hundred bytes to
+    # each object, which begins on a page that it may share with others.
+    slack = batch + (budget // batch + 1) * 2 * os.sysconf("SC_PAGE_SIZE")
+    assert batch <= peak_bytes(node) - before <= budget + slack
+    assert [int(found[-1]) for found in batches] == list(range(1, 250))
 
 
 @pytest.mark.parametrize("depth", [None, 3])
