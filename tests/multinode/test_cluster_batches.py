@@ -87,14 +87,20 @@ def test_breaking_off_while_batches_are_under_way_leaves_no_thread():
     assert [int(batch.unique()) for batch in kept] == [0, 1, 2]
 
 
-def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefetch_bytes(monkeypatch):
-    """Though hundreds of tasks were drawn while batches were small."""
+@pytest.fixture
+def deep(monkeypatch):
+    """The window is deep from the first batch on, so that nothing but the bytes bounds what is under way."""
 
     def saw(pace, *_):
         before, pace.places, pace.ahead = pace.places, 200, 200
         return before != pace.places
 
     monkeypatch.setattr(Pace, "saw", saw)
+
+
+@pytest.mark.usefixtures("deep")
+def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefetch_bytes():
+    """Though hundreds of tasks were drawn while batches were small."""
     budget, grown = 16 * MB, 2 * MB
 
     def get(index):
@@ -150,6 +156,7 @@ def peak_bytes(node):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("deep")
 def test_the_object_store_never_holds_more_than_prefetch_bytes_while_the_trainer_does_something_else(add_node, nodes):
     """From the first batch on until the workers may build no more, however short the peak was."""
     budget, batch = 64 * MB, 4 * MB
