@@ -82,7 +82,8 @@ class Copying:
 
     def _came(self, number: int, wire: Any) -> None:
         """The object is here, or an error of Ray's in its place; in any thread."""
-        if number >= self._first and number not in self._copied and not isinstance(wire, Exception):
+        wanted = number >= self._first and number not in self._copied and not self._closed
+        if wanted and not isinstance(wire, Exception):
             self._fetched[number] = wire
             self._thread.ring()
 

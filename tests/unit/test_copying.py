@@ -139,6 +139,13 @@ def test_who_waits_while_it_is_closed_gets_the_batch_as_it_is_or_why_there_is_no
         copying.copied(0, wire)
 
 
+def test_what_comes_once_it_is_closed_is_let_go_of(copying, link):
+    copying.expect(0, "call")
+    copying.close(wait=True)
+    link.bring("call", stored(0))
+    assert not copying._fetched
+
+
 def test_shutdown_ends_all_threads(copying):
     copying.copied(0, stored(0))
     rayloader.sharing.copying.close_all()
