@@ -30,6 +30,15 @@ def test_the_drivers_node_is_filled_before_others(add_node):
 
 
 @pytest.mark.full
+def test_a_drivers_node_without_a_cpu_takes_workers_from_the_others(add_node):
+    bare = add_node(num_cpus=0, bare=1)
+    driver = ray.remote(where).options(num_cpus=0, resources={"bare": 1})
+    found = ray.get(driver.remote(2), timeout=START_LIMIT)
+    assert bare not in found
+    assert found.total() == 2
+
+
+@pytest.mark.full
 def test_nodes_of_other_sizes_have_as_many_workers_as_they_have_room_for(add_node):
     small, large = add_node(pair=1), add_node(pair=3)
     found = where(4, ray_remote_args={"num_cpus": 0, "resources": {"pair": 1}})
