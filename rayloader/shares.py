@@ -322,7 +322,7 @@ class _Iterator:
 
         wire = self._link.stored(ref)
         if self._copying is None:
-            self._copying = Copying(self._link)
+            self._copying = Copying(self._link.fetch, self._link.check_session)
             for number, call in self._asked.items():
                 if number > self._taken:
                     self._copying.expect(number, call)

@@ -69,8 +69,8 @@ class Budget:
         for task, result in self._tables.deliverable:
             nbytes[task.worker_id] += result.nbytes
         for task_id, result in self._tables.results.items():
-            if (task := self._tables.schedule.task(task_id)) is not None:
-                nbytes[task.worker_id] += result.nbytes
+            if (known := self._tables.schedule.task(task_id)) is not None:
+                nbytes[known.worker_id] += result.nbytes
         return nbytes
 
     def _under_way(self, nbytes: int) -> list[int]:

@@ -13,26 +13,26 @@ import atexit
 import functools
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from rayloader.driver.ahead import AheadThread
-from rayloader.driver.preparing import COPIED_AHEAD_BYTES, TICK_S
+from rayloader.ahead import COPIED_AHEAD_BYTES, AheadThread
+from rayloader.bell import TICK_S
 from rayloader.transport.lanes import Wire, owned
 from rayloader.transport.recycled import Recycled
-
-if TYPE_CHECKING:
-    from rayloader.sharing.link import Link
 
 
 class Copying:
     """Of one epoch of a consumer, whose batches are numbered. The thread starts with the first, and ends with `close`.
 
     Args:
-        link: the consumer's.
+        fetch: `Link.fetch` of the consumer's link.
+        check_session: likewise.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, fetch: Callable[[Any, Callable[[Any], None]], None], check_session: Callable[[], None]) -> None:
+        self._fetch = fetch
+        self._check_session = check_session
         self._pid = os.getpid()
         self._fetched: dict[int, Wire] = {}  # read-only yet
         self._copied: dict[int, Wire] = {}
@@ -44,7 +44,7 @@ class Copying:
 
     def expect(self, number: int, call: Any) -> None:
         """A batch was asked for by this call, which need not be answered."""
-        self._link.fetch(call, functools.partial(self._came, number))
+        self._fetch(call, functools.partial(self._came, number))
 
     def copied(self, number: int, wire: Wire) -> Wire:
         """The copy of a batch that is on this node, once it is made; may be asked for again.
@@ -54,7 +54,7 @@ class Copying:
         self._first = number  # again, after an interrupt
         self._thread.start()
         while (copied := self._copied.get(number)) is None:
-            self._link.check_session()
+            self._check_session()
             if self._closed:
                 return wire
             self._thread.check()

@@ -42,7 +42,7 @@ class Made(Copying):
     """Tells which batches were copied, as they are."""
 
     def __init__(self, link):
-        super().__init__(link)
+        super().__init__(link.fetch, link.check_session)
         self.order = []
 
     def _work(self):
