@@ -119,6 +119,7 @@ class Epoch:
                 self.tables.handle(Paced(worker_id, pace.places, pace.ahead))
         self._draw_owed()
         self._preparer.start()
+        self._crew.moving.use_joined_nodes()
 
     @property
     def finished(self) -> bool:
