@@ -23,6 +23,7 @@ from rayloader.shard_info import ranks_told
 from rayloader.sharding import is_whole
 
 if TYPE_CHECKING:
+    from rayloader.sharing.copying import Copying
     from rayloader.sharing.link import Link
     from rayloader.sharing.messages import Reply
 
@@ -183,13 +184,17 @@ class Consumer:
 
     def __iter__(self) -> Iterator[Any]:
         if self._iterator is not None:
-            self._next_epoch()
+            self._go_to(self.epoch + 1, 0)
         self._iterator = _Iterator(self, self._link, self.epoch, self._taken, self._sampler_epoch)
         self._sampler_epoch = None
         return self._iterator
 
-    def _next_epoch(self) -> None:
-        self.epoch, self._taken, self._iterator = self.epoch + 1, 0, None
+    def _go_to(self, epoch: int, taken: int) -> None:
+        """The next `iter()` begins there; the iterator before is of no use any more."""
+        iterator, self._iterator = self._iterator, None
+        self.epoch, self._taken = epoch, taken
+        if iterator is not None:
+            iterator.close()
 
     def set_epoch(self, epoch: int) -> None:
         """Has the loader's sampler, batch sampler and dataset, where they have `set_epoch`, get this number.
@@ -233,16 +238,19 @@ class Consumer:
                 "the whole state in each consumer"
             )
         self._link.seek(*place)
-        self.epoch, self._taken = place
-        self._iterator = None
+        self._go_to(*place)
 
     def close(self) -> None:
         """This consumer needs no more batches: the others do not wait for it from now on."""
+        if self._iterator is not None:
+            self._iterator.close()
         self._link.leave()
 
 
 class _Iterator:
     """The rest of one epoch, from a place on."""
+
+    _copying: Copying | None = None  # from the first large batch on; here, for `__init__` may raise
 
     def __init__(self, consumer: Consumer, link: Link, epoch: int, taken: int, sampler_epoch: int | None) -> None:
         self._consumer, self._link = consumer, link
@@ -267,17 +275,19 @@ class _Iterator:
             try:
                 self._link.result(self._begun)
             except ValueError:  # of `set_epoch`: it may be called again for this epoch
-                self._consumer._iterator = None
+                self._consumer._go_to(self._epoch, self._taken)
                 raise
             self._ask()  # not before: the producer's calls overlap, and it must know of `set_epoch` when it begins
             self._begun = None
         batch, error, ends = self._opened(self._link.result(self._asked[self._taken]))
         if ends:
             self._ended = True
-            self._consumer._next_epoch()
+            self._consumer._go_to(self._epoch + 1, 0)
             raise StopIteration
         # The last two lines make the batch a taken one: after an interrupt before them the next call gives it again.
         self._ask(1)
+        if self._copying is not None:
+            self._copying.taken(self._taken + 1)
         del self._asked[self._taken]
         self._taken = self._consumer._taken = self._taken + 1
         if error is not None:
@@ -290,6 +300,8 @@ class _Iterator:
         for number in range(taken, taken + _ASKED):
             if number not in self._asked:
                 self._asked[number] = self._link.take(self._epoch, taken, number)
+                if self._copying is not None:
+                    self._copying.expect(number, self._asked[number])
 
     def _opened(self, reply: Reply) -> tuple[Any, Exception | None, bool]:
         """The batch; or what was raised in its place; or that there are no more."""
@@ -300,6 +312,28 @@ class _Iterator:
             return None, None, True
         if reply.kind is Kind.ERROR:
             return None, pickle.loads(reply.payload), False
-        wire = pickle.loads(reply.payload) if reply.kind is Kind.INLINE else self._link.stored(reply.payload[0])
+        wire = pickle.loads(reply.payload) if reply.kind is Kind.INLINE else self._copied(reply.payload[0])
         batch = from_wire(wire)
         return pin_memory(batch, self._link.connection.pin_memory_device) if self._pins else batch, None, False
+
+    def _copied(self, ref: Any) -> Any:
+        """The wire of a large batch, which is this consumer's own."""
+        from rayloader.sharing.copying import Copying
+
+        wire = self._link.stored(ref)
+        if self._copying is None:
+            self._copying = Copying(self._link.fetch, self._link.check_session)
+            for number, call in self._asked.items():
+                if number > self._taken:
+                    self._copying.expect(number, call)
+        return self._copying.copied(self._taken, wire)
+
+    def close(self) -> None:
+        """Ends what is done ahead; `__next__` may be called still. Callable more than once."""
+        if (copying := self._copying) is not None:
+            self._copying = None
+            copying.close(wait=True)
+
+    def __del__(self) -> None:
+        if self._copying is not None:
+            self._copying.close(wait=False)

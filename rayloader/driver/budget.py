@@ -1,6 +1,7 @@
 """The bytes that one epoch's batches may take: every worker has a share, and what the program keeps is taken off.
 
-Promise: an `Allowance` for each worker whose depth is automatic, kept up to date as the user is given batches.
+Promise: an `Allowance` for each worker whose depth is automatic, kept up to date as the user is given batches. A depth
+that the user has set is not lowered. Whichever it is, one warning says who holds what when it is too much.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LOOKS = 16
 # than expected.
 CALLS_AHEAD = 8
 
-_told = False  # that the program keeps as much as there is; all loaders say it once
+_told = False  # that batches take more than was agreed; all loaders say it once
 
 
 class Budget:
@@ -48,25 +49,57 @@ class Budget:
     def gave(self, nbytes: int) -> None:
         """The user was given a batch of so many bytes."""
         self._given += nbytes
-        if not self._limits or self._given * LOOKS < self._nbytes:
+        if self._given * LOOKS < self._nbytes or (_told and not self._limits):
             return
         self._given = 0
         kept = self._held()
         for slot in self._tables.slots:
             if slot.allowance is not None:
                 slot.allowance.nbytes = max(0, self._nbytes - kept) / len(self._tables.slots)
-        if kept >= self._nbytes:
-            self._tell(kept)
-
-    def _tell(self, kept: int) -> None:
-        global _told
         if not _told:
-            _told = True
-            ready = sum(result.nbytes for result in self._tables.untaken)
-            unanswered = sum(len(slot.calls) for slot in self._tables.slots)
-            logger.warning(
-                "rayloader: the program keeps %d MB of batches, %d MB are ready, and %d batches are under way, where "
-                "prefetch_bytes is %d MB. Meanwhile the workers are given no more to do than torch's would be. Drop "
-                "batches once they are used, or raise prefetch_bytes",
-                *(kept >> 20, ready >> 20, unanswered, self._nbytes >> 20),
-            )
+            ready, under_way = self._ready(), self._under_way(nbytes)
+            # With allowances the rest is bounded, but for the first tasks of each worker, which are torch's too.
+            taken = kept if self._limits else kept + sum(ready) + sum(under_way)
+            if taken >= self._nbytes:
+                self._tell(kept, ready, under_way)
+
+    def _ready(self) -> list[int]:
+        """Bytes of batches that were not taken, by worker."""
+        nbytes = [0] * len(self._tables.slots)
+        for task, result in self._tables.deliverable:
+            nbytes[task.worker_id] += result.nbytes
+        for task_id, result in self._tables.results.items():
+            if (known := self._tables.schedule.task(task_id)) is not None:
+                nbytes[known.worker_id] += result.nbytes
+        return nbytes
+
+    def _under_way(self, nbytes: int) -> list[int]:
+        """Bytes of what workers are building or will, by worker: each batch taken for one of so many bytes."""
+        return [slot.unanswered * nbytes for slot in self._tables.slots]
+
+    def _tell(self, kept: int, ready: list[int], under_way: list[int]) -> None:
+        global _told
+        _told = True
+        logger.warning(
+            "rayloader: the program keeps %d MB of batches, %d MB are ready, and about %d MB are under way, where "
+            "prefetch_bytes is %d MB%s. %s",
+            *(kept >> 20, sum(ready) >> 20, sum(under_way) >> 20, self._nbytes >> 20),
+            self._most([sum(both) for both in zip(ready, under_way, strict=True)]),
+            "Meanwhile the workers are given no more to do than torch's would be. Drop batches once they are used, or "
+            "raise prefetch_bytes"
+            if self._limits
+            else "The workers are given as many batches to build as prefetch_factor says, or torch's would be. Drop "
+            "batches once they are used, lower prefetch_factor, or raise prefetch_bytes",
+        )
+
+    def _most(self, nbytes: list[int]) -> str:
+        """Which worker accounts for most of what is ready and under way; which node, where there are several."""
+        crew = self._tables.crew
+        of_node: dict[str, int] = {}
+        for slot in crew.slots:
+            if (address := crew.address(slot)) is not None:
+                where = f"the workers of node {address.node_id} ({address.hostname})"
+                of_node[where] = of_node.get(where, 0) + nbytes[slot.worker_id]
+        holders = of_node if len(of_node) > 1 else {f"worker {number}": n for number, n in enumerate(nbytes)}
+        holder = max(holders, key=lambda name: holders[name])
+        return f"; most of what is ready and under way, {holders[holder] >> 20} MB, is of {holder}" if holders else ""

@@ -113,6 +113,7 @@ class Epoch:
                 self.tables.handle(Paced(slot.worker_id, slot.pace.depth, slot.pace.ahead))
         self._draw_owed()
         self._preparer.start()
+        self._crew.moving.use_joined_nodes()
 
     @property
     def finished(self) -> bool:

@@ -81,7 +81,9 @@ class Lifetimes:
     def _take_idle(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
         with self._lock:
             self._settle()
-            idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key][:count]
+            idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key]
+            # First those with CPUs of their own, which may have come when others of a crew were at work already.
+            idle = sorted(idle, key=lambda actor: -(actor.options.get("num_cpus") or 0))[:count]
             for actor in idle:
                 actor.lease = lease.ref
                 actor.state = ActorState.LENT

@@ -52,6 +52,12 @@ class Loan:
         fresh = self._fresh if fresh is None else fresh
         return self.pool.lend(self._lease, self.remote_args, count, fresh=fresh)
 
+    def lend_on_joined(self, count: int) -> list[Actor]:
+        """`Pool.lend_on_joined`."""
+        self.check_session()
+        assert self._lease is not None
+        return self.pool.lend_on_joined(self._lease, self.remote_args, count)
+
     def check_session(self) -> None:
         """Raises RaySessionError unless the loan is usable."""
         if os.getpid() != self._pid:

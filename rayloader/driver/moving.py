@@ -142,6 +142,16 @@ class Moving:
                 self._end(actor)
         return moved
 
+    def use_joined_nodes(self) -> None:
+        """Asks for processes on nodes that have joined, for workers whose processes had to share CPUs.
+
+        They take over when they have come. For the beginning of an epoch: Ray is asked what is free.
+        """
+        crowded = [a for a in self.actors if not a.lost and not a.options.get("num_cpus") and self._own_of(a)]
+        if crowded:
+            for actor, new in zip(crowded, self._loan.lend_on_joined(len(crowded)), strict=False):
+                self._coming[new] = self._own_of(actor), 0
+
     def _is_late(self, actor: Actor) -> bool:
         """Whether its workers are to leave it at once: its node goes, or they have waited for room for long."""
         assert actor.address is not None

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from rayloader import session
-from rayloader._compat_ray import may_autoscale, node_first
+from rayloader._compat_ray import free_cpus, may_autoscale, node_first
 from rayloader.errors import WorkerStartError
 
 logger = logging.getLogger("rayloader")
@@ -50,6 +50,7 @@ class Placement:
         self._autoscaling = False
         self._others_have_the_cpus = False
         self._not_placed: set[bytes] = set()  # options of actors that were given up
+        self._crowded_on: set[str] | None = None  # the nodes that there were when actors first had to share CPUs
 
     def options(self, remote_args: dict[str, Any], count: int, wanted: int) -> dict[str, Any]:
         """What each actor is to have, but for `where`.
@@ -64,7 +65,20 @@ class Placement:
         options: dict[str, Any] = {"enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
             options["num_cpus"] = self._cpus_per_worker(count, wanted)
+            if not options["num_cpus"] and self._crowded_on is None and not session.started_here():
+                self._crowded_on = set(free_cpus(ray))
         return options
+
+    def joined(self, remote_args: dict[str, Any]) -> list[str]:
+        """Nodes that joined after workers had to share CPUs, one for each CPU that is free there.
+
+        Args:
+            remote_args: the user's options; where they say how much workers get, or where they run, that holds.
+        """
+        if self._crowded_on is None or {"num_cpus", "scheduling_strategy", "label_selector"} & remote_args.keys():
+            return []
+        new = {node_id: free for node_id, free in free_cpus(ray).items() if node_id not in self._crowded_on}
+        return [node_id for node_id, free in new.items() for _ in range(int(free))]
 
     def where(self, options: dict[str, Any]) -> dict[str, Any]:
         """The option that says where an actor with these options runs, if they leave it open.

@@ -33,7 +33,7 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader import session
-from rayloader._compat_ray import draining_nodes
+from rayloader._compat_ray import draining_nodes, node_first
 from rayloader.bell import TICK_S, Bell, DaemonThread
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.draining import Draining
@@ -136,6 +136,21 @@ class Pool:
             self._check_lends()  # again after the wait: in an ended session Ray's calls start another one
             actors += self._create(lease, remote_args, count - len(actors), key)
         return actors
+
+    def lend_on_joined(self, lease: Lease, remote_args: dict[str, Any], count: int) -> list[Actor]:
+        """So many new actors at most, with a CPU each, on nodes that joined after others had to share CPUs.
+
+        None while actors start: what is free will be less once they have their places.
+        """
+        self._check_lends()
+        for actor in self.actors:
+            with contextlib.suppress(RayError):
+                if not actor.has_started():
+                    return []
+        options = {"enable_task_events": False, **remote_args, "num_cpus": 1}
+        key, nodes = _key(remote_args), self._placement.joined(remote_args)[:count]
+        wheres = [{"scheduling_strategy": node_first(ray, node_id)} for node_id in nodes]
+        return [self._make(lease, key, options, where, had_room=True) for where in wheres]
 
     def _check_lends(self) -> None:
         if self.closed or not self.session_alive():
@@ -320,24 +335,27 @@ class Pool:
         living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
         options = self._placement.options(remote_args, count, count + living)
         where = self._placement.where(options)
-        probe = self._probe.address if self._probe is not None else None
-        actors = []
-        label = lease.name if lease is not None and lease.name else "worker"
-        for _ in range(count):
-            # Ray shows the name. It stays the actor's when another loader has it.
-            named = {"name": f"rayloader:{label}:{next(self._made[label])}", "namespace": self._namespace}
-            try:
-                # Ray ends it if an interrupt comes before it is noted below.
-                handle = _remote_worker.options(**options, **where, **named).remote()
-            except Exception as error:  # whatever Ray says of the user's options
-                add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
-                raise
-            actor = Actor(handle, key, options, Answer(handle.hello.remote(probe)), time.monotonic(), had_room)
-            self._lifetimes.begin(actor, lease)
-            actors.append(actor)
+        try:
+            actors = [self._make(lease, key, options, where, had_room=had_room) for _ in range(count)]
+        except Exception as error:  # whatever Ray says of the user's options
+            add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
+            raise
         if self.closed:
             raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")
         return actors
+
+    def _make(
+        self, lease: Lease | None, key: bytes, options: dict[str, Any], where: dict[str, Any], *, had_room: bool
+    ) -> Actor:
+        label = lease.name if lease is not None and lease.name else "worker"
+        # Ray shows the name. It stays the actor's when another loader has it.
+        named = {"name": f"rayloader:{label}:{next(self._made[label])}", "namespace": self._namespace}
+        # Ray ends it if an interrupt comes before it is noted below.
+        handle = _remote_worker.options(**options, **where, **named).remote()
+        probe = self._probe.address if self._probe is not None else None
+        actor = Actor(handle, key, options, Answer(handle.hello.remote(probe)), time.monotonic(), had_room)
+        self._lifetimes.begin(actor, lease)
+        return actor
 
 
 def _key(remote_args: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rayloader import skipping
 from rayloader._compat import ExceptionWrapper
-from rayloader.driver.ahead import AheadThread
+from rayloader.ahead import COPIED_AHEAD_BYTES, AheadThread
 from rayloader.driver.messages import Task
 from rayloader.driver.opening import Delivery, opened
 from rayloader.driver.receiver import TICK_S, Receiver
@@ -27,10 +27,8 @@ from rayloader.transport.recycled import Recycled
 
 # How many batches are opened and pinned before the user asks for them.
 PINNED_AHEAD = 2
-# How many are copied out of Ray's object store, and how many bytes of them beyond the first: enough that a trainer
-# which takes several in a row waits for no copy.
+# How many are copied out of Ray's object store: enough that a trainer which takes several in a row waits for no copy.
 COPIED_AHEAD = 8
-COPIED_AHEAD_BYTES = 64 << 20
 
 
 class Preparer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayloader import session
+from rayloader._compat_ray import on_completed
 from rayloader.errors import RaySessionError, ShareError, add_note
 from rayloader.protocol import CARRY
 from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
+from rayloader.sharing import copying
 from rayloader.sharing.messages import NAMESPACE, Connection, Kind, Pipeline, Reply, Terms
 from rayloader.sharing.producer import Producer
 from rayloader.state.process_state import ProcessState
@@ -137,7 +140,8 @@ def end(producer: Any) -> None:
 
 
 def end_all() -> None:
-    """Ends all that this process has started."""
+    """Ends all that this process has started, and what it reads."""
+    copying.close_all()
     for _, producer in list(_owned):
         with contextlib.suppress(Exception):  # one that cannot be ended must not keep the others alive
             end(producer)
@@ -222,8 +226,26 @@ class Link:
         """An object of Ray's that came with a reply."""
         return self._guarded(lambda: self._wait(ref))
 
+    def fetch(self, call: Any, came: Callable[[Any], None]) -> None:
+        """Has a large batch that was asked for by this call brought here as soon as the reply is there.
+
+        A thread of Ray's calls `came` with it, or with an error of Ray's; never, if the batch is not a large one.
+        """
+
+        def replied(reply: Any) -> None:
+            if isinstance(reply, Reply) and reply.kind is Kind.STORED:
+                (ref,) = reply.payload
+                # The reference keeps the object until it is here.
+                on_completed(ref, functools.partial(fetched, ref))
+
+        def fetched(_: Any, wire: Any) -> None:
+            came(wire)
+
+        self.check_session()
+        on_completed(call, replied)
+
     def _call(self, method: str, *arguments: Any) -> Any:
-        self._check_session()
+        self.check_session()
         return getattr(self._producer, method).remote(self._rank, self.connection.number, *arguments)
 
     def _get(self, ref: Any) -> Reply:
@@ -256,7 +278,7 @@ class Link:
         return []
 
     def _guarded(self, ask: Callable[[], Any]) -> Any:
-        self._check_session()
+        self.check_session()
         try:
             return ask()
         except RayTaskError:
@@ -264,6 +286,7 @@ class Link:
         except RayError as error:
             raise _gone(self._name, error) from error
 
-    def _check_session(self) -> None:
+    def check_session(self) -> None:
+        """Raises RaySessionError unless Ray is the one that it was."""
         if session.current() != self._session:
             raise RaySessionError(f"Ray was shut down while the share {self._name!r} was read; connect to it again")

@@ -99,6 +99,26 @@ def test_all_consumers_get_what_the_loader_would_have_given(workers, width):
         assert [consumer.epoch for consumer in consumers] == [2, 2]
 
 
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
+
+
+def test_large_batches_are_copied_ahead_and_small_ones_need_no_thread():
+    with two(make(Noisy(width=40_000))) as (large, other), share(make(), consumers=1) as small:
+        batches = iter(large)
+        begun = [next(batches) for _ in range(2)]
+        assert len(threads()) == 1
+        assert not [thread for thread in threads() if not thread.daemon]  # it keeps no program from ending
+        assert len([*begun, *batches]) == 6
+        assert threads() == []
+        next(iter(large))
+        large.close()
+        assert threads() == []
+        assert len(list(other)) == 6
+        assert len(list(small.consumer(0))) == 6
+        assert threads() == []
+
+
 def test_nobody_is_farther_ahead_of_the_slowest_than_the_buffer_holds(tmp_path):
     given = tmp_path / "given"
     given.write_text("0")

@@ -1,6 +1,8 @@
 """What comes from another node: copied ahead into memory that is used again, and never more of it than was agreed."""
 
 import gc
+import os
+import stat
 import threading
 from pathlib import Path
 
@@ -85,14 +87,20 @@ def test_breaking_off_while_batches_are_under_way_leaves_no_thread():
     assert [int(batch.unique()) for batch in kept] == [0, 1, 2]
 
 
-def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefetch_bytes(monkeypatch):
-    """Though hundreds of tasks were drawn while batches were small."""
+@pytest.fixture
+def deep(monkeypatch):
+    """The window is deep from the first batch on, so that nothing but the bytes bounds what is under way."""
 
     def saw(pace, *_):
         before, pace.depth, pace.ahead = pace.depth, 200, 200
         return before != pace.depth
 
     monkeypatch.setattr(Pace, "saw", saw)
+
+
+@pytest.mark.usefixtures("deep")
+def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefetch_bytes():
+    """Though hundreds of tasks were drawn while batches were small."""
     budget, grown = 16 * MB, 2 * MB
 
     def get(index):
@@ -135,9 +143,53 @@ def test_ray_spills_nothing_on_our_account_while_the_trainer_does_something_else
     assert [int(batch[-1]) for batch in batches] == list(range(1, 250))
 
 
-def test_who_keeps_all_batches_is_told_once_and_gets_the_rest(caplog, monkeypatch):
+def peak_bytes(node):
+    """The most that the object store of a node has held so far.
+
+    Its memory is a file of the raylet's, in which pages come to be when they are written to first, and then stay.
+    """
+    raylet = node.all_processes["raylet"][0].process.pid
+    opened = [path for path in Path(f"/proc/{raylet}/fd").iterdir() if "plasma" in os.readlink(path)]
+    files = {path.stat().st_ino: path.stat() for path in opened if stat.S_ISREG(path.stat().st_mode)}
+    assert files, "where is the store?"
+    return sum(file.st_blocks * 512 for file in files.values())
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("deep")
+def test_the_object_store_never_holds_more_than_prefetch_bytes_while_the_trainer_does_something_else(add_node, nodes):
+    """From the first batch on until the workers may build no more, however short the peak was."""
+    budget, batch = 64 * MB, 4 * MB
+    there = add_node(store=200 * MB, apart=1)
+    options = {
+        "arenas": False,
+        "prefetch_bytes": budget,
+        "ray_remote_args": {"num_cpus": 0, "resources": {"apart": 0.1}},
+    }
+    loader = load(lambda index: torch.full((batch,), index, dtype=torch.uint8), 250, **options)
+    (node,) = [node for node in nodes.cluster.worker_nodes if node.node_id == there]
+    before = peak_bytes(node)
+    batches = iter(loader)
+    assert int(next(batches)[0]) == 0
+    tables = batches._epoch.tables
+
+    def workers_are_idle():
+        with tables.lock:
+            return not [slot for slot in tables.crew.slots if slot.calls]
+
+    wait_until(workers_are_idle, "the workers have done what they may")
+    # Beside what is ready there is the batch that was taken, until Ray has freed it. And Ray adds some hundred bytes to
+    # each object, which begins on a page that it may share with others.
+    slack = batch + (budget // batch + 1) * 2 * os.sysconf("SC_PAGE_SIZE")
+    assert batch <= peak_bytes(node) - before <= budget + slack
+    assert [int(found[-1]) for found in batches] == list(range(1, 250))
+
+
+@pytest.mark.parametrize("depth", [None, 3])
+def test_who_keeps_all_batches_is_told_once_and_gets_the_rest(depth, caplog, monkeypatch):
     monkeypatch.setattr("rayloader.driver.budget._told", False)
-    kept = list(load(lambda index: torch.full((MB,), index % 100, dtype=torch.uint8), 40, prefetch_bytes=4 * MB))
+    options = {"prefetch_bytes": 4 * MB, "prefetch_factor": depth}
+    kept = list(load(lambda index: torch.full((MB,), index % 100, dtype=torch.uint8), 40, **options))
     assert [int(batch[-1]) for batch in kept] == list(range(40))
     told = [record.getMessage() for record in caplog.records if "the program keeps" in record.getMessage()]
     assert len(told) == 1

@@ -30,6 +30,15 @@ def test_the_drivers_node_is_filled_before_others(add_node):
 
 
 @pytest.mark.full
+def test_a_drivers_node_without_a_cpu_takes_workers_from_the_others(add_node):
+    bare = add_node(num_cpus=0, bare=1)
+    driver = ray.remote(where).options(num_cpus=0, resources={"bare": 1})
+    found = ray.get(driver.remote(2), timeout=START_LIMIT)
+    assert bare not in found
+    assert found.total() == 2
+
+
+@pytest.mark.full
 def test_nodes_of_other_sizes_have_as_many_workers_as_they_have_room_for(add_node):
     small, large = add_node(pair=1), add_node(pair=3)
     found = where(4, ray_remote_args={"num_cpus": 0, "resources": {"pair": 1}})
@@ -61,3 +70,24 @@ def test_a_slow_node_does_not_set_the_pace_of_a_dynamic_schedule(add_node, tmp_p
     )
     assert list(loader) == list(range(length))
     assert waited.exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_share_cpus_move_to_a_node_that_joins(persistent, add_node):
+    """With default arguments, four workers and three CPUs: two find CPUs of their own there, and the others stay."""
+    options = {"num_workers": 4, "collate_fn": as_is, "persistent_workers": persistent}
+    loader = DataLoader(Calls(lambda index: index, 40), None, **options)
+
+    def epoch():
+        """How many processes it ended with, by node."""
+        batches = iter(loader)
+        assert list(batches) == list(range(40))
+        return Counter(actor.address.node_id for actor in batches._crew.actors)
+
+    assert epoch().total() == 4
+    joined = add_node(num_cpus=2)
+    wait_until(lambda: ray.available_resources().get("CPU") == 5, "the node has joined")
+    wait_until(lambda: epoch()[joined] == 2, "two workers are there", START_LIMIT)
+    assert epoch().total() == 4
+    wait_until(lambda: ray.available_resources().get("CPU") == 3, "each of the two has a CPU there")

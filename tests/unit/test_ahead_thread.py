@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayloader.driver.ahead import AheadThread
+from rayloader.ahead import AheadThread
 
 HANG_LIMIT_S = 30.0
 

@@ -236,11 +236,30 @@ def test_whatever_the_sizes_and_the_order_of_events_every_batch_comes_in_its_tur
     assert epoch.schedule.finished or epoch.schedule.owed_draws
 
 
-def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False, paced=True):
-    paces = [SimpleNamespace(nbytes=n) if paced else None for n in pace_bytes]
-    slots = [SimpleNamespace(pace=pace, allowance=None, calls=[]) for pace in paces]
-    crew, schedule = SimpleNamespace(slots=slots, ways=SimpleNamespace(copies=copies)), SimpleNamespace(is_paced=paced)
-    tables = SimpleNamespace(crew=crew, slots=slots, schedule=schedule, untaken=[])
+def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False, paced=True, nodes=("one", "one")):
+    """Of two workers; the second has two tasks to answer."""
+    slots = [
+        SimpleNamespace(
+            worker_id=n,
+            pace=SimpleNamespace(nbytes=pace_bytes[n]) if paced else None,
+            allowance=None,
+            unanswered=2 * n,
+            node=node,
+        )
+        for n, node in enumerate(nodes)
+    ]
+    crew = SimpleNamespace(
+        slots=slots,
+        ways=SimpleNamespace(copies=copies),
+        address=lambda slot: SimpleNamespace(node_id=slot.node, hostname="host"),
+    )
+    tables = SimpleNamespace(
+        crew=crew,
+        slots=slots,
+        deliverable=[],
+        results={},
+        schedule=SimpleNamespace(is_paced=paced, task=lambda task_id: SimpleNamespace(worker_id=task_id % 2)),
+    )
     budget = Budget(tables, nbytes, PREFETCH_FACTOR, held)
     return budget, [slot.allowance for slot in slots], tables
 
@@ -256,15 +275,42 @@ def test_every_worker_has_a_share_and_knows_the_sizes_of_the_epoch_before():
 
 def test_where_the_depth_is_the_users_there_are_no_allowances():
     budget, allowances, _ = budget_of(10 * MB, paced=False)
-    budget.gave(100 * MB)
+    budget.gave(MB)
     assert allowances == [None, None]
 
 
-def test_what_the_program_keeps_is_taken_off_and_given_back(caplog, monkeypatch):
+@pytest.fixture
+def silent(monkeypatch):
+    """As if nothing had been said so far."""
     monkeypatch.setattr(module, "_told", False)
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize(
+    ("nodes", "holder"),
+    [(("one", "one"), "6 MB, is of worker 1"), (("one", "two"), "6 MB, is of the workers of node two (host)")],
+)
+def test_where_the_depth_is_the_users_it_is_said_once_who_holds_more_than_was_agreed(nodes, holder, caplog):
+    held = [3 * MB]
+    budget, _, tables = budget_of(20 * MB, paced=False, held=lambda: held[0], nodes=nodes)
+    tables.deliverable = [(SimpleNamespace(worker_id=0), Result(4, ResultKind.BATCH, nbytes=5 * MB))]
+    tables.results = {7: Result(7, ResultKind.BATCH, nbytes=2 * MB)}  # of the second worker
+    budget.gave(2 * MB)
+    assert not caplog.records, "14 MB in all are less than was agreed"
+    held[0] = 9 * MB
+    for _ in range(2):
+        budget.gave(2 * MB)
+    (record,) = caplog.records
+    assert "keeps 9 MB of batches, 7 MB are ready, and about 4 MB are under way" in record.getMessage()
+    assert holder in record.getMessage()
+    assert "as prefetch_factor says" in record.getMessage()
+
+
+@pytest.mark.usefixtures("silent")
+def test_what_the_program_keeps_is_taken_off_and_given_back(caplog):
     held = [4 * MB]
     budget, (one, two), tables = budget_of(10 * MB, held=lambda: held[0])
-    tables.untaken = [Result(0, ResultKind.BATCH, (b"", [bytearray(8)], [], None), nbytes=2 * MB)]
+    tables.results = {0: Result(0, ResultKind.BATCH, nbytes=2 * MB)}
     budget.gave(1000)
     assert one.nbytes == 5 * MB, "it is not looked at each batch"
     budget.gave(MB)
@@ -274,7 +320,7 @@ def test_what_the_program_keeps_is_taken_off_and_given_back(caplog, monkeypatch)
         budget.gave(MB)
         assert one.nbytes == 0
     (record,) = caplog.records
-    assert "keeps 10 MB of batches, 2 MB are ready, and 0 batches are under way" in record.getMessage()
+    assert "keeps 10 MB of batches, 2 MB are ready, and about 2 MB are under way" in record.getMessage()
     held[0] = 0
     budget.gave(MB)
     assert one.nbytes == 5 * MB

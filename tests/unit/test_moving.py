@@ -24,6 +24,7 @@ class Process:
         self.answer: Any = NONE_YET
         self.placed = self.lost = self.vanished = False
         self.asked = 0  # how often Ray was asked for its place
+        self.options = {"num_cpus": 1}
 
     def comes(self, node_id: str) -> None:
         self.answer, self.address = "hello", Address(node_id)
@@ -55,6 +56,7 @@ class World:
         self.killed: list[Process] = []
         self.hurried: list[int] = []
         self.left: list[int] = []
+        self.free = 0  # CPUs of nodes that have joined
         self.pool = self.draining = self
         everything: Any = self
         self.moving = Moving(everything, everything, everything)
@@ -89,6 +91,9 @@ class World:
         assert fresh, "idle ones may be on the same node"
         self.new += [Process() for _ in range(count)]
         return self.new[-count:]
+
+    def lend_on_joined(self, count: int) -> list[Process]:
+        return self.lend(min(count, self.free), fresh=True) if self.free else []
 
     # ---- the pool's
 
@@ -129,6 +134,24 @@ def test_without_a_notice_there_is_nothing_to_do() -> None:
     assert not world.moving.due
     assert world.spread() == []
     assert not world.new
+
+
+def test_workers_that_share_cpus_move_to_a_node_that_has_joined_as_far_as_it_has_room() -> None:
+    world = World("here", "here", "here")
+    own, first, second = before = world.hosts()
+    first.options = second.options = {"num_cpus": 0}
+    world.moving.use_joined_nodes()
+    assert not world.moving.due
+    world.free = 1
+    world.moving.use_joined_nodes()
+    (new,) = world.new
+    assert world.spread() == []
+    assert world.hosts() == before, "they work on until it has come"
+    new.comes("joined")
+    assert world.spread() == [1]
+    assert world.hosts() == [own, new, second]
+    assert world.killed == [first]
+    assert not world.moving.due
 
 
 def test_a_process_on_a_drained_node_works_on_until_another_has_come() -> None:

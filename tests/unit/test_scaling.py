@@ -1,10 +1,34 @@
 """What `benchmarks/scaling.py` makes of measured figures."""
 
+import copy
 import importlib
+import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+TABLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "scaling_table.py"))
+
+
+def test_the_page_holds_the_generated_table() -> None:
+    in_page = TABLE["BLOCK"].findall(TABLE["PAGE"].read_text())
+    made = TABLE["table"](json.loads(TABLE["RESULTS"].read_text()))
+    assert in_page == [made], "run: python benchmarks/scaling_table.py --write"
+
+
+def test_what_misses_its_aim_is_said_to() -> None:
+    results = json.loads(TABLE["RESULTS"].read_text())
+    changed = copy.deepcopy(results)
+    for figure in changed["remote"]["figures"]:
+        if figure["metric"] == "batches/s":
+            figure["median"] /= 10
+    rates = [
+        [line.split(" | ")[-1] for line in TABLE["table"](found).splitlines() if line.startswith("| rate of 16, tiny")]
+        for found in (results, changed)
+    ]
+    assert rates == [["yes |"], ["no |"]]
 
 
 @pytest.fixture

@@ -14,6 +14,9 @@ import torch
 
 from rayloader.bell import TICK_S, Bell, DaemonThread
 
+# How many bytes of batches are copied out of Ray's object store, beyond the first one.
+COPIED_AHEAD_BYTES = 64 << 20
+
 
 class AheadThread:
     """Does in a thread of its own what there is to do.
