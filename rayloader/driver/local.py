@@ -138,7 +138,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 count -= 1
         if count or self._stream.digest != expected:
             raise ReplayError(
-                f"the iterable dataset was to be read again up to batch {self.position.next_task}, and gave something "
+                f"the iterable dataset was read again up to batch {self.position.next_task}, and gave something "
                 "else than before; to be resumed, a dataset must give the same each time that it is read, whatever "
                 "else draws from the global random generators, or have state_dict() and load_state_dict()"
             )

@@ -93,8 +93,8 @@ class Recovery:
                 seconds = now - replay.began
                 replay.news_at = now + max(REPLAY_PATIENCE_S, seconds)
                 logger.warning(
-                    "rayloader: worker %d builds again what it had built before: %d of %d batches in %.0f s, %.1f a "
-                    "second; a dataset with state_dict() and load_state_dict() need not be read again",
+                    "rayloader: worker %d is rebuilding earlier batches: %d of %d in %.0f s, %.1f a second; a dataset "
+                    "with state_dict() and load_state_dict() need not be read again",
                     *(slot.worker_id, done, total, seconds, (done - replay.first) / max(seconds, 1e-9)),
                 )
             self.tables.replay(slot, [])
