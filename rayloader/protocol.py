@@ -157,7 +157,7 @@ class Answer(NamedTuple):
     seconds: float  # spent on it
     spent: bytes = b""  # what the time went into: a `Spent`, packed
     replay: tuple[int, int] = 0, 0  # batches built again since the worker was restored, and how many that must be
-    doubt: int | None = None  # a task whose batch was built again, is not what it was, and was believed nevertheless
+    doubt: int | None = None  # task of a rebuilt batch that differs, but was accepted: the dataset has `state_dict()`
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`: the worker as it is now, if a snapshot was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not

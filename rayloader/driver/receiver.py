@@ -127,9 +127,9 @@ class Receiver:
         if answer.doubt is not None and not self._doubted:
             self._doubted = True
             logger.warning(
-                "rayloader: batch %d of worker %d was rebuilt and differs from the original. It is accepted, because its "
-                "dataset has state_dict(); if that leaves something out, such as a shuffle buffer, samples are lost or "
-                "repeated from here on. If the batch only shows the time or the process, nothing is wrong",
+                "rayloader: batch %d of worker %d was rebuilt and differs from the original. It is accepted, because "
+                "its dataset has state_dict(); if that leaves something out, such as a shuffle buffer, samples are "
+                "lost or repeated from here on. If the batch only shows the time or the process, nothing is wrong",
                 *(answer.doubt, slot.worker_id),
             )
         if answer.full:

@@ -310,7 +310,7 @@ class Worker:
         return self._do(task, arena)
 
     def replay(self, tasks: list[Task], dropped: Callable[[int, int], bool]) -> Result | None:
-        """Rebuilds tasks for a limited time, and keeps the rest for later. Returns only a result that ends the process."""
+        """Rebuilds tasks for a limited time, and keeps the rest. Returns only a result that ends the process."""
         self._left.extend(tasks)
         self._unrestored |= self._failure is not None
         self._to_replay += len(tasks)
