@@ -1,13 +1,14 @@
-"""Readers of loaders that are a batch ahead of the program: what such a loader's state tells.
+"""Readers of loaders that are a batch ahead of the program: what such a loader's state contains.
 
-Promise: a state counts the batches that the program was given. What a framework that stands in between has drawn and
-not handed on is still to come.
+Promise: a state counts the batches that the program was given. Batches that a framework in between has drawn and
+not passed on come again.
 
 NOTE [One batch ahead]
-What Ray Train's `prepare_data_loader` returns draws the next batch before it hands one on, so as to move it to the
-device meanwhile. So does Lightning where the length is not known, to notice the last batch. For these, a state is made
-before each batch is drawn, and holds until the next one is: as Accelerate does, which has the same habit. Where the end
-is found, there is nothing ahead, and the state is that of a finished epoch, also while the program has the last batch.
+The loader that Ray Train's `prepare_data_loader` returns draws the next batch before it passes on the previous one, to
+move it to the device meanwhile. So does Lightning where the length is not known, to notice the last batch. For these, a
+state is made before each batch is drawn, and remains valid until the next one is: as Accelerate does, which also draws
+ahead. Once the end is found, nothing is ahead, and the state is that of a finished epoch, even while the program has
+the last batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# Their classes: in what module, and whether one of them reads ahead.
+# Classes of such readers, by module and name, with a function that says whether an object reads ahead.
 _AHEAD: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("ray.train.torch.train_loop_utils", "_WrappedDataLoader"): lambda _: True,
     ("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher"): lambda fetcher: fetcher.length is None,
@@ -36,10 +37,10 @@ def callers() -> Iterator[Any]:
 
 
 def reader_ahead() -> Callable[[], bool] | None:
-    """Whether the one who asks a loader for its iterator reads ahead, as far as is known when it draws a batch.
+    """Whether the code that requests a loader's iterator reads ahead, as far as is known when it draws a batch.
 
     Returns:
-        None if nobody is asking who ever does.
+        None if no caller ever reads ahead.
     """
     known = [
         (getattr(sys.modules[module], name, ()), reads_ahead)
@@ -55,18 +56,18 @@ def reader_ahead() -> Callable[[], bool] | None:
 
 
 class Before:
-    """The state of a loader from before the last batch was drawn; none where that batch was handed on."""
+    """The state of a loader from before the last batch was drawn; none if that batch was passed on."""
 
     def __init__(self) -> None:
         self._told: dict[str, Any] | Exception | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether it is the one to be told."""
+        """Whether this is the state to return."""
         return self._told is not None
 
     def state(self) -> dict[str, Any]:
-        """It. Raises what was raised when it was to be made: that is no matter of who never asks."""
+        """The state. Raises an error that occurred when it was made: it matters only if the state is requested."""
         if isinstance(self._told, Exception):
             raise self._told
         assert self._told is not None
@@ -77,29 +78,29 @@ class Before:
 
         Args:
             iterator: of the loader.
-            tell: makes the state; None: the batch is handed on at once.
+            tell: makes the state; None: the batch is passed on at once.
         """
         held = self._told
         try:
             self._told = tell() if tell is not None else None
-        except Exception as error:  # whatever the dataset's or the sampler's own state raises
+        except Exception as error:  # an error from the dataset's or the sampler's own state
             self._told = error
         try:
             return next(iterator)
         except StopIteration:
             self._told = None
             raise
-        except BaseException:  # what was drawn before is still not handed on
+        except BaseException:  # the batch drawn before has still not been passed on
             self._told = held
             raise
 
 
 class ReadAhead(Iterator[Any]):
-    """What `iter()` returns to a reader that may be a batch ahead; see NOTE [One batch ahead].
+    """The iterator for a reader that may be a batch ahead; see NOTE [One batch ahead].
 
     Args:
         iterator: of the loader.
-        before: where the state is kept; the loader has it too, until it is asked for another iterator.
+        before: where the state is kept; the loader has it too, until another iterator is requested.
         reads_ahead: see `reader_ahead`.
         tell: makes the loader's state as of the last batch that was drawn.
     """

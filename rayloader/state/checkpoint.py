@@ -44,7 +44,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         num_workers: of the loader's own next epoch.
 
     Raises:
-        StateError: the dataset or the sampler could not tell its state.
+        StateError: the dataset or the sampler could not save its state.
     """
     packed, stateful = None, False
     if position is None:
@@ -84,7 +84,7 @@ def _program(loader: Any, samplers: Samplers, parts: Parts, *, stateful: bool, a
     """What is the program's own: the generators and samplers as they are now; without workers the dataset too."""
     own, now, tells = samplers.own_state(), samplers.random(), stateful or samplers.is_stateful(None)
     if own.error:
-        raise StateError(f"the sampler could not tell its state:\n{own.error}")
+        raise StateError(f"the sampler could not save its state:\n{own.error}")
     return {
         "now": parts.part("now", now, now.pack, RandomState.equals),
         "sampler": parts.part(

@@ -43,7 +43,7 @@ def capture(loader: Any, parts: Parts) -> dict[str, Any]:
         parts: of the states before this one.
 
     Raises:
-        StateError: the dataset could not tell its state.
+        StateError: the dataset could not save its state.
     """
     random = RandomState.capture(generators_of(loader, parts))
     packed = parts.part("process", random, random.pack, RandomState.equals)
@@ -115,7 +115,7 @@ def told_by(obj: Any) -> bytes | None:
     try:
         return dump_state(obj)
     except Exception:  # the user's own
-        raise StateError(f"{type(obj).__name__} could not tell its state:\n{traceback.format_exc()}") from None
+        raise StateError(f"{type(obj).__name__} could not save its state:\n{traceback.format_exc()}") from None
 
 
 def pack_object(told: bytes | None) -> dict[str, Any] | None:

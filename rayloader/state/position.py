@@ -249,7 +249,7 @@ class Position:
             raise StateError(f"the position in the epoch can't be told: {self.error}")
         for start in self.starts:
             if start.own.error:
-                raise StateError(f"the sampler could not tell its state:\n{start.own.error}")
+                raise StateError(f"the sampler could not save its state:\n{start.own.error}")
         draws = int(min(self._draws, self.drawn_by_torch))
         last = max(draws, self.next_task) - 1
         while last >= self.next_task and last not in self._checksums:

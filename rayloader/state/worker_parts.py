@@ -107,7 +107,7 @@ def _pack_state(state: WorkerState | None, content: bytearray) -> tuple[Any, ...
     if state is None:
         return None
     if state.error:
-        raise StateError(f"a worker's dataset could not tell its state:\n{state.error}")
+        raise StateError(f"a worker's dataset could not save its state:\n{state.error}")
     packed: Any = state._replace(
         random=state.random.pack(content),  # type: ignore[arg-type]
         begin=None if state.begin is None else state.begin.pack(content),  # type: ignore[arg-type]

@@ -372,7 +372,7 @@ def test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks():
     assert sorted(index for batch in loader for index in batch[0].tolist()) == list(INDICES)
     iterator = iter(loader)
     next(iterator)
-    with pytest.raises(StateError, match=r"sampler could not tell its state(?s:.*)lock"):
+    with pytest.raises(StateError, match=r"sampler could not save its state(?s:.*)lock"):
         loader.state_dict()
 
 

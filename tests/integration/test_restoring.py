@@ -267,7 +267,7 @@ def test_a_state_that_cannot_be_told_hurts_only_who_asks_for_it():
     loader = make({"dataset": data.Untellable()})
     iterator = iter(loader)
     found = [lists(next(iterator)) for _ in range(8)]
-    with pytest.raises(StateError, match=r"could not tell its state(.|\n)*pickle"):
+    with pytest.raises(StateError, match=r"could not save its state(.|\n)*pickle"):
         loader.state_dict()
     found += [lists(batch) for batch in iterator]
     assert found == [lists(batch) for batch in make({"dataset": data.Indices()})]

@@ -248,7 +248,7 @@ def test_a_loader_whose_batches_come_from_another_one_has_no_position():
 @pytest.mark.parametrize("wrapped", [lambda dataset: dataset, Shard])
 def test_nor_has_one_whose_batches_come_from_torchs(wrapped):
     loader = rayloader.DataLoader(Stream())
-    with pytest.warns(UserWarning, match="was made anew"):
+    with pytest.warns(UserWarning, match="was rebuilt as"):
         DataLoader(wrapped(loader.dataset), num_workers=loader.num_workers)
     with pytest.raises(rayloader.StateError, match=r"under rayloader\.patch"):
         loader.state_dict()
@@ -304,7 +304,7 @@ def test_one_warning_tells_of_the_first_loader_that_is_made_anew(make, dataset, 
 def test_it_tells_of_a_loader_that_was_resized():
     loader = rayloader.DataLoader(DATASET, num_workers=2)
     loader.resize(1)
-    with pytest.warns(UserWarning, match="was made anew"):
+    with pytest.warns(UserWarning, match="was rebuilt as"):
         imported("framework").make_anew(loader)
 
 

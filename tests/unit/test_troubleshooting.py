@@ -265,7 +265,7 @@ TESTS = {
     "integration/test_local.py": {
         "test_another_dataset_is_refused": ["the state is of a dataset"],
         "test_only_who_asks_for_a_state_pays_for_what_cannot_be_told": [
-            "... could not tell its state",
+            "... could not save its state",
             "the position in the epoch",
         ],
         "test_a_stream_that_cannot_be_read_again_is_an_error": ["the iterable dataset was"],
@@ -357,7 +357,7 @@ TESTS = {
     },
     "unit/test_frameworks.py": {
         "test_a_state_that_was_loaded_is_not_lost_in_silence": ["load_state_dict() was called"],
-        "test_a_loader_whose_batches_come_from_another_one_has_no_position": ["a framework has made this loader"],
+        "test_a_loader_whose_batches_come_from_another_one_has_no_position": ["a framework has rebuilt this loader"],
         "test_one_warning_tells_of_the_first_loader_that_is_made_anew": ["a rayloader.DataLoader was"],
     },
     "unit/test_generators.py": {
