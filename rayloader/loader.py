@@ -386,8 +386,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         return replace(stats, verdict=verdict(stats))
 
     def trace(self, path: str | os.PathLike[str]) -> Tracing:
-        """Records what the workers and the trainer do, and when, in a file for https://ui.perfetto.dev or
-        chrome://tracing.
+        """Records what workers and trainer do, and when, in a file for https://ui.perfetto.dev or chrome://tracing.
 
         For instance::
 

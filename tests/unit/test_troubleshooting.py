@@ -226,7 +226,7 @@ TESTS = {
         "test_a_state_of_an_unknown_version_is_refused": ["the state has version"],
         "test_a_damaged_state_is_refused_and_changes_nothing": ["the state is not what"],
         "test_a_state_of_another_loader_is_refused": ["the state is of a loader with"],
-        "test_a_state_that_is_ahead_of_what_was_dispatched_is_refused": ["the state tells"],
+        "test_a_state_that_is_ahead_of_what_was_dispatched_is_refused": ["the state says"],
         "test_what_a_dataset_tells_has_no_cycle_and_is_not_too_deep": ["what state_dict() gives must not"],
     },
     "integration/test_checkpoint_program.py": {
@@ -390,7 +390,7 @@ TESTS = {
     },
     "unit/test_position.py": {
         "test_too_many_skipped_samples_end_it": ["... samples have raised"],
-        "test_a_sampler_that_gives_others_is_refused": ["the sampler does not give"],
+        "test_a_sampler_that_gives_others_is_refused": ["the sampler did not reproduce"],
         "test_nothing_can_be_told_before_the_workers_have_begun": ["the iterator was dropped"],
     },
     "unit/test_rank_states.py": {
