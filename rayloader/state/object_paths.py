@@ -248,7 +248,7 @@ def spaces_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], li
 
 
 def modules_of(function: types.FunctionType) -> Iterator[str]:
-    """Names of modules that its code may import, and that may be missing: `from ..settings import RNG` gives `settings`."""
+    """Names of modules, perhaps missing, that its code may import: `from ..settings import RNG` gives `settings`."""
     package = str(function.__globals__.get("__package__") or "")
     around = itertools.accumulate(package.split("."), "{}.{}".format)
     parents = [f"{one}." for one in around][::-1]

@@ -240,8 +240,8 @@ class ArenaLane:
         if not _told:
             _told = True
             logger.warning(
-                "rayloader: so many batches of one worker are held at once that its arena of %d MB is full, and further "
-                "ones are copied, which is slower; drop batches when they are used, or clone what is to be kept",
+                "rayloader: so many batches of one worker are held at once that its arena of %d MB is full, and "
+                "further ones are copied, which is slower; drop batches when they are used, or clone what you keep",
                 ARENA_BYTES >> 20,
             )
 
