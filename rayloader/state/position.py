@@ -33,7 +33,6 @@ class Start(NamedTuple):
 
     The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
     others only from one saved in the middle of an epoch.
-    others only from what they tell in the middle of one.
     """
 
     moment: Moment
