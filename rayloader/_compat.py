@@ -87,7 +87,7 @@ _tensor = torch.tensor
 
 
 def torch_is_itself() -> bool:
-    """Whether `torch.tensor` makes what it is asked for: no mode, as of a default device, and no patch changes that."""
+    """Whether `torch.tensor` is unchanged: no mode, such as that of a default device, and no patch affects it."""
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return not modes and torch.tensor is _tensor
 
@@ -96,7 +96,7 @@ _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def current_accelerator() -> torch.device | None:
-    """The kind of accelerator that this torch works with. Where there is none, torch 2.6 raises an error."""
+    """The kind of accelerator that this torch works with. If there is none, torch 2.6 raises an error."""
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:
@@ -115,14 +115,14 @@ def pinning_device_index(kind: str | None) -> int:
     return torch.accelerator.current_device_index()
 
 
-# In torch 2.6 and 2.9 the list of the storages that were sent to other processes keeps the attributes of those that are
+# In torch 2.6 and 2.9 the list of storages that were sent to other processes keeps the attributes of storages that are
 # gone, and is cleared only when it has 128 entries; in torch 2.13 it does not keep them.
 KEEPS_SENT_STORAGES = _TORCH < (2, 13)
 
 
 def release_sent_storages() -> None:
-    """Lets go of them."""
-    if shared_cache and shared_cache.lock.acquire(blocking=False):  # else a later call does it
+    """Releases these attributes."""
+    if shared_cache and shared_cache.lock.acquire(blocking=False):  # otherwise a later call does it
         try:
             shared_cache.free_dead_references()
         finally:
@@ -130,15 +130,15 @@ def release_sent_storages() -> None:
 
 
 def set_worker_info(info: Any) -> None:
-    """What `get_worker_info()` gives in this process."""
+    """Sets what `get_worker_info()` returns in this process."""
     torch_worker._worker_info = info
 
 
 def newline_of(file: io.TextIOWrapper) -> str | None:
-    """The argument `newline` that a text file was made with, which has no attribute. Only directly after a `seek`.
+    """The argument `newline` with which a text file was opened; it has no attribute for it. Only right after a `seek`.
 
     Raises:
-        TypeError: this interpreter does not tell.
+        TypeError: this interpreter does not reveal it.
     """
     for newline in _NEWLINES:
         if _newline_of(io.TextIOWrapper(io.BytesIO(), newline=newline)) != newline:

@@ -1,8 +1,9 @@
-"""Every private name of Hugging Face's `datasets` that rayloader uses: a stream's memory of a position it has loaded.
+"""Every private name of Hugging Face's `datasets` that rayloader uses: how a stream remembers a loaded position.
 
-NOTE [Loaded positions]. An `IterableDataset` that was told a position, `load_state_dict()`, begins each iteration there
-until its epoch is another, and between two iterations tells the position at which the last one ended. A program that
-loads one wants that. Where rayloader does, for the rest of one epoch, the next would begin in its middle, or be empty.
+NOTE [Loaded positions]. An `IterableDataset` into which a position was loaded (`load_state_dict()`) begins each
+iteration there until its epoch changes, and between two iterations reports the position at which the last one ended. A
+program that loads a position wants that. Where rayloader loads one, for the rest of one epoch, the next epoch would
+begin in its middle, or be empty.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from typing import Any
 
 
 class LoadedPosition(dict[str, Any]):
-    """A position that rayloader loads, and, as an attribute, what the program had loaded before.
+    """A position that rayloader loads, and, as an attribute, the one that the program had loaded before.
 
     Attributes:
-        before: it, or None.
+        before: that position, or None.
     """
 
     before: Any = None
 
 
 def loadable(dataset: Any, state: Any) -> Any:
-    """What to load into a dataset to bring it to this state, so that `begins` can undo it."""
+    """What to load into a dataset to bring it to this state, such that `begins` can undo it."""
     if not _is_stream(dataset):
         return state
     own = _own_position(dataset)
-    if state is None:  # it stood where its iteration begins
+    if state is None:  # it was at the start of its iteration
         return own
     if not isinstance(state, dict):
         return state
@@ -36,10 +37,10 @@ def loadable(dataset: Any, state: Any) -> Any:
 
 
 def begins(dataset: Any) -> None:
-    """Has a stream begin its next iteration where the program would have it begin, and tell that it stands there.
+    """Makes a stream begin its next iteration where the program would have it begin, and report that position.
 
-    What it tells is None, as a new one does: any other position is one of the shards that are read, which differ by
-    worker and are not known before.
+    It then reports None, as a new stream does: any other position belongs to one of the shards that are read, which
+    differ by worker and are not known before.
     """
     if _is_stream(dataset):
         dataset._starting_state_dict = _own_position(dataset)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-# Loggers of Ray that say at its start what a program that has not asked for Ray need not know.
+# Ray's loggers that report at its start what is of no interest to a program that has not asked for Ray.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
 # The ports of the dashboard's agent. The last has a default, which is the same for every Ray of a machine.
 DASHBOARD_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
@@ -22,14 +22,14 @@ AGENT_PORTS = "runtime_env_agent_port", *DASHBOARD_PORTS
 
 
 def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
-    """Has a thread of Ray's call this with the answer of a call, or with Ray's error."""
+    """Makes one of Ray's threads call this with the answer of a call, or with Ray's error."""
     ref._on_completed(callback)
 
 
 def connection_of(ray: ModuleType) -> Any:
-    """What stands for this process's connection to a cluster, and goes with it; None if there is none.
+    """An object that represents this process's connection to a cluster, and ends with it; None if there is none.
 
-    Its `session_name` is what newer versions of Ray give by `get_runtime_context().get_session_name()`.
+    Its `session_name` is what newer versions of Ray return from `get_runtime_context().get_session_name()`.
     """
     worker = ray._private.worker.global_worker
     return worker.node if worker.connected else None
@@ -41,8 +41,8 @@ def has_process(ray: ModuleType, actor: Any) -> bool:
 
 
 def set_process_title(ray: ModuleType, title: str) -> None:
-    """What `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
-    with ray._private.worker._changeproctitle(title, title):  # where the function that it calls is differs by version
+    """Sets what `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
+    with ray._private.worker._changeproctitle(title, title):  # the function it calls has moved between versions
         pass
 
 
@@ -52,7 +52,7 @@ def may_autoscale(ray: ModuleType) -> bool:
 
 
 def draining_nodes(ray: ModuleType) -> dict[str, int]:
-    """The nodes that are to go, with the time of each, in milliseconds since 1970; 0 where that is open."""
+    """The nodes that will leave, and when, in milliseconds since 1970; 0 if that is open."""
     nodes: dict[str, int] = ray._private.state.state.get_draining_nodes()
     return nodes
 
@@ -64,16 +64,16 @@ def free_cpus(ray: ModuleType) -> dict[str, float]:
 
 
 def node_first(ray: ModuleType, node_id: str) -> Any:
-    """The scheduling strategy of actors that are to run on this node if it has room, else on another one.
+    """The scheduling strategy of actors that should run on this node if it has room, otherwise on another one.
 
-    Ray's public argument, `soft`, has an actor wait for the node as long as it could ever have room.
+    Ray's public argument, `soft`, makes an actor wait for the node as long as it could ever have room.
     """
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     return affinity(node_id, soft=True, _spill_on_unavailable=True)
 
 
 def give_own_random(ray: ModuleType) -> None:
-    """Has Ray's processes and connections draw from a generator of their own, not from the program's `random`."""
+    """Makes Ray's processes and connections draw from a generator of their own, not from the program's `random`."""
     for name, module in list(sys.modules.items()):
         if (
             name.startswith(("ray._private.", "ray._common.", "ray._raylet"))
@@ -84,7 +84,7 @@ def give_own_random(ray: ModuleType) -> None:
 
 @functools.cache
 def _random_of_ray() -> ModuleType:
-    """The module `random` once more."""
+    """A second instance of the module `random`."""
     spec = importlib.util.find_spec("random")
     assert spec is not None
     assert spec.loader is not None
@@ -94,9 +94,9 @@ def _random_of_ray() -> ModuleType:
 
 
 def authenticate(ray: ModuleType) -> None:
-    """What `ray.init` does first where it starts a local Ray, for a process that joins one by its address.
+    """Does what `ray.init` does first when it starts a local Ray, for a process that joins one by its address.
 
-    That is nothing in versions of Ray that do not switch token authentication on by themselves.
+    In versions of Ray that do not enable token authentication by default, that is nothing.
     """
     setup = getattr(getattr(ray._private, "authentication", None), "authentication_token_setup", None)
     enable = getattr(setup, "enable_token_auth_by_default", None)
@@ -108,18 +108,18 @@ def authenticate(ray: ModuleType) -> None:
 def own_start(
     ray: ModuleType, worker_path: str | None, starting: contextlib.AbstractContextManager[Any], *, dashboard: bool
 ) -> Iterator[list[socket.socket]]:
-    """A Ray of one machine and one program, that is started meanwhile, starts no processes that are of no use to it.
+    """A Ray of one machine and one program that starts in this block starts no processes that are useless to it.
 
     Args:
         ray: the module.
-        worker_path: the script that it is to run for its worker processes; None: its own.
+        worker_path: the script for its worker processes; None: Ray's own.
         starting: to be entered around the start of each process.
-        dashboard: whether the dashboard was asked for. Where it was not, Ray would start its process nevertheless, with
+        dashboard: whether the dashboard was requested. Otherwise Ray would still start its process, with
             nothing to serve, and wait for it; and that of the autoscaler.
 
     Yields:
-        Where sockets will be that keep ports for the agents of that Ray, which may bind them much later. Whoever ends
-        that Ray closes them.
+        A list for the sockets that reserve ports for the agents of that Ray, which may bind them much later. The
+        code that ends that Ray closes them.
     """
     parameters, services = ray._private.parameter.RayParams, ray._private.services
     before, start_dashboard, start_raylet = parameters.__init__, services.start_api_server, services.start_raylet
@@ -165,6 +165,6 @@ def _start_raylet_with_ports(
             reserved[-1].bind(("", 0))
             reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # agents bind with this option as well
             chosen[name] = reserved[-1].getsockname()[1]
-        port = -1 if name in unused else chosen[name]  # what the dashboard's agent writes without its packages
+        port = -1 if name in unused else chosen[name]  # what the dashboard's agent writes if its packages are missing
         ray._raylet.persist_port(chosen["session_dir"], chosen["node_id"], name, port)
     return start_raylet(*call.args, **call.kwargs)

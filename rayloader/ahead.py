@@ -2,7 +2,7 @@
 
 Promise: owns one thread, `rayloader-ahead`, from `start` on. It ends when `close` is called, or with an error, which
 `check` raises.
-What a signal handler raises in the user's thread, at any line, leaves nothing locked.
+An exception that a signal handler raises in the user's thread, at any line, leaves nothing locked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ COPIED_AHEAD_BYTES = 64 << 20
 
 
 class AheadThread:
-    """Does in a thread of its own what there is to do.
+    """Does the given work in a thread of its own.
 
     Args:
-        work: does one thing, or waits for it; returns False where there is nothing to do before the next ring.
+        work: does one thing, or waits for it; returns False if there is nothing to do before the next ring.
         device_index: accelerator whose context the thread uses, None without one.
     """
 
@@ -36,19 +36,19 @@ class AheadThread:
         self._thread = DaemonThread(self._loop, "rayloader-ahead")
 
     def start(self) -> None:
-        """Starts the thread, unless it has been; see `DaemonThread`."""
+        """Starts the thread, if it has not been started; see `DaemonThread`."""
         self._thread.start()
 
     def ring(self) -> None:
-        """There may be something to do."""
+        """Tells the thread that there may be something to do."""
         self._bell.ring()
 
     def wait(self, timeout: float) -> bool:
-        """Waits for `timeout` seconds at most until something was done; whether it was."""
+        """Waits for `timeout` seconds at most until something was done; returns whether it was."""
         return self._done.wait(timeout)
 
     def check(self) -> None:
-        """Raises what has ended the thread, if something has."""
+        """Raises the error that has ended the thread, if there is one."""
         if self._error is not None:
             raise self._error
 
@@ -57,11 +57,11 @@ class AheadThread:
         self._closed = True
         self._bell.ring()
         self._done.ring()
-        if wait and threading.current_thread() is not self._thread:  # a collector may run us in there
+        if wait and threading.current_thread() is not self._thread:  # the garbage collector may run this there
             self._thread.join()
 
     def _loop(self) -> None:
-        torch.set_num_threads(1)  # of this thread: a copy into pinned memory must not take every core
+        torch.set_num_threads(1)  # for this thread only: a copy into pinned memory must not take every core
         if self._device_index is not None:
             torch.accelerator.set_device_index(self._device_index)
         while not self._closed:
@@ -70,7 +70,7 @@ class AheadThread:
                     self._done.ring()
                 else:
                     self._bell.wait(TICK_S)
-            except BaseException as error:  # whatever it is, the user's thread is where it is raised
+            except BaseException as error:  # any error: the user's thread raises it
                 self._error = error
                 self._done.ring()
                 break

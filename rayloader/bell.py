@@ -1,10 +1,11 @@
-"""How one thread starts another, wakes it, or waits for its end, also where a signal handler may raise.
+"""How one thread starts another, wakes it, or waits for its end, even if a signal handler may raise.
 
-Promise: `Bell.wait` is one call of a lock that CPython implements in C. A handler that raises in the main thread breaks
-it off and leaves nothing locked. `threading.Condition`, and with it `Event` and `queue.Queue`, take their lock in
-Python code, where an exception may come right after: then it is held for ever. And an exception within `start` of a
-`threading.Thread` may leave one that nobody knows of, or end it at once; one within `is_alive` or `join` can mark a
-thread that runs as ended. A `DaemonThread` is started where no handler runs, once, and says itself when it ends.
+Promise: `Bell.wait` is one call of a lock that CPython implements in C. A handler that raises in the main thread
+interrupts it and leaves nothing locked. `threading.Condition`, and with it `Event` and `queue.Queue`, take their lock
+in Python code, where an exception may come right after: then it is held for ever. And an exception within `start` of a
+`threading.Thread` may leave a thread that nothing refers to, or end it at once; one within `is_alive` or `join` can
+mark a running thread as ended. A `DaemonThread` is started once, in a place where no handler runs, and reports its own
+end.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 
-# How long a wait may stay unaware of a ring that an interrupt has swallowed, in seconds; it costs one wake-up each.
+# How long a wait may miss a ring that an interrupt has swallowed, in seconds; each such period costs one wake-up.
 TICK_S = 0.1
 
 
 class Bell:
-    """Rung by any thread, heard by one: a ring that nobody waited for ends the next wait at once.
+    """Rung by any thread, heard by one: a ring while no thread waits ends the next wait at once.
 
-    An interrupt may swallow a ring, so whoever waits looks first whether there is still something to wait for.
+    An interrupt may swallow a ring, so a waiting thread first checks whether there is still something to wait for.
     """
 
     __slots__ = ("_silent",)
@@ -33,19 +34,19 @@ class Bell:
         self._silent.acquire()
 
     def ring(self) -> None:
-        """Ends a wait, this one's or the next."""
-        with contextlib.suppress(RuntimeError):  # it has rung, and nobody has heard it yet
+        """Ends a wait: the current one or the next."""
+        with contextlib.suppress(RuntimeError):  # it has rung, and no thread has heard it yet
             self._silent.release()
 
     def wait(self, timeout: float) -> bool:
-        """Waits for a ring, for `timeout` seconds at most; whether there was one."""
+        """Waits for a ring, for `timeout` seconds at most; returns whether there was one."""
         return self._silent.acquire(timeout=max(0.0, timeout))
 
 
 class DaemonThread(threading.Thread):
     """A thread that may be started, and waited for, by threads that a signal handler interrupts.
 
-    Whoever starts it must have it first: after an interrupt `start` is called again.
+    Keep a reference to it before starting it: after an interrupt `start` is called again.
 
     Args:
         work: what it does.
@@ -59,46 +60,46 @@ class DaemonThread(threading.Thread):
         self._begun = False
         self._over = False
         self._given_up = False
-        self._error: BaseException | None = None  # for which it could not be started
+        self._error: BaseException | None = None  # why it could not be started
         self._changed = Bell()  # it has begun, or ended
 
     @property
     def spent(self) -> bool:
-        """Whether it does nothing any more: it has ended, was given up, or is a forked child's parent's."""
+        """Whether the thread is finished: it ended, was abandoned, or belongs to the parent of this forked process."""
         return self._over or self._given_up or os.getpid() != self._pid
 
     def start(self) -> None:
-        """Has it begin, unless it has. Callable more than once.
+        """Starts the thread if it has not started. Callable more than once.
 
         Raises:
-            RuntimeError: there can't be another thread now.
+            RuntimeError: no further thread can be started now.
         """
         while not self._begun and not self.spent:
-            _thread.start_new_thread(self._start_here, ())  # one call of C: there is such a thread, or there is none
+            _thread.start_new_thread(self._start_here, ())  # one call in C: either the thread exists, or it does not
             self._changed.wait(TICK_S)
             if (error := self._error) is not None:
                 self._error = None
                 raise error
 
     def give_up(self) -> bool:
-        """Has it never begin, unless it is being started; whether so."""
+        """Prevents its start, unless it is being started; returns whether it has prevented it."""
         if not self._unclaimed.acquire(blocking=False):
             return False
         self._given_up = True
         return True
 
     def _start_here(self) -> None:
-        """In a thread that is not the main one."""
+        """Runs in a thread that is not the main one."""
         if self._unclaimed.acquire(blocking=False):
             try:
                 super().start()
-            except BaseException as error:  # whatever it is, it is raised where the thread is needed
+            except BaseException as error:  # any error: it is raised where the thread is needed
                 self._error = error
                 self._unclaimed.release()
                 self._changed.ring()
 
     def run(self) -> None:
-        """Does the work."""
+        """Does the work of the thread."""
         self._begun = True
         self._changed.ring()
         try:
@@ -108,7 +109,7 @@ class DaemonThread(threading.Thread):
             self._changed.ring()
 
     def is_alive(self) -> bool:
-        """Whether it has begun and its work goes on; False in a forked child."""
+        """Whether it has begun and its work continues; False in a forked child."""
         return self._begun and not self.spent
 
     def join(self, timeout: float | None = None) -> None:
@@ -117,5 +118,5 @@ class DaemonThread(threading.Thread):
         while self.is_alive() and (left := until - time.monotonic()) > 0:
             self._changed.wait(min(TICK_S, left))
         if self._over:
-            self._changed.ring()  # for others that wait
+            self._changed.ring()  # for other threads that wait
             super().join(None if timeout is None else max(0.0, until - time.monotonic()))

@@ -1,6 +1,6 @@
 """How workers make tensors of samples: as torch's workers do, but in the worker's arena, or in memory of their own.
 
-Promise: batches are torch's to the letter, strides and errors included, and the user's code cannot tell where they lie.
+Promise: batches equal torch's exactly, strides and errors included, and the user's code cannot tell where they lie.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class _Target(threading.local):
     """Where this thread collates.
 
     Attributes:
-        arena: in which large tensors lie.
-        fresh: gets the tensors that are made, where no code of the user's runs before the batch is there; else None.
+        arena: memory for large tensors.
+        fresh: collects the tensors that are made, if no code of the user's runs before the batch is finished; else
+            None.
     """
 
     arena: ArenaWriter | None = None
@@ -43,21 +44,21 @@ _target = _Target()
 
 # torch's collate map in a process that has just started: torch's own.
 _FIRST = dict(default_collate_fn_map)
-# Samples, or what lies in a tuple, list or dict that is one, whose collating runs no code of the user's.
+# Types of samples, or of items in a tuple, list or dict that is one, whose collating runs no code of the user's.
 _LEAVES = {torch.Tensor, int, float, bool, str, bytes, np.ndarray}
 _LEAVES |= {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
 
 
 def collate_into(arena: ArenaWriter | None, collate_fn: Any = None, samples: Any = None) -> FreshTensors:
-    """From here on what this thread stacks lies in slots of the arena, if it is worth one.
+    """From here on, tensors that this thread stacks lie in slots of the arena, if they are large enough.
 
     Args:
-        arena: likewise; None: memory of the worker's own.
-        collate_fn: that is to be called next, if it is known.
-        samples: with these.
+        arena: None: memory of the worker's own.
+        collate_fn: the function to be called next, if known.
+        samples: its argument.
 
     Returns:
-        What gets the tensors that are made meanwhile, and keeps them, where nobody but torch and this module has them.
+        A collection of the tensors made meanwhile, which keeps them, if only torch and this module refer to them.
     """
     fresh: FreshTensors = {}
     _target.fresh = fresh if collate_fn is default_collate and _is_torchs_alone(samples) else None
@@ -68,7 +69,7 @@ def collate_into(arena: ArenaWriter | None, collate_fn: Any = None, samples: Any
 def _is_torchs_alone(samples: Any) -> bool:
     """Whether `default_collate` of these samples runs torch's code and ours, and no other.
 
-    The types of the first sample's parts decide which functions are called, and those ask for the types of all.
+    The types of the first sample's parts decide which functions are called, and those check the types of all.
     """
     if type(samples) is not list or not samples or default_collate_fn_map != _OURS or not torch_is_itself():
         return False
@@ -81,9 +82,9 @@ def _is_torchs_alone(samples: Any) -> bool:
 
 
 def adopt_collate_fn_map(drivers: dict[Any, Any]) -> None:
-    """In a worker: makes torch's collate map the driver's, as after a fork, with ours for some of torch's functions.
+    """In a worker: makes torch's collate map the driver's, as after a fork, with our versions of some functions.
 
-    What modules have added while this worker imported them stays, behind the driver's entries: the order matters.
+    Entries that modules have added while this worker imported them stay, after the driver's entries: the order matters.
     """
     known = _FIRST.keys() | drivers.keys()
     added = {key: function for key, function in default_collate_fn_map.items() if key not in known}
@@ -106,8 +107,8 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
             return _stacked(batch, torch.from_numpy(array), array.reshape(-1).view(np.uint8))
         except Exception as error:
             if not _is_from(error, stack, _stacked):
-                raise  # a signal handler's
-            # Unlike samples, or too many dimensions: it is raised below, where all is in torch's order.
+                raise  # from a signal handler
+            # Unequal samples, or too many dimensions: the error is raised below, where everything is in torch's order.
     nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
     room = arena.allocate(nbytes) if arena is not None and nbytes > arena.small else None
     memory: Any = np.empty(nbytes, np.uint8) if room is None else room
@@ -118,7 +119,7 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
 
 
 def _stacked(batch: Any, out: torch.Tensor, memory: Any) -> torch.Tensor:
-    """The batch, stacked into `out`, whose bytes `memory` is; None: it is not plain."""
+    """The batch, stacked into `out`, whose bytes are `memory`; None: it is not plain."""
     stacked = torch.stack(batch, 0, out=out)
     if memory is not None:
         _note(out, memory)
@@ -126,7 +127,7 @@ def _stacked(batch: Any, out: torch.Tensor, memory: Any) -> torch.Tensor:
 
 
 def _is_from(error: BaseException, *functions: Any) -> bool:
-    """Whether it was raised by one of these functions of this module, or in C that they call."""
+    """Whether it was raised by one of these functions of this module, or in C code that they call."""
     raised = error.__traceback__
     while raised is not None and raised.tb_next is not None:
         raised = raised.tb_next
@@ -134,21 +135,21 @@ def _is_from(error: BaseException, *functions: Any) -> bool:
 
 
 def whole_numbers(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """A batch of ints, as torch's collate makes it; in a third of the time where it is to be sent as it is."""
+    """A batch of ints, as torch's collate makes it; in a third of the time if it is to be sent unchanged."""
     return _numbers(batch, int, np.int64, collate_int_fn, collate_fn_map)
 
 
 def floats(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """The same of floats."""
+    """A batch of floats; see `whole_numbers`."""
     return _numbers(batch, float, np.float64, collate_float_fn, collate_fn_map)
 
 
 def _numbers(batch: Any, kind: type, dtype: Any, torchs: Any, collate_fn_map: Any) -> torch.Tensor:
-    # Whoever else gets the tensor may resize it, which torch's allows.
+    # Any other code that gets the tensor may resize it, which torch's tensor allows.
     if _target.fresh is not None and type(batch) in (list, tuple) and set(map(type, batch)) == {kind}:
         try:
             array = np.array(batch, dtype)
-        except OverflowError:  # torch has an error of its own
+        except OverflowError:  # torch has its own error for that
             pass
         else:
             numbers = torch.from_numpy(array)
@@ -158,20 +159,20 @@ def _numbers(batch: Any, kind: type, dtype: Any, torchs: Any, collate_fn_map: An
 
 
 def _note(tensor: torch.Tensor, memory: Any) -> None:
-    """It is fresh, if this thread's tensors are; its bytes are `memory`."""
+    """Marks a tensor as fresh, if this thread's tensors are; its bytes are `memory`."""
     if _target.fresh is not None:
         _target.fresh[id(tensor)] = Fresh(tensor, memoryview(memory))
 
 
-# In place of torch's functions.
+# Replacements of torch's functions.
 _INSTEAD = {collate_tensor_fn: stack, collate_int_fn: whole_numbers, collate_float_fn: floats}
 _OURS = {key: _INSTEAD.get(function, function) for key, function in _FIRST.items()}
 
 
 # NOTE [no shared memory in collate]
-# In a worker torch's default_collate stacks into fresh shared memory, ten times slower than a plain stack, and of no
-# use here: batches do not travel in torch's shared memory. So the map has `stack` in place of torch's function. It does
-# the same in the arena, or in the worker's own memory, whoever calls default_collate. The same to the letter: stacking
-# into a given tensor makes the batch contiguous whatever the samples' strides are, and that its storage cannot grow
-# decides which error samples of different shapes end in. Torch's workers too share with the trainer what
-# default_collate made.
+# In a worker torch's default_collate stacks into fresh shared memory, ten times slower than a plain stack, and useless
+# here: batches do not travel in torch's shared memory. So the map has `stack` instead of torch's function. It does
+# the same in the arena, or in the worker's own memory, whichever code calls default_collate. Exactly the same: stacking
+# into a given tensor makes the batch contiguous whatever the samples' strides are, and the fact that its storage cannot
+# grow decides which error samples of different shapes cause. Torch's workers too share default_collate's tensors with
+# the trainer.

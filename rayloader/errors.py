@@ -55,7 +55,7 @@ class RaySessionError(RayloaderError):
 
 
 class ReplayError(RayloaderError):
-    """A worker cannot be brought back to its place: its dataset gives other batches than before, or hides its state."""
+    """A worker's position cannot be restored: its dataset gives other batches than before, or hides its state."""
 
 
 class StateError(RayloaderError):
@@ -71,7 +71,7 @@ class ShareError(RayloaderError):
 
 
 class ConsumerDroppedError(ShareError):
-    """This consumer of a shared loader reads no more: the others had waited for it too long, or it was closed."""
+    """This consumer of a shared loader was dropped: the others had waited for it too long, or it was closed."""
 
 
 class ReplicaError(RayloaderError):
@@ -84,7 +84,7 @@ class ReplicaMemoryError(ReplicaError):
 
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an exception, on Python 3.10 too (where tracebacks do not show it, but `__notes__` holds it)."""
-    with contextlib.suppress(Exception):  # the user's class may take no attributes: its error matters more
+    with contextlib.suppress(Exception):  # the user's class may not allow attributes: its error matters more
         if hasattr(error, "add_note"):
             error.add_note(note)
         else:

@@ -1,4 +1,4 @@
-"""Fetching apart from collating, as torch's fetchers do it together; with errors of samples left out if that is wished.
+"""Fetching separated from collating, which torch's fetchers do together; optionally skips samples that raise.
 
 Promise: samples, order and errors are torch's.
 """
@@ -12,26 +12,26 @@ from rayloader._compat import DatasetKind
 
 
 def create_fetcher(kind: int, dataset: Any, auto_collation: bool, drop_last: bool) -> Any:
-    """Torch's fetcher for a dataset, which does not collate; its iterator is made here."""
+    """Torch's fetcher for a dataset, but without collating; its iterator is created here."""
     return DatasetKind.create_fetcher(kind, dataset, auto_collation, _as_they_are, drop_last)
 
 
 def fetch(fetcher: Any, kind: int, indices: Any, skipped: list[skipping.Skipped] | None) -> tuple[Any, int]:
-    """What `collate_fn` is to be called with: a list of samples, or one sample without automatic batching.
+    """The argument for `collate_fn`: a list of samples, or one sample without automatic batching.
 
     Args:
-        fetcher: of `create_fetcher`.
+        fetcher: from `create_fetcher`.
         kind: of the dataset.
-        indices: as the sampler gave them.
-        skipped: gets the samples that raised, which are left out; None: what they raise is raised.
+        indices: from the sampler.
+        skipped: collects samples that raised, which are left out; None: their exceptions are raised.
 
     Returns:
-        That, and how many samples it is.
+        The samples, and how many they are.
 
     Raises:
         NothingLeft: every sample was left out.
         StopIteration: the iterable dataset has ended.
-        Exception: what a sample raised.
+        Exception: raised by a sample.
     """
     samples = fetcher.fetch(indices) if skipped is None else skipping.fetch(fetcher, kind, indices, skipped)
     if not fetcher.auto_collation:

@@ -1,11 +1,11 @@
-"""Loaders that frameworks make: how they become ours, and how a loader of ours that becomes torch's is noticed.
+"""Loaders that frameworks create: how they become ours, and how a loader of ours that is rebuilt as torch's is noticed.
 
-Promise: while a patch is installed, whoever calls torch's DataLoader, under whatever name, gets a loader of ours. When
-the last patch is removed, torch's class is what it was before the first.
+Promise: while a patch is installed, all code that calls torch's DataLoader, under whatever name, gets a loader of ours.
+When the last patch is removed, torch's class is what it was before the first.
 
 NOTE [The class stays]: frameworks import torch's class by name, check `isinstance` against it, derive from it, and may
-be imported before a patch or after it. So no name is replaced: the class remains torch's, and its constructor makes the
-object one of ours, which derives from it. Classes that derive from torch's are left alone.
+be imported before or after a patch. So no name is replaced: the class remains torch's, and its constructor turns the
+object into one of ours, whose class derives from it. Subclasses of torch's class are left alone.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 _OWN = OwnArguments.__annotations__.keys()
 
-_installed: list[Patch] = []  # in the order in which they were
+_installed: list[Patch] = []  # in the order of their installation
 _constructors: dict[type, tuple[Any, Any]] = {}  # of patched classes: the one before the first patch, and ours
 
 _warned = False
 
 
 class Patch:
-    """A patch, in force until `remove` is called, or the `with` block ends. Made by `patch`."""
+    """A patch, in force until `remove` is called or the `with` block ends. Created by `patch`."""
 
     def __init__(self, defaults: OwnArguments) -> None:
         self.defaults = defaults
         self.install()
 
     def install(self) -> None:
-        """Puts it in force (again), on top of those that are."""
+        """Puts it in force (again), on top of the patches that are."""
         if not _installed:
             for loader_class in _replaced_classes():
                 _replace_constructor(loader_class)
@@ -50,12 +50,12 @@ class Patch:
             _installed.append(self)
 
     def remove(self) -> None:
-        """Takes it out of force; others stay. Loaders that were made remain ours. It may be called more than once."""
+        """Ends the patch; others stay. Loaders that were created remain ours. It may be called more than once."""
         if self in _installed:
             _installed.remove(self)
         if not _installed:
             for loader_class, (before, ours) in _constructors.items():
-                if vars(loader_class)["__init__"] is ours:  # else somebody has wrapped it since, and will put it back
+                if vars(loader_class)["__init__"] is ours:  # otherwise other code has wrapped it, and will restore it
                     loader_class.__init__ = before  # type: ignore[misc]
             _constructors.clear()
 
@@ -68,20 +68,20 @@ class Patch:
 
 
 def patch(**defaults: Unpack[OwnArguments]) -> Patch:
-    """Has every framework of this process make loaders of ours in place of torch's.
+    """Makes every framework of this process create loaders of ours in place of torch's.
 
-    From this call on, `torch.utils.data.DataLoader(...)` gives a `rayloader.DataLoader`, under whatever name it is
-    called, and so does torchdata's `StatefulDataLoader(...)`. A loader of ours that a framework makes anew keeps its
-    own arguments. Classes that derive from torch's, and loaders that exist already, are left alone. For instance::
+    From this call on, `torch.utils.data.DataLoader(...)` returns a `rayloader.DataLoader`, under whatever name it is
+    called, and so does torchdata's `StatefulDataLoader(...)`. A loader of ours that a framework rebuilds keeps its
+    own arguments. Subclasses of torch's class, and loaders that exist already, are left alone. For instance::
 
         with rayloader.patch(seeding="batch"):
             trainer.train()
 
-    Without `with`, the patch holds until its `remove()` is called. Several may be in force: each default is that of the
+    Without `with`, the patch holds until its `remove()` is called. Several may be in force: each default comes from the
     latest patch that has it.
 
     Args:
-        defaults: arguments that torch's DataLoader does not have, for loaders that are made as torch's.
+        defaults: arguments that torch's DataLoader does not have, for loaders that are created as torch's.
 
     Raises:
         TypeError: one is not an argument of `DataLoader`, or is torch's; or its value is of the wrong type.
@@ -126,7 +126,7 @@ def _replace_constructor(loader_class: type) -> None:
 
 
 def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
-    """Those of the loader of ours that is made anew; the defaults of the patches where none is.
+    """The arguments of our loader that is being rebuilt; the defaults of the patches if there is none.
 
     Raises:
         StateError: that loader has loaded a state, which would be lost.
@@ -143,10 +143,10 @@ def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _check_dispatch(source: DataLoader[Any]) -> None:
-    """Raises ValueError if one rank's part of the data is to be read by one process, and dealt out to all.
+    """Raises ValueError if one rank's part of the data would be read by one process, and distributed to all.
 
     That is what Accelerate does with `dispatch_batches`, its default for iterable datasets. Neither the arguments nor
-    the class of the loader that it makes tell; only who makes it does.
+    the class of the loader that it creates show it; only the calling code does.
     """
     module = sys.modules.get("accelerate.data_loader")
     if module is None or source._ranks is None or source._ranks.num_replicas == 1:
@@ -159,15 +159,15 @@ def _check_dispatch(source: DataLoader[Any]) -> None:
                 "with dispatch_batches, Accelerate's default for iterable datasets, one process reads the batches of "
                 f"all ranks, and this loader gives only the part of rank {source._ranks.rank} of "
                 f"{source._ranks.num_replicas}: the other parts would never be read. Leave num_replicas and rank out, "
-                "for Accelerate divides the data itself, or do not give this loader to prepare()"
+                "because Accelerate divides the data itself, or do not give this loader to prepare()"
             )
 
 
 class _Watched:
     """A method of torch's DataLoader that its constructor calls, and torchdata's too, which does not call torch's.
 
-    It sees loaders whose `num_workers` was read from a loader of ours, and is no frame between torch and its caller:
-    torch's warnings name the lines that they did.
+    It notices loaders whose `num_workers` was read from a loader of ours, and adds no frame between torch and its
+    caller: torch's warnings name the same lines as before.
     """
 
     def __init__(self, method: Any) -> None:
@@ -190,9 +190,9 @@ def _warn_once(loader_class: type) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"a rayloader.DataLoader was made anew as {loader_class.__module__}.{loader_class.__qualname__}: its "
+            f"a rayloader.DataLoader was rebuilt as {loader_class.__module__}.{loader_class.__qualname__}: its "
             "batches now come from torch's workers, without the seeding, recovery and checkpoints of rayloader; call "
-            "rayloader.patch() at the start of the program, and frameworks make loaders of rayloader",
+            "rayloader.patch() at the start of the program, so that frameworks create rayloader's loaders",
             stacklevel=4,
         )
 

@@ -1,6 +1,6 @@
 """The public class: arguments, checks, attributes.
 
-Iterators come from `iterator.py`, which is imported when the first one is made, so a loader without workers never
+Iterators come from `iterator.py`, which is imported when the first one is created, so a loader without workers never
 imports Ray.
 """
 
@@ -50,7 +50,7 @@ _warned_about_multiprocessing_context = False
 
 
 class WorkerCount(int):
-    """`num_workers` of a loader: says whose, wherever it is passed on to. See `frameworks.py`."""
+    """`num_workers` of a loader: identifies the loader, wherever the number is passed on. See `frameworks.py`."""
 
     loader: weakref.ref[DataLoader[Any]]
 
@@ -59,11 +59,11 @@ class WorkerCount(int):
 
 
 def no_loader() -> None:
-    """As a weak reference whose loader is gone."""
+    """Stands for a weak reference whose loader is gone."""
 
 
 def source_of(num_workers: Any, dataset: Any) -> Callable[[], DataLoader[Any] | None]:
-    """The loader whose number of workers this is, if it has the same dataset: then a new one is made in its place.
+    """The loader that this number of workers comes from, if it has the same dataset: then it is being rebuilt.
 
     Accelerate wraps iterable datasets.
     """
@@ -74,9 +74,9 @@ def source_of(num_workers: Any, dataset: Any) -> Callable[[], DataLoader[Any] | 
 
 
 def lost_state() -> StateError:
-    """What is raised where a loader is to be read that was made of one with a state that was loaded."""
+    """The error for a rebuilt loader whose original had loaded a state."""
     return StateError(
-        "load_state_dict() was called on a loader that a framework makes anew, and the state would be lost; load it "
+        "load_state_dict() was called on a loader that a framework rebuilds, and the state would be lost; load it "
         "into the new loader, for instance into what prepare() returns"
     )
 
@@ -97,7 +97,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     Args:
         dataset: map-style or iterable-style dataset. Each worker has its own dataset object, a new one at each `iter()`
             unless `persistent_workers` is set. The memory of tensors, arrays and Arrow tables exists once per machine
-            until a worker writes to it; what is mapped from files or shared stays so. For other objects see
+            until a worker writes to it; memory-mapped files and shared memory stay shared. For other objects see
             `SharedList`.
         batch_size: samples per batch; None switches automatic batching off.
         shuffle: draw the samples in a new random order each epoch.
@@ -106,16 +106,16 @@ class DataLoader(TorchDataLoader[_T_co]):
         num_workers: number of worker actors, one process each.
         collate_fn: makes a batch from a list of samples; runs in the workers.
         pin_memory: copy batches to page-locked memory, in a background thread.
-        drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas` also drop
-            samples that do not give each rank as many.
+        drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas`, also
+            drop samples that would make the ranks' parts unequal.
         timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
         multiprocessing_context: checked as torch checks it, but without effect: workers are Ray actors.
         generator: random generator of the sampler, and of the workers' base seed.
         prefetch_factor: batches per worker that are submitted and not yet taken, at least 1. This is a strict bound,
             and indices are drawn when torch draws them. By default the depth is automatic, and the attribute reads as
-            torch's 2: if the indices come from torch's own samplers, it is as deep as keeps the workers busy, within
-            `prefetch_bytes`; otherwise 2.
+            torch's 2: if the indices come from torch's own samplers, it is just deep enough to keep the workers busy,
+            within `prefetch_bytes`; otherwise 2.
         persistent_workers: keep the workers' dataset objects from epoch to epoch.
         pin_memory_device: deprecated in torch.
         in_order: deliver the batches in order; if False, as they are finished.
@@ -126,43 +126,44 @@ class DataLoader(TorchDataLoader[_T_co]):
             for 10 seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`,
             `scheduling_strategy`, `runtime_env`.
         fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones. That takes seconds
-            instead of milliseconds; it is for datasets that leave traces in module globals.
-        prefetch_bytes: bytes of batches that may be ready, under way or kept by the program with automatic depth, over
-            all workers; 256 MiB by default. What is under way is judged by the batches so far, as growing to twice
-            their size. Two batches per worker may always be under way.
+            instead of milliseconds; use it for datasets that leave traces in module globals.
+        prefetch_bytes: bytes of batches that may be ready, in progress or kept by the program with automatic depth,
+            over all workers; 256 MiB by default. Batches in progress are assumed to grow to at most twice the size of
+            earlier ones. Two batches per worker may always be under way.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
-            NumPy anew before each batch, from the base seed, the epoch and the batch's number, so that random
-            augmentation does not depend on the number of workers, none included. Generators that the dataset holds
-            are not seeded, and go on from batch to batch of their worker. An iterable dataset without workers is read
-            as by one worker.
+            NumPy before each batch, from the base seed, the epoch and the batch's number, so that random
+            augmentation does not depend on the number of workers, or on whether there are any. Generators that the
+            dataset holds are not seeded, and go on from batch to batch of their worker. An iterable dataset without
+            workers is read as by one worker.
         scheduling: "static" deals batches out to the workers in turn, as torch does; "dynamic" gives the next one to
-            whichever worker is idle, so that a slow sample does not hold up the others. Batches still come in order.
+            whichever worker is idle, so that a slow sample does not delay the others. Batches still come in order.
             "dynamic" needs `seeding="batch"` and a map-style dataset.
         max_worker_restarts: how many times in a row, without a finished batch in between, a worker whose process died
             continues in a new one; with 0 the first death ends the epoch. The default is 3, because whatever kills a
             process again and again before it finishes anything will do so once more. Regardless of this number, a batch
-            ends the epoch if its worker died five times while at work on nothing else, or exited twice (`SystemExit`).
+            ends the epoch if its worker died five times while working on nothing else, or exited twice (`SystemExit`).
         on_timeout: "raise" an error after `timeout` seconds without the next batch, as torch does, or "restart" the
             worker whose batch is overdue: its process is killed and replaced like one that died.
-        on_error: "raise" what a sample raises, in its batch's turn, as torch does, or "skip" the sample: its batch gets
-            smaller, and is not delivered if nothing is left of it. What `collate_fn` raises is still raised.
-        max_skipped: with `on_error="skip"`, samples that may be skipped in an epoch, over all workers; see `skipped`.
-        arenas: drive workers on this machine over local sockets, and have them build batches in memory that this
-            process has mapped, so that large tensors arrive without a copy; drive those elsewhere by TCP. If False,
+        on_error: "raise" the exception of a sample, in its batch's turn, as torch does, or "skip" the sample: its batch
+            becomes smaller, and is not delivered if it is empty. Exceptions of `collate_fn` are still raised.
+        max_skipped: with `on_error="skip"`, how many samples may be skipped in an epoch, over all workers; see
+            `skipped`.
+        arenas: use local sockets for workers on this machine, and let them build batches in memory that this
+            process has mapped, so that large tensors arrive without a copy; use TCP for workers elsewhere. If False,
             every task and every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all
             loaders.
         snapshot_every_n_steps: accepted for code that was written for torchdata's StatefulDataLoader, and without
-            effect: a state always tells the last batch that was taken, and a worker takes snapshots as often as that
+            effect: a state always records the last batch that was taken, and a worker takes snapshots as often as that
             costs one percent of its time.
         name: what the loader is called where it is shown: in its `repr`, in Ray's list of actors, and in the titles of
-            the worker processes ("rayloader:train:0"). By default the class of the dataset stands there.
-        num_replicas: number of ranks (processes that train together) among which the data is divided. Given one of
-            `num_replicas` and `rank`, the other is that of torch.distributed; given neither, nothing is divided. See
+            the worker processes ("rayloader:train:0"). By default the name of the dataset's class.
+        num_replicas: number of ranks (processes that train together) among which the data is divided. With only one of
+            `num_replicas` and `rank`, the other comes from torch.distributed; with neither, nothing is divided. See
             the how-to page on ranks for what each rank gets. In short: without a sampler of yours the sampler is
             torch's `DistributedSampler`; of any other sampler rank r gets the samples, and of a batch sampler the
-            batches, number r, r + num_replicas and so on. All ranks get as many: what comes first is repeated, or with
-            `drop_last` what comes last is left out. An iterable dataset asks `get_shard_info()`.
-        rank: of this process, from 0 on. All other arguments must be the same in all ranks.
+            batches, number r, r + num_replicas and so on. All ranks get the same number: the first items are repeated,
+            or with `drop_last` the last ones are left out. An iterable dataset calls `get_shard_info()`.
+        rank: of this process, from 0. All other arguments must be the same in all ranks.
         seed: of the order in which the ranks share the data, together with the epoch of `set_epoch`.
 
     Raises:
@@ -175,12 +176,12 @@ class DataLoader(TorchDataLoader[_T_co]):
     `ReplicaMemoryError`, `ReplayError`, `SkipLimitError`, `StateError`.
     """
 
-    # Attributes of the class, for a subclass may have others of these names.
+    # Class attributes, because a subclass may have others with these names.
     name: str | None = None
     num_replicas: int | None = None
     rank: int | None = None
     seed: int = 0
-    _ranks: Ranks | None = None  # what these say, where they are this class's
+    _ranks: Ranks | None = None  # the meaning of these arguments, if they are this class's
 
     def __init__(
         self,
@@ -220,18 +221,18 @@ class DataLoader(TorchDataLoader[_T_co]):
     ) -> None:
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
-        self._stream_workers = num_workers  # that the batches depend on
+        self._stream_workers = num_workers  # the number that the batches depend on
         self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
         self._position: Any = None  # of the last iterator
         self._state: dict[str, Any] | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
         self._before: Before | None = None  # of the last iterator, if its reader may be ahead of the program
-        # The loader of which a framework has made this one anew; and whether such a one was read since this one was.
+        # The loader from which a framework has rebuilt this one; and whether such a rebuilt one was read since.
         self._source = source_of(num_workers, dataset)
         self._read_anew = False
         self._same_order = SameOrder()
-        self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' were not yet
+        self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' copies not yet
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
         self.prefetch_bytes = prefetch_bytes
@@ -243,7 +244,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.max_skipped = max_skipped
         self.arenas = arenas
         self.snapshot_every_n_steps = snapshot_every_n_steps
-        if name is not None:  # else it is the class's, which may be a subclass with a name of its own
+        if name is not None:  # otherwise it is the class's, which may be a subclass with a name of its own
             check_name(name)
             self.name = name
         ranks = ranks_of(num_replicas, rank, seed)
@@ -274,7 +275,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             in_order=in_order,
         )
         if isinstance(self.batch_sampler, Shard):
-            vars(self)["sampler"] = self.batch_sampler  # where frameworks look for one that is told the epoch
+            vars(self)["sampler"] = self.batch_sampler  # where frameworks look for a sampler whose epoch they set
         check(self)
         note_first_attributes(self)
         if prefetch_factor is None and self.prefetch_factor is not None:
@@ -297,26 +298,23 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def __iter__(self) -> BaseIterator:
         try:
-            return self._begin()
+            if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
+                self._iterator, self._of_other_workers = None, False
+            note_first_attributes(self)  # of samplers that were put in since the loader was created
+            if self._ranks is not None:
+                finished = self._state is None and self._position is not None and self._position.finished
+                self._same_order.begins(self._index_sampler, finished=finished)
+            self._note_reading()
+            reader, resumes = find_reader(), self._state is not None
+            self._before = None if reader is None else Before()
+            iterator = super().__iter__()
+            if self._before is None or reader is None:
+                return iterator
+            next_epoch = self._next_epoch if resumes else None
+            return cast(BaseIterator, ReadAhead(iterator, self._before, reader, self._tell_state, next_epoch))
         except KeyboardInterrupt as error:
             shorten(error, says_all=True)
             raise
-
-    def _begin(self) -> BaseIterator:
-        if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
-            self._iterator, self._of_other_workers = None, False
-        note_first_attributes(self)  # of samplers that were put in since the loader was made
-        if self._ranks is not None:
-            finished = self._state is None and self._position is not None and self._position.finished
-            self._same_order.begins(self._index_sampler, finished=finished)
-        self._note_reading()
-        reader, resumes = find_reader(), self._state is not None
-        self._before = None if reader is None else Before()
-        iterator = super().__iter__()
-        if self._before is None or reader is None:
-            return iterator
-        next_epoch = self._next_epoch if resumes else None
-        return cast(BaseIterator, ReadAhead(iterator, self._before, reader, self._tell_state, next_epoch))
 
     def _next_epoch(self, length: int) -> BaseIterator | None:
         """The iterator of the next epoch, if so many batches were taken of the one that goes on."""
@@ -324,7 +322,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         return super().__iter__() if ends else None
 
     def _note_reading(self) -> None:
-        """From now on the position is this loader's, and not that of one of which it was made anew."""
+        """From now on the position is this loader's, and not that of the loader from which it was rebuilt."""
         self._read_anew = False
         source = self._source()
         while source is not None:
@@ -338,7 +336,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             return self._get_local_iterator()
         from rayloader.driver.iterator import EpochIterator
 
-        # What the program may have set since the loader was made counts from this `iter()` on, as torch has it.
+        # What the program has set since the loader was created takes effect at this `iter()`, as with torch.
         self.num_workers = checked_num_workers(self.num_workers)
         self._note_num_workers()
         self._sign_num_workers()
@@ -358,12 +356,12 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     @property
     def label(self) -> str:
-        """How this loader is called where its workers are shown: its name, or else the class of its dataset."""
+        """The name by which this loader's workers are shown: its name, or else the class of its dataset."""
         return self.name if isinstance(self.name, str) and self.name else type(self.dataset).__name__
 
     @property
     def live_iterator(self) -> Any:
-        """The last iterator with workers, if somebody still has it."""
+        """The last iterator with workers, if it still exists."""
         return self._last_iterator() if self._last_iterator is not None else None
 
     @property
@@ -372,11 +370,11 @@ class DataLoader(TorchDataLoader[_T_co]):
         return self._position.skipped if self._position is not None else 0
 
     def stats(self) -> LoaderStats:
-        """What this loader has measured of itself, and its verdict: is it the loader or the model?
+        """What this loader has measured, and its verdict: is it the loader or the model?
 
         The numbers are those of the current or last epoch, and of all epochs of all iterators of this object; they are
         no part of `state_dict()`, and a copy of the loader begins with none. Measuring takes two or three microseconds
-        a batch. Any thread may call this, at any time: it waits for nothing, and raises nothing. For instance::
+        a batch. Any thread may call this, at any time: it never waits, and never raises. For instance::
 
             print(loader.stats())
         """
@@ -399,23 +397,24 @@ class DataLoader(TorchDataLoader[_T_co]):
         return replace(stats, verdict=verdict(stats))
 
     def trace(self, path: str | os.PathLike[str]) -> Tracing:
-        """Writes what the workers and the trainer do, when, to a file for https://ui.perfetto.dev or chrome://tracing.
+        """Records what workers and trainer do, and when, in a file for https://ui.perfetto.dev or chrome://tracing.
 
         For instance::
 
             with loader.trace("loader.json"):
                 for batch in loader: ...
 
-        Recording begins at once. It ends, and the file is written, with the block, also by an exception; without
-        `with`, by `close()` of what this returns, and at the latest when the loader is dropped or the program ends.
+        Recording begins at once. It ends, and the file is written, with the block, even by an exception; without
+        `with`, by `close()` on the returned object, and at the latest when the loader is dropped or the program ends.
 
         There is a lane for each worker, with the fetching, collating and transfer of each batch (with its number and
         indices), and one for the trainer, with its waits and steps. Times are those of the clock behind
-        `time.perf_counter()`, in microseconds; those of workers on other machines are converted by when their batches
-        came. Tracing costs some microseconds a batch, and some hundred bytes of memory until the file is written.
+        `time.perf_counter()`, in microseconds; those of workers on other machines are converted, using the times at
+        which their batches came. Tracing costs some microseconds a batch, and a few hundred bytes of memory until the
+        file is written.
 
         Args:
-            path: of the file. As with torch's `export_chrome_trace`, a file that is there is replaced, and one whose
+            path: of the file. As with torch's `export_chrome_trace`, an existing file is replaced, and one whose
                 name ends with .gz is compressed.
 
         Raises:
@@ -427,12 +426,12 @@ class DataLoader(TorchDataLoader[_T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Tells the sampler, the batch sampler and the dataset which epoch the next `iter()` begins.
 
-        That is those of them, and of the samplers that they wrap, which have `set_epoch`, as torch's
-        `DistributedSampler` has. With `num_replicas` it is due before every epoch, in all ranks: the order of an epoch
+        It calls `set_epoch` of these, and of the samplers that they wrap, where it exists, as in torch's
+        `DistributedSampler`. With `num_replicas`, call it before every epoch, in all ranks: the order of an epoch
         depends on this number, and the same number means the same order.
 
-        Workers have the dataset as it is at `iter()`; in persistent workers, which keep theirs, `set_epoch` is called
-        there when the next epoch begins.
+        Workers get the dataset as it is at `iter()`; in persistent workers, which keep their copies, `set_epoch` is
+        called when the next epoch begins.
         """
         if callable(getattr(self.dataset, "set_epoch", None)):
             self._dataset_epoch = epoch
@@ -441,27 +440,27 @@ class DataLoader(TorchDataLoader[_T_co]):
     def state_dict(self) -> dict[str, Any]:
         """The position of the user in this loader's stream of batches.
 
-        It counts the batches that were taken from the last iterator; batches under way do not count. The state consists
-        of some kilobytes of plain types and tensors, to be saved with `torch.save` and loaded with `weights_only=True`,
-        and of the results of `state_dict` of the dataset and sampler, where they have one. A call costs as much after
-        many batches as after few, so that it may be made before each.
+        It counts the batches that were taken from the last iterator; batches in progress do not count. The state
+        consists of some kilobytes of plain types and tensors, to be saved with `torch.save` and loaded with
+        `weights_only=True`, and of the results of `state_dict` of the dataset and sampler, where they have one. A call
+        costs the same after many batches as after few, so it may be made before each batch.
 
         Raises:
-            StateError: the state of a dataset or sampler could not be determined; or a framework has made this loader
-                anew, and reads the new one.
+            StateError: the state of a dataset or sampler could not be determined; or a framework has rebuilt this
+                loader, and reads the new one.
         """
         if self._read_anew:
             raise StateError(
-                "a framework has made this loader anew and reads the new one, which alone knows the position: call "
+                "a framework has rebuilt this loader and reads the new one, which alone knows the position: call "
                 "state_dict() of that one, which Accelerate's prepare() has returned under rayloader.patch(). Under "
-                "Ray Train make the loader with num_replicas and rank, and it is read itself"
+                "Ray Train create the loader with num_replicas and rank, and it is read itself"
             )
         if self._state is None and self._before is not None and self._before.is_known:
             return self._before.state()
         return self._tell_state()
 
     def _tell_state(self) -> dict[str, Any]:
-        """The position behind the last batch that was drawn from this loader."""
+        """The position after the last batch that was drawn from this loader."""
         self._note_num_workers()
         if self._state is not None:
             return checkpoint.still(self, self._state)
@@ -473,28 +472,28 @@ class DataLoader(TorchDataLoader[_T_co]):
     def load_state_dict(self, state_dict: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Makes the next `iter()` continue where the state was saved: with the rest of that epoch, or a new one.
 
-        What belongs to the program is restored at once: the random generators from which samplers and seeds are drawn,
-        and the samplers with their epoch. What the program does to them afterwards counts; the next `iter()` advances
-        no generator that torch's would not. If several loaders are loaded, the last one determines the global
-        generators.
+        Everything that belongs to the program is restored at once: the random generators from which samplers and seeds
+        are drawn, and the samplers with their epoch. Changes that the program makes afterwards take effect; the next
+        `iter()` advances no generator that torch's would not. If several loaders are loaded, the last one determines
+        the global generators.
 
-        Without workers, the objects that do the work are the program's own too. Restored are then all global
-        generators, those that the dataset and `collate_fn` hold or the program's code behind them names, and the
+        Without workers, the objects that do the work are the program's own too. Then all global generators are
+        restored, those that the dataset and `collate_fn` hold or the program's code behind them names, and the
         dataset's own `state_dict`. Such a state fits
         only a loader without workers, and a state saved with workers only a loader with some; with `seeding="batch"`
         and a map-style dataset that keeps no state, either fits both.
 
-        The rest of the epoch is that of the loader that was saved, whatever `num_workers` and `persistent_workers` this
+        The rest of the epoch depends on the loader that was saved, whatever `num_workers` and `persistent_workers` this
         one has: its workers are hosted by at most `num_workers` processes. Later epochs have this loader's own
         `num_workers`. With `seeding="batch"`, and a map-style dataset without state, so has the rest of the epoch. To
-        keep the workers for all epochs, make the loader with as many as the saved one had, and `resize` it. A live
+        keep the workers for all epochs, create the loader with as many as the saved one had, and `resize` it. A live
         iterator is not affected; persistent workers are replaced by new ones at the next `iter()`.
 
         Args:
-            state_dict: the result of `state_dict()`. With torch's DistributedSampler each rank saves its own. Given the
-                list of all of them, saved at the same step, the number of ranks may differ: what no rank has taken of
-                the epoch is dealt out again, with new random streams in the workers. After an empty dict, which
-                torchdata's StatefulDataLoader accepts, the next `iter()` begins an epoch.
+            state_dict: the result of `state_dict()`. With torch's DistributedSampler each rank saves its own. With the
+                list of all of them, saved at the same step, the number of ranks may differ: the part of the epoch that
+                no rank has taken is distributed again, with new random streams in the workers. After an empty dict,
+                which torchdata's StatefulDataLoader accepts, the next `iter()` begins an epoch.
 
         Raises:
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
@@ -507,7 +506,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.
 
         Args:
-            num_workers: at least 1. More than the loader was made with bring no benefit.
+            num_workers: at least 1. More than the loader was created with bring no benefit.
 
         Raises:
             ValueError: `num_workers` is less than 1.
@@ -537,7 +536,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             self.num_workers.loader = weakref.ref(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is this process's, and what this object has measured.
+        # What belongs to this process, and what this object has measured.
         own = {"_position": None, "_last_iterator": None, "_before": None, "_source": no_loader, "_read_anew": False}
         return {**self.__dict__, **own, "_recorder": Recorder()}
 
@@ -547,15 +546,15 @@ class DataLoader(TorchDataLoader[_T_co]):
 
 
 def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None, **ray_options: Any) -> None:
-    """Starts Ray and worker processes in the background, while the program builds its model, say. Returns at once.
+    """Starts Ray and worker processes in the background, for instance while the program builds its model.
 
-    The first `iter()` of a loader waits for what is not ready yet, and raises what went wrong. Calling this is never
-    necessary: without it, the first `iter()` does the same.
+    Returns at once. The first `iter()` of a loader waits for what is not ready yet, and raises any error of the start.
+    Calling this is never necessary: without it, the first `iter()` does the same.
 
     Args:
         num_workers: worker processes to start, over all loaders that will work at the same time; they wait for their
             first loader without a limit.
-        ray_remote_args: as of the loaders that are to use these processes; loaders with others start their own.
+        ray_remote_args: those of the loaders that will use these processes; loaders with others start their own.
         **ray_options: options of `ray.init`, for instance `num_cpus`, `address` or `include_dashboard`.
 
     Raises:
@@ -572,8 +571,8 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
 def shutdown() -> None:
     """Ends every worker of this process's loaders, its shared loaders, and Ray if rayloader started it.
 
-    Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts anew. A script need not
-    call this at its end. It may be called more than once, but not from a signal handler.
+    Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts new workers. A script
+    need not call this at its end. It may be called more than once, but not from a signal handler.
     """
     iterator, pool = sys.modules.get("rayloader.driver.iterator"), sys.modules.get("rayloader.driver.pool")
     if iterator is not None:

@@ -1,7 +1,7 @@
-"""The arguments that are rayloader's own, beside those of torch's that it reads: checks, and the reasons.
+"""Rayloader's own arguments, and those of torch's that it reads: checks, and the reasons.
 
-Promise: whatever the program has set since the loader was made is checked as the constructor checks it. Ray is unknown
-here.
+Promise: values that the program has set since the loader was created are checked as the constructor checks them. This
+module does not import Ray.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OnError = Literal["raise", "skip"]
 
 
 class OwnArguments(TypedDict, total=False):
-    """The arguments of `DataLoader` that torch's has not, with their types."""
+    """The arguments of `DataLoader` that torch's class does not have, with their types."""
 
     ray_remote_args: dict[str, Any] | None
     fresh_processes: bool
@@ -60,7 +60,7 @@ RESERVED_REMOTE_ARGS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of a loader as they were when its iterator was made; see `DataLoader` for what they mean."""
+    """The arguments of a loader as they were when its iterator was created; see `DataLoader` for what they mean."""
 
     prefetch_factor: int  # 0 without workers
     automatic_depth: bool  # `prefetch_factor` was not given
@@ -107,12 +107,12 @@ class Options:
 
     @property
     def dynamic(self) -> bool:
-        """Whether any worker takes the next task."""
+        """Whether any worker may take the next task."""
         return self.scheduling == "dynamic"
 
     @property
     def seeds_batches(self) -> bool:
-        """Whether each batch is seeded anew: then nothing depends on who builds it."""
+        """Whether each batch is seeded by itself: then it does not depend on the worker that builds it."""
         return self.seeding == "batch"
 
     @property
@@ -122,10 +122,10 @@ class Options:
 
 
 def check_types(num_workers: Any, timeout: Any, prefetch_factor: Any) -> None:
-    """Checks the types of the numbers that torch compares with 0, whatever they are.
+    """Checks the types of the numbers that torch compares with 0.
 
     Raises:
-        TypeError: as from that comparison, whose own text names no argument.
+        TypeError: in place of that of the comparison, whose text names no argument.
     """
     if num_workers != 0:
         workers = _whole_num_workers(num_workers, least=0)
@@ -162,7 +162,7 @@ def check(loader: Any) -> None:
     _check_choice(loader, "scheduling", get_args(Scheduling))
     _check_type_of_timeout(loader.timeout)
     if not float(loader.timeout) >= 0:  # NaN is not
-        raise ValueError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 is for ever")
+        raise ValueError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 waits for ever")
     if loader.on_timeout == "restart" and not loader.timeout:
         raise ValueError('on_timeout="restart" needs a timeout > 0: the seconds after which a worker counts as hung')
     if loader.scheduling == "dynamic" and loader.seeding != "batch":
@@ -178,17 +178,17 @@ def check(loader: Any) -> None:
 
 
 def check_name(name: Any) -> None:
-    """Checks what a loader is called.
+    """Checks the name of a loader.
 
     Raises:
-        TypeError: it is not a text, empty, or has no place in UTF-8.
+        TypeError: it is not a text, is empty, or cannot be encoded in UTF-8.
     """
     if not isinstance(name, str) or not name or name.encode("utf-8", "ignore").decode() != name:
         raise TypeError(f"name must be a text that is not empty, or None, got {name!r}")
 
 
 def checked_num_workers(num_workers: Any, least: int = 0) -> int:
-    """The number of workers of a loader; NumPy's integers too, and True, as in torch.
+    """The number of workers of a loader; accepts NumPy's integers too, and True, as torch does.
 
     Raises:
         ValueError: it is less than `least`.
@@ -226,7 +226,7 @@ def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
             "depth only where a loader is made with workers; set its prefetch_factor too, or make it with num_workers"
         )
     number = _whole_prefetch_factor(prefetch_factor)
-    if number < 1:  # torch's type for that
+    if number < 1:  # torch's type for this error
         raise AssertionError(
             f"prefetch_factor must be greater than 0, got {prefetch_factor!r}; use num_workers=0 to load in-process"
         )
@@ -234,10 +234,10 @@ def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
 
 
 def check_remote_args(remote_args: Any) -> None:
-    """Checks options of actors, the user's.
+    """Checks the user's options of actors.
 
     Raises:
-        ValueError: one is not for the user, or out of range.
+        ValueError: one is not for the user to set, or out of range.
         TypeError: one is of the wrong type.
     """
     if remote_args is None:

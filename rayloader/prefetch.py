@@ -1,7 +1,7 @@
-"""How deep to prefetch, and whose sampler allows it.
+"""How deep to prefetch, and which samplers allow it.
 
-Promise: says which samplers may be asked earlier than torch's loader would ask them without anybody noticing, and what
-was drawn early shows nowhere where torch's loader would have drawn something else at its moment.
+Promise: says which samplers may be read earlier than torch's loader would read them without a visible difference; a
+draw that was made early has no effect if torch's loader would have drawn something else.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch.utils.data import (
 from rayloader._compat import InfiniteConstantSampler
 from rayloader.sharding import Shard
 
-# Bytes of batches under way, of all workers together, where the depth is automatic: three calls of batches of 5 MB from
-# each of sixteen workers, and little beside what training takes. More would only hide longer pauses of the workers.
+# Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
+# each of sixteen workers, and little compared with what training takes. More would only hide longer pauses of workers.
 PREFETCH_BYTES = 256 << 20
 
 # NOTE [ahead]
 # Once torch's own samplers have given their first index, little of what they give depends on what the program does
-# meanwhile. That little is seen to when torch's loader would have drawn:
+# meanwhile. That little is checked when torch's loader would have drawn:
 # - `batch_size` of a BatchSampler (without drop_last, with which it is read once), and `indices` of a
-#   SubsetRandomSampler, are read at each draw. What was drawn early is compared with what would be drawn now, and if
-#   that is something else, all from there on is drawn again, and built again, at torch's moments.
+#   SubsetRandomSampler, are read at each draw. An early draw is compared with what would be drawn now. If they
+#   differ, everything from there on is drawn again, and rebuilt, when torch draws it.
 # - A RandomSampler that has given a permutation asks for its own length, which may have changed, and draws from its
-#   generator, which may be the user's. So what comes after the permutation is never drawn early.
-# A rank's shard of any sampler has drawn its whole epoch by then, whatever the sampler within is.
+#   generator, which may be the user's. So nothing after the permutation is drawn early.
+# A rank's shard of any sampler has drawn its whole epoch by then, whichever sampler it wraps.
 QUIET_SAMPLERS = {
     SequentialSampler,
     RandomSampler,
@@ -50,24 +50,24 @@ QUIET_SAMPLERS = {
     Shard,
 }
 
-# Whose items are what they are: looking one up twice calls nothing of the user's.
+# Types in which a lookup calls no code of the user's, so that it may be repeated.
 LOOKED_UP = {list, tuple, range, np.ndarray, torch.Tensor}
 
 
 class AutomaticPrefetch(int):
-    """torch's default for `prefetch_factor`, which nobody asked for; survives being passed to another loader."""
+    """torch's default for `prefetch_factor`, not requested by the user; survives being passed to another loader."""
 
 
 def may_draw_ahead(sampler: Any, *, resumed: bool = False) -> bool:
-    """Whether nobody can tell that its indices are drawn earlier than torch would draw them.
+    """Whether drawing its indices earlier than torch would makes no visible difference.
 
     Args:
         sampler: the loader's.
-        resumed: whether the epoch goes on with an iterator that was not made by `start`.
+        resumed: whether the epoch continues with an iterator that was not created by `start`.
     """
     innermost = _innermost(sampler)
     if type(innermost) is RandomSampler and innermost.generator is not None:
-        # With replacement, or more or fewer samples than there are, it goes on drawing what it gives; see NOTE [ahead].
+        # With replacement, or more or fewer samples than there are, it draws while it yields; see NOTE [ahead].
         return not innermost.replacement and innermost.num_samples == len(innermost.data_source)
     if type(innermost) is SubsetRandomSampler:
         return not resumed and type(innermost.indices) in LOOKED_UP
@@ -75,7 +75,7 @@ def may_draw_ahead(sampler: Any, *, resumed: bool = False) -> bool:
 
 
 def start(sampler: Any) -> DrawAhead:
-    """The iterator of such a sampler, for an epoch from its start on."""
+    """The iterator of such a sampler, from the start of an epoch."""
     innermost = _innermost(sampler)
     if type(innermost) is not SubsetRandomSampler:
         return DrawAhead(sampler, iter(sampler))
@@ -90,12 +90,12 @@ def _innermost(sampler: Any) -> Any:
 
 
 class DrawAhead(Iterator[Any]):
-    """A sampler's iterator that may be asked early, see NOTE [ahead].
+    """A sampler's iterator that may be read early, see NOTE [ahead].
 
     Args:
         sampler: the loader's, one that `may_draw_ahead`.
         indices: its iterator.
-        look_up: whether that gives places in `indices` of a SubsetRandomSampler.
+        look_up: whether it yields places in `indices` of a SubsetRandomSampler.
     """
 
     def __init__(self, sampler: Any, indices: Iterator[Any], *, look_up: bool = False) -> None:
@@ -106,17 +106,17 @@ class DrawAhead(Iterator[Any]):
         self._fixed_size = not self._batched or sampler.drop_last  # then torch reads it once
         self._subset = _innermost(sampler) if look_up else None
         self._num_indices = 0 if self._subset is None else len(self._subset.indices)
-        self._certain = _certain(_innermost(sampler)) // self._batch_size  # draws
+        self._certain = _certain(_innermost(sampler)) // self._batch_size  # number of draws
         self._draws = 0
         self._torch_draws = 0
-        self._early: deque[tuple[Any, Any]] = deque()  # what `indices` gave before its time, and what was made of that
+        self._early: deque[tuple[Any, Any]] = deque()  # what `indices` yielded early, and what was made of it
 
     @property
     def may_draw(self) -> bool:
-        """Whether the next draw is due, or may be early."""
+        """Whether the next draw is due, or may be made early."""
         if self._draws < self._torch_draws:
             return True
-        same_size = self._subset is None or len(self._subset.indices) == self._num_indices  # else looking up may raise
+        same_size = self._subset is None or len(self._subset.indices) == self._num_indices  # else a lookup may raise
         return self._draws < self._certain and same_size
 
     def __next__(self) -> Any:
@@ -132,14 +132,14 @@ class DrawAhead(Iterator[Any]):
         return drawn
 
     def skipped(self, draws: int) -> None:
-        """The iterator was asked so often before, when torch's loader would have asked."""
+        """The iterator was read this many times before, when torch's loader would have read it."""
         self._draws = self._torch_draws = draws
 
     def reach(self, torch_draws: int) -> int | None:
-        """Torch's loader would have asked so often by now.
+        """Torch's loader would have drawn this many times by now.
 
         Returns:
-            The first draw that would have given something else then: it and those after it come again, none of them
+            The first draw that would have given something else then: it and the later ones are repeated, none of them
             early. None if there is no such draw.
         """
         changed = None
@@ -158,7 +158,7 @@ class DrawAhead(Iterator[Any]):
             return True
         try:
             return self._subset is not None and not _same(self._looked_up(given), drawn)
-        except Exception:  # the subset has become too small: this is raised when the draw comes again
+        except Exception:  # the subset has become too small: this is raised when the draw is repeated
             return True
 
     def _looked_up(self, given: Any) -> Any:
@@ -178,7 +178,7 @@ class DrawAhead(Iterator[Any]):
 
 
 def _batches(samples: Iterator[Any], sampler: BatchSampler, batch_size: int) -> Iterator[list[Any]]:
-    """As a BatchSampler makes them; its `batch_size` is read at each draw, with drop_last it stays as given."""
+    """Batches as a BatchSampler makes them; reads its `batch_size` at each draw; with drop_last it stays as given."""
     if sampler.drop_last:
         return iter(BatchSampler(samples, batch_size, drop_last=True))
     return _batches_of_any_size(samples, sampler)
@@ -190,7 +190,7 @@ def _batches_of_any_size(samples: Iterator[Any], sampler: BatchSampler) -> Itera
 
 
 def _same(now: Any, drawn: Any) -> bool:
-    """Whether two draws are equal, and of the same types: a dataset may tell a tensor from a number."""
+    """Whether two draws are equal, and of the same types: a dataset may distinguish a tensor from a number."""
     if type(now) is not type(drawn):
         return False
     if isinstance(now, list):
@@ -199,7 +199,7 @@ def _same(now: Any, drawn: Any) -> bool:
 
 
 def _certain(sampler: Any) -> int:
-    """How many samples it gives that depend on nothing that may change meanwhile."""
+    """How many samples it yields that depend on nothing that may change meanwhile."""
     if type(sampler) is not RandomSampler:
         return sys.maxsize
     at_once = 32 if sampler.replacement else max(1, len(sampler.data_source))

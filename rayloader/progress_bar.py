@@ -1,6 +1,6 @@
-"""A progress bar around a loader: how fast it goes, and how long the trainer waits for it.
+"""A progress bar around a loader: its rate, and how long the trainer waits for it.
 
-Promise: batches pass through untouched, and none is kept; the loader's position stays right under interrupts. The
+Promise: batches pass through unchanged, and none is kept; the loader's position stays right under interrupts. The
 bar is tqdm's, which the extra `progress` installs.
 """
 
@@ -23,11 +23,11 @@ def progress(loader: DataLoader[_T_co], **options: Any) -> Progress[_T_co]:
         for batch in rayloader.progress(loader, desc="epoch 3"): ...
 
     Each `iter()` has a bar of its own, in a terminal or a notebook; where standard error is neither, there is none.
-    The bar is closed with the last batch, and also where the loop ends before it.
+    The bar is closed with the last batch, or when the loop ends before that.
 
     Args:
         loader: of rayloader's class.
-        options: of tqdm, for instance `desc`, `file`, `leave`, `position`; `disable=False` for a bar in any case.
+        options: of tqdm, for instance `desc`, `file`, `leave`, `position`; `disable=False` shows a bar in any case.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -58,14 +58,14 @@ class Progress(Generic[_T_co]):
 
 
 class _Bar(Iterator[_T_co]):
-    """One epoch's."""
+    """The bar of one epoch."""
 
     def __init__(self, loader: DataLoader[_T_co], tqdm: Any, options: dict[str, Any]) -> None:
         self._bar: Any = None  # first: `__del__` may run after an error in the next lines
         self._loader = loader
         self._iterator: Iterator[_T_co] = iter(loader)
         self._begun = False
-        # After `iter()`: what is printed while workers start comes before the bar.
+        # After `iter()`: output while workers start comes before the bar.
         with contextlib.suppress(TypeError):  # a stream need not know its length
             options = {"total": len(loader), **options}
         self._bar = tqdm(**{"initial": loader._position.delivered, **options})

@@ -1,8 +1,8 @@
-"""What the driver and the worker processes say to each other.
+"""The messages between the driver and the worker processes.
 
-Promise: data only; both sides import it, and neither imports the other. Down a channel go the messages that begin with
-a `Down`, up the ones that begin with an `Up`; where the channel is Ray calls, the calls' arguments and what they
-return stand for them. Calls of a process are numbered, and it answers them in order.
+Promise: data only; both sides import it, and neither imports the other. Messages down a channel begin with a `Down`,
+messages up with an `Up`; if the channel is Ray calls, the calls' arguments and return values
+replace them. Calls of a process are numbered, and it answers them in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rayloader.state.process_state import ProcessState
 from rayloader.transport.lanes import Wire, fits_in_band
 from rayloader.transport.local_line import LineAddress
 
-# References to Ray's objects go through Ray as they are: it keeps their owners in touch.
+# References to Ray's objects go through Ray unchanged: it keeps their owners informed.
 CARRY = (ray.ObjectRef,)
 
 
@@ -30,25 +30,25 @@ class Down:
     RUN = 0  # a call: worker_id, call, task_id, indices, room; see `WorkerProcess.run`
     REPLAY = 1  # a call: worker_id, call, tasks; see `WorkerProcess.replay`
     RESUME = 2  # a call: worker_id, call, epoch, shared_seed, undo_from; see `WorkerProcess.resume`
-    DROP = 3  # after_call, up_to_call, from_task: of the calls in between nobody wants the tasks from this one on
+    DROP = 3  # after_call, up_to_call, from_task: of the calls in between, the tasks from this one on are cancelled
 
 
 class Up:
     """The first item of a message from a worker process, and what follows it."""
 
     ANSWER = 0  # to `run` and `replay`: worker_id, call, fields of the `Answer`
-    BEGUN = 1  # to `resume`: worker_id, call, fields of the `WorkerState` as which it has left the worker
+    BEGUN = 1  # to `resume`: worker_id, call, fields of the `WorkerState` in which it has left the worker
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one worker is told before its first task; the same for all but for `worker_id`."""
+    """What one worker is told before its first task; the same for all except for `worker_id`."""
 
     worker_id: int
     name: str  # of the loader
     num_workers: int
     base_seed: int
-    seed_batches: bool  # seed anew before each batch, by its number
+    seed_batches: bool  # seed before each batch, by its number
     shared_seed: int | None  # of IterDataPipes
     dataset_kind: int
     auto_collation: bool
@@ -64,7 +64,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What travels once per worker: the user's objects, pickled together, as one fork would copy them together."""
+    """Sent once per worker: the user's objects, pickled together, as one fork would copy them together."""
 
     dataset: Any
     collate_fn: Callable[[Any], Any]
@@ -74,14 +74,14 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a worker opens its replica from.
+    """Where a worker gets its replica from.
 
     Attributes:
         image: the driver's.
-        carried: parts of the replica that travel as they are.
+        carried: parts of the replica that Ray carries unchanged.
         contents: for workers that cannot open the driver's files: in a list, Ray's object with their bytes, or None if
             the node has an image of an earlier epoch.
-        hosted: likewise, the address of the image that one worker of the node has made of them.
+        hosted: in a list too, the address of the image that one worker of the node has made of them.
     """
 
     image: ImageAddress
@@ -102,29 +102,29 @@ class WorkerAddress:
 
     @property
     def location(self) -> tuple[str, str]:
-        """Equal for workers that share an image."""
+        """A value that is equal for workers that share an image."""
         return self.node_id, self.machine
 
 
 class ResultKind:
-    """What became of a task."""
+    """The outcome of a task."""
 
     BATCH = 0
     ERROR = 1  # the user's exception, as torch's ExceptionWrapper
     EXHAUSTED = 2  # the worker's iterable dataset has ended
     EMPTY = 3  # every sample of it was skipped
     EXITED = 4  # user code asked this process to end: SystemExit, KeyboardInterrupt
-    NOT_STARTED = 5  # the same, before its first task
-    TERMINATED = 6  # SIGTERM asked for it
+    NOT_STARTED = 5  # the same as EXITED, before its first task
+    TERMINATED = 6  # SIGTERM has requested it
 
 
-# After these the process does nothing more.
+# After these results the process ends.
 ENDS = ResultKind.EXITED, ResultKind.NOT_STARTED, ResultKind.TERMINATED
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of a task: `wire` holds the batch or the ExceptionWrapper, `text` has an error in words."""
+    """The outcome of a task: `wire` holds the batch or the ExceptionWrapper, `text` describes an error."""
 
     task_id: int
     kind: int  # of `ResultKind`
@@ -132,12 +132,12 @@ class Result:
     text: str = ""
     nbytes: int = 0  # of the batch's buffers
     skipped: tuple[skipping.Skipped, ...] = ()
-    digest: int = 0  # tells whether it is the same when it is built again
+    digest: int = 0  # tells whether a rebuilt batch is the same
     samples: int = 0  # in the batch
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """What travels of it."""
+        """The part of it that is sent."""
         return (
             self.task_id,
             self.kind,
@@ -151,20 +151,20 @@ class Result:
 
 
 class Answer(NamedTuple):
-    """What a call of `run` or `replay` returns, and what is new of the worker."""
+    """What a call of `run` or `replay` returns, with news of the worker."""
 
-    result: Any  # as it travels, see NOTE [final]; None: of a replay that has not ended the process
+    result: Any  # in the form that is sent, see NOTE [final]; None: of a replay that has not ended the process
     seconds: float  # spent on it
-    spent: bytes = b""  # what the time went into: a `Spent`, packed
-    replay: tuple[int, int] = 0, 0  # batches built again since the worker was restored, and how many that must be
-    doubt: int | None = None  # a task whose batch was built again, is not what it was, and was believed nevertheless
-    state: tuple[Any, ...] | None = None  # fields of `WorkerState`: the worker as it is now, if a snapshot was taken
+    spent: bytes = b""  # how the time was spent: a `Spent`, packed
+    replay: tuple[int, int] = 0, 0  # batches rebuilt since the worker was restored, and how many must be
+    doubt: int | None = None  # task of a rebuilt batch that differs, but was accepted: the dataset has `state_dict()`
+    state: tuple[Any, ...] | None = None  # fields of `WorkerState`, if a snapshot of the worker was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """What travels of it: without the fields behind the third, where they say what they mostly do."""
+        """The part of it that is sent: without the fields after the third, if they have their usual values."""
         return self[:3] if self[3:] == _USUAL else tuple(self)
 
 
@@ -176,26 +176,26 @@ class Served(NamedTuple):
 
     Attributes:
         refused: why the line could not be opened.
-        answer: packed worker_id, call and `Answer`, which could not go over the line; it is still open.
+        answer: packed worker_id, call and `Answer`, which could not go over the line; the line is still open.
     """
 
     refused: str = ""
     answer: Any = None
 
 
-# NOTE [final]. A dataset may write to what it returned as soon as it is asked for the next: a reader that reuses its
-# buffer does. So a result is final when its task ends. Over a line it is sent at that moment. Where Ray carries it, it
-# is pickled once, with copies of what is small; only what is large, or must be looked into by Ray, keeps views of the
-# batch's memory: its call ends with it, and Ray copies them before the next one begins.
+# NOTE [final]. A dataset may write to what it returned as soon as it is asked for the next item: a reader that reuses
+# its buffer does. So a result is final when its task ends. Over a line it is sent at that moment. If Ray carries it, it
+# is pickled once, with copies of small parts; only large parts, or parts that Ray must inspect, keep views of the
+# batch's memory: its call ends with it, and Ray copies them before the next call begins.
 
 
 def final(result: Result, in_band: int) -> Any:
-    """What travels of a result through Ray: bytes if at most `in_band` bytes of it must be copied, else its fields."""
+    """The form in which a result goes through Ray: bytes if at most `in_band` bytes must be copied, else its fields."""
     if result.wire is None or fits_in_band(result.wire, in_band):
         return pickle.dumps(result.fields, pickle.HIGHEST_PROTOCOL)
     return result.fields
 
 
 def result_of(travelled: Any) -> Result:
-    """The result, of what travelled of it."""
+    """The result, from the form that was sent."""
     return Result(*(pickle.loads(travelled) if isinstance(travelled, bytes) else travelled))

@@ -1,19 +1,20 @@
 """Readers of loaders whose habits a state must allow for: a batch ahead of the program, or counting batches.
 
-Promise: a state counts the batches that the program was given. What a framework that stands in between has drawn and
-not handed on is still to come.
+Promise: a state counts the batches that the program was given. Batches that a framework in between has drawn and
+not passed on come again.
 
 NOTE [One batch ahead]
-What Ray Train's `prepare_data_loader` returns draws the next batch before it hands one on, so as to move it to the
-device meanwhile. So does Lightning where the length is not known, to notice the last batch. For these, a state is made
-before each batch is drawn, and holds until the next one is: as Accelerate does, which has the same habit. Where the end
-is found, there is nothing ahead, and the state is that of a finished epoch, also while the program has the last batch.
+The loader that Ray Train's `prepare_data_loader` returns draws the next batch before it passes on the previous one, to
+move it to the device meanwhile. So does Lightning where the length is not known, to notice the last batch. For these, a
+state is made before each batch is drawn, and remains valid until the next one is: as Accelerate does, which also draws
+ahead. Once the end is found, nothing is ahead, and the state is that of a finished epoch, even while the program has
+the last batch.
 
 NOTE [Lightning counts]
 Where Lightning knows the length, or has a limit, it never asks for what follows the last batch: a checkpoint that is
-made at that batch holds the state of an epoch of which nothing is left, or nothing that it wants. Resumed from there,
+saved at that batch holds the state of an epoch of which nothing is left, or nothing that it wants. Resumed from there,
 it asks for an iterator and means the next epoch. StopIteration would cost it that epoch, so it is given the next one.
-It is not so with several loaders, each of which may end at another time.
+This does not apply to several loaders, because each of them may end at another time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LIGHTNING = _Habits(
     is_ahead=lambda fetcher: fetcher.length is None,
     length=lambda fetcher: fetcher.length if len(fetcher.combined_loader.flattened) == 1 else None,
 )
-# Their classes, by module and name.
+# Classes of such readers, by module and name.
 _READERS: dict[tuple[str, str], _Habits] = {
     ("ray.train.torch.train_loop_utils", "_WrappedDataLoader"): _Habits(lambda _: True, lambda _: None),
     ("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher"): _LIGHTNING,
@@ -54,7 +55,7 @@ def callers() -> Iterator[Any]:
 
 
 class Reader:
-    """Who asks a loader for its iterator, where that is a framework with habits."""
+    """The code that requests a loader's iterator, if that is a framework with habits."""
 
     def __init__(self, reader: Any, habits: _Habits) -> None:
         self._reader, self._habits = weakref.ref(reader), habits
@@ -71,7 +72,7 @@ class Reader:
 
 
 def find_reader() -> Reader | None:
-    """Who is asking a loader for its iterator in this thread; None if it is nobody with habits."""
+    """The code that requests a loader's iterator in this thread; None if it has no habits."""
     known = [
         (getattr(sys.modules[module], name, ()), habits)
         for (module, name), habits in _READERS.items()
@@ -85,18 +86,18 @@ def find_reader() -> Reader | None:
 
 
 class Before:
-    """The state of a loader from before the last batch was drawn; none where that batch was handed on."""
+    """The state of a loader from before the last batch was drawn; none if that batch was passed on."""
 
     def __init__(self) -> None:
         self._told: dict[str, Any] | Exception | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether it is the one to be told."""
+        """Whether this is the state to return."""
         return self._told is not None
 
     def state(self) -> dict[str, Any]:
-        """It. Raises what was raised when it was to be made: that is no matter of who never asks."""
+        """The state. Raises an error that occurred when it was made: it matters only if the state is requested."""
         if isinstance(self._told, Exception):
             raise self._told
         assert self._told is not None
@@ -107,30 +108,30 @@ class Before:
 
         Args:
             iterator: of the loader.
-            tell: makes the state; None: the batch is handed on at once.
+            tell: makes the state; None: the batch is passed on at once.
         """
         held = self._told
         try:
             self._told = tell() if tell is not None else None
-        except Exception as error:  # whatever the dataset's or the sampler's own state raises
+        except Exception as error:  # an error from the dataset's or the sampler's own state
             self._told = error
         try:
             return next(iterator)
         except StopIteration:
             self._told = None
             raise
-        except BaseException:  # what was drawn before is still not handed on
+        except BaseException:  # the batch drawn before has still not been passed on
             self._told = held
             raise
 
 
 class ReadAhead(Iterator[Any]):
-    """What `iter()` returns to a reader with habits; see NOTE [One batch ahead] and NOTE [Lightning counts].
+    """The iterator for a reader with habits; see NOTE [One batch ahead] and NOTE [Lightning counts].
 
     Args:
         iterator: of the loader.
-        before: where the state is kept; the loader has it too, until it is asked for another iterator.
-        reader: who asks.
+        before: where the state is kept; the loader has it too, until another iterator is requested.
+        reader: requests the iterator.
         tell: makes the loader's state as of the last batch that was drawn.
         next_epoch: for an epoch that a state has resumed: makes the iterator of the next one if so many batches of
             this one were taken.

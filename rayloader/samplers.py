@@ -1,15 +1,15 @@
-"""The samplers of a loader: what they draw from, and how they are made to draw the same again.
+"""The samplers of a loader: what they draw from, and how to make them draw the same again.
 
-Promise: pure of Ray and of workers. What a sampler and a loader's base seed draw from can be captured, put back, and
-set for a while (`Samplers.at`) without anybody noticing.
+Promise: independent of Ray and of workers. The generators and attributes that a sampler and a loader's base seed draw
+from can be captured, restored, and set for a while (`Samplers.at`) without a visible effect.
 
-NOTE [What a state moves]: the random generators, the samplers and their epoch belong to the program. A state puts them
-to what they were when it was saved in `load_state_dict`, at once; what the program does to them afterwards counts. At
-`iter()` a loader draws from them what torch's loader would have drawn there, and nothing else. So the `iter()` that
-goes on in the middle of an epoch draws nothing: in the run that was never interrupted nobody called `iter()` at that
+NOTE [What a state moves]: the random generators, the samplers and their epoch belong to the program.
+`load_state_dict` immediately sets them to what they were when the state was saved; later changes by the program take
+effect. At `iter()` a loader draws from them what torch's loader would have drawn there, and nothing else. So the
+`iter()` that continues in the middle of an epoch draws nothing: the uninterrupted run called no `iter()` at that
 point. The indices that were drawn before the state was saved are drawn again from copies of the generators as they
-were when the epoch began (`Samplers.at`); whatever the sampler draws later, it draws from the program's generators, as
-in the run that was never interrupted. A state that was saved between two epochs changes nothing at `iter()`.
+were when the epoch began (`Samplers.at`); later draws come from the program's generators, as in the uninterrupted run.
+A state that was saved between two epochs changes nothing at `iter()`.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from rayloader.state.seal import are_same
 from rayloader.state.snapshot import dump_state, has_state
 
 _SIMPLE = (int, float, str, bool, type(None))
-# What makes a DistributedSampler this rank's; another number of ranks may go on, see `redeal.py`.
+# The arguments that make a DistributedSampler this rank's; other ranks may continue, see `redeal.py`.
 RANK = ("num_replicas", "rank")
 _OF_RANK = (*RANK, "num_samples", "total_size")
 _DISTRIBUTED = (*RANK, "seed", "shuffle", "drop_last")
 _END = object()
-_MOST_COPIED = 100_000  # objects that a sampler may hold, for copies of it to be asked
-_ASKED_FOR = 100  # batches by which two orders are compared: few samples have the same order by chance
+_MOST_COPIED = 100_000  # how many objects a sampler may hold to be copied for this check
+_ASKED_FOR = 100  # how many batches of two orders are compared: few samples have the same order by chance
 
-# Simple attributes of samplers when a loader first had them, by id: what has changed since is the sampler's progress.
+# Simple attributes of samplers when a loader first had them, by id: those changed since are the sampler's progress.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 
 
 class Moment(NamedTuple):
-    """What a loader's samplers are at one moment, apart from their own `state_dict`.
+    """The state of a loader's samplers at one moment, apart from their own `state_dict`.
 
     Attributes:
         random: the generators that the samplers and the base seed draw from.
@@ -65,7 +65,7 @@ class Moment(NamedTuple):
     attributes: list[dict[str, Any]]
 
     def pack(self) -> tuple[Any, ...]:
-        """As plain types that can't be changed."""
+        """Packs it in plain, immutable types."""
         return self.random.pack(), pack_attributes(self.attributes)
 
     @classmethod
@@ -82,12 +82,12 @@ class Moment(NamedTuple):
 
 
 def pack_attributes(attributes: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """Those of a `Moment`, as plain types that can't be changed."""
+    """Packs the attributes of a `Moment` in plain, immutable types."""
     return tuple(tuple(simple.items()) for simple in attributes)
 
 
 class OwnState(NamedTuple):
-    """What `state_dict` of a sampler gave, and of its iterator; or why it can't be told."""
+    """The result of `state_dict` of a sampler, and of its iterator; or why there is none."""
 
     sampler: bytes | None = None
     iterator: bytes | None = None
@@ -108,7 +108,7 @@ class Samplers:
         innermost = self._chain[-1]
         self.part = part_of(self.index_sampler)
         is_stock = type(innermost) in QUIET_SAMPLERS and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
-        # What draws from the global generators: the base seed, and samplers. A shard's order does not depend on them.
+        # Users of the global generators: the base seed, and samplers. A shard's order does not depend on them.
         shards = type(self.part) is Shard
         self._only_torch = is_stock or shards
         own = loader.generator is not None and (shards or getattr(innermost, "generator", loader.generator) is not None)
@@ -117,12 +117,12 @@ class Samplers:
         self._makes_generator = [_makes_generator(sampler) for sampler in self._chain]
         self._is_shallow = True  # no sampler holds objects that may hold generators
         self._generators = self._find_generators()
-        self.name = " of ".join(type(sampler).__name__ for sampler in self._chain)  # of the kinds of samplers
+        self.name = " of ".join(type(sampler).__name__ for sampler in self._chain)  # names the kinds of samplers
 
     def are_of(self, loader: Any) -> bool:
         """Whether that loader's samplers are still these, and neither their attributes nor the loader's have changed.
 
-        False too where that can't be known without a look at all that a sampler holds.
+        False also if that can't be known without searching everything that a sampler holds.
         """
         if not self._is_shallow:
             return False
@@ -130,7 +130,7 @@ class Samplers:
         return len(contents) == len(self._seen) and are_same(contents, self._seen)
 
     def _contents(self, loader: Any) -> list[Any]:
-        """All that is looked at here, but for what is within a sampler's attributes."""
+        """Everything that is looked at here, except for what is inside of a sampler's attributes."""
         contents = [loader._index_sampler, loader.generator, loader.batch_size, loader.drop_last]
         # Torch's samplers hold the ones that they wrap, so that another chain has other contents too.
         for sampler in self._chain if self._is_stock else chain_of(loader._index_sampler):
@@ -142,7 +142,7 @@ class Samplers:
         return contents
 
     def iterator(self, stages: Sequence[redeal.Stage]) -> Any:
-        """The index sampler's; after stages, over what is left for this rank."""
+        """The index sampler's iterator; after stages, over what is left for this rank."""
         if not stages:
             return iter(self.index_sampler)
         part = self.part
@@ -153,7 +153,7 @@ class Samplers:
     # ---- generators and attributes
 
     def of_this_rank(self, moment: Moment) -> Moment:
-        """A moment of another rank's samplers, as it would have been of these: only what all ranks share is theirs."""
+        """A moment of another rank's samplers, converted for these: only what all ranks share is taken from it."""
         own = self.capture()
         attributes = [
             {**theirs, **{name: value for name, value in ours.items() if name in _OF_RANK}}
@@ -166,7 +166,7 @@ class Samplers:
 
     @property
     def _keeps_generator(self) -> bool:
-        """Whether the loader's generator is of no matter to the samplers: only base seeds are drawn from it."""
+        """Whether the loader's generator does not matter to the samplers: only base seeds are drawn from it."""
         return self._loaders_own is not None and all(g is not self._loaders_own for g in self._held_generators())
 
     def _find_generators(self) -> list[Any]:
@@ -178,18 +178,18 @@ class Samplers:
         for sampler in self._chain:
             attributes = attributes_of(sampler).items()
             inner = {k: v for k, v in attributes if type(v) not in _SIMPLE and not self._is_searched(k, v)}
-            if inner:  # torch's own have none, and a state is made before every batch by some frameworks
+            if inner:  # torch's own have none, and some frameworks make a state before every batch
                 found += find_generators(inner)
                 self._is_shallow &= all(isinstance(value, KINDS) for value in inner.values())
             found += named_generators(sampler)
         return distinct(found)
 
     def _is_searched(self, name: str, value: Any) -> bool:
-        """Whether an attribute of a sampler is looked at elsewhere."""
+        """Whether an attribute of a sampler is searched elsewhere."""
         return name in (*DATA, "sampler") or any(value is sampler for sampler in self._chain)
 
     def _has_made(self, moment: Moment) -> None:
-        """Samplers that make their generator when they are first asked have one, or none, as at that moment."""
+        """Gives samplers that create their generator on first use one, or none, as at that moment."""
         for sampler, simple, makes in zip(self._chain, moment.attributes, self._makes_generator, strict=True):
             if makes and "generator" in simple:
                 sampler.generator = None
@@ -202,11 +202,11 @@ class Samplers:
         return Moment(self.random(), self.attributes())
 
     def attributes(self) -> list[dict[str, Any]]:
-        """The simple ones of each sampler, as they are now."""
+        """The current simple attributes of each sampler."""
         return [_simple(sampler) for sampler in self._chain]
 
     def random(self) -> RandomState:
-        """The generators that `iter()` and the samplers draw from, as they are now."""
+        """The current states of the generators that `iter()` and the samplers draw from."""
         if any(self._makes_generator):
             self._generators = self._find_generators()
         random = RandomState.capture(self._generators, only_torch=self._only_torch)
@@ -215,7 +215,7 @@ class Samplers:
         return random
 
     def restore(self, moment: Moment, progress: list[list[str]]) -> None:
-        """Puts the generators back, and of the attributes those that `progress` names for each sampler."""
+        """Restores the generators, and the attributes that `progress` names for each sampler."""
         changed = [
             {name: value for name, value in simple.items() if name in names or (makes and name == "generator")}
             for simple, names, makes in zip(moment.attributes, progress, self._makes_generator, strict=True)
@@ -224,7 +224,7 @@ class Samplers:
 
     @contextlib.contextmanager
     def at(self, moment: Moment) -> Iterator[None]:
-        """For a while all is as it was at that moment; afterwards as it was before."""
+        """Temporarily restores everything to that moment; afterwards to what it was before."""
         before = self.capture()
         self.move_to(moment)
         try:
@@ -233,18 +233,18 @@ class Samplers:
             self.move_to(before)
 
     def move_to(self, moment: Moment) -> None:
-        """All is as it was at that moment."""
+        """Restores everything to that moment."""
         self._has_made(moment)
         for sampler, simple in zip(self._chain, moment.attributes, strict=True):
             if "epoch" in simple and hasattr(sampler, "set_epoch") and sampler.epoch != simple["epoch"]:
                 sampler.set_epoch(simple["epoch"])
-            if sampler is not self._stateful:  # else its state_dict() says what it is
+            if sampler is not self._stateful:  # otherwise its state_dict() contains the attributes
                 set_attributes(sampler, simple)
         self._check_generators(moment)
         moment.random.restore(self._generators)
 
     def progress(self) -> tuple[tuple[str, ...], ...]:
-        """Of each sampler the attributes that have changed since a loader first had it."""
+        """For each sampler, the attributes that have changed since a loader first had it."""
         return tuple(
             tuple(
                 name for name, value in _simple(sampler).items() if name not in first or not _same(value, first[name])
@@ -262,14 +262,14 @@ class Samplers:
             )
 
     def check(self, saved: Moment, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:
-        """Raises StateError if the saved samplers were made with other arguments than these.
+        """Raises StateError if the saved samplers were created with other arguments than these.
 
-        An attribute that has changed neither there nor here, and differs, is an argument.
+        An attribute that has changed in neither of the two runs, and differs, is an argument.
 
         Args:
-            saved: what they were when the state was.
+            saved: what the samplers were when the state was saved.
             progress: as it was there.
-            tells: whether the sampler's state_dict, or its iterator's, says what it is.
+            tells: whether a state_dict of the sampler, or of its iterator, contains its state.
             any_rank: whether the state may be another rank's.
 
         Returns:
@@ -292,19 +292,19 @@ class Samplers:
         return both
 
     def keep_more(self, dataset: Any, others: list[Any]) -> bool:
-        """Whether samplers of the user's keep what neither a `Moment` holds nor they tell, and draw by it.
+        """Whether the user's samplers have state that neither a `Moment` nor their own state contains, and draw by it.
 
-        Copies of them are asked twice from the same moment on. They share the dataset, which may be large. What can't
-        be copied or asked is not known to keep anything.
+        Iterates over copies of them twice from the same moment on. They share the dataset, which may be large. If a
+        sampler can't be copied or read, False.
 
         Args:
             dataset: that the samplers sample from.
-            others: generators that are put to what they were beside the samplers' own.
+            others: generators that are restored together with the samplers' own.
         """
         if self._stateful is not None or not any(map(own_classes, self._chain)):
             return False
         shared = [dataset, *(getattr(sampler, name, None) for sampler in self._chain for name in DATA)]
-        shared += [value for one in shared for value in attributes_of(one).values()]  # a subset's dataset, for one
+        shared += [value for one in shared for value in attributes_of(one).values()]  # for instance a subset's dataset
         given = types.SimpleNamespace(batch_size=self._batch_size, drop_last=self._drop_last)
         before = RandomState.capture(followed := distinct([*self._generators, *others]))
         try:
@@ -317,44 +317,44 @@ class Samplers:
             before.restore(followed)
             copies.move_to(moment)
             return first != copies._draw()
-        except Exception:  # the user's own, which may raise anything
+        except Exception:  # of the user's own code, which may raise anything
             return False
         finally:
             before.restore(followed)
 
     def _draw(self) -> int:
-        """A checksum of the first batches that the sampler gives."""
+        """A checksum of the first batches that the sampler yields."""
         checksum = 0
         for indices in itertools.islice(self.index_sampler, _ASKED_FOR):
             checksum = drawn(indices, checksum).checksum
         return checksum
 
-    # ---- what the user's samplers tell themselves
+    # ---- the own states of the user's samplers
 
     def is_stateful(self, iterator: Any) -> bool:
-        """Whether the sampler, or its iterator, tells its state."""
+        """Whether the sampler, or its iterator, has a state_dict."""
         return has_state(iterator) or self._stateful is not None
 
     def own_state(self) -> OwnState:
-        """What the sampler tells."""
+        """The sampler's own state."""
         return OwnState(**_told(self._stateful, "sampler"))
 
     def with_iterator(self, own: OwnState, iterator: Any) -> OwnState:
-        """The same, and what its iterator tells, if that is another object."""
+        """That state, and the one of its iterator if that is another object."""
         if iterator is self._stateful or not has_state(iterator):
             return own
         return own._replace(**_told(iterator, "iterator"))
 
     def load(self, state: bytes | None) -> None:
-        """Gives the sampler its state back."""
+        """Loads the sampler's own state."""
         if self._stateful is not None and state is not None:
             self._stateful.load_state_dict(pickle.loads(state))
 
     def load_between_epochs(self, state: bytes | None) -> None:
-        """The same for a state from between two epochs: the next epoch is a whole one.
+        """Loads a state from between two epochs: the next epoch is a whole one.
 
-        Samplers differ in what they then tell: that they begin, or, as torchdata's do, that all was given. Such a
-        sampler is asked once, has nothing to give, and then begins.
+        Samplers differ in what such a state says: that they begin, or, like torchdata's, that everything was yielded.
+        Such a sampler is iterated once, yields nothing, and then begins.
         """
         self.load(state)
         if self._stateful is None or state is None:
@@ -369,7 +369,7 @@ class Samplers:
 
 
 class Resuming:
-    """A loader as torch's iterators see it, from which making one draws nothing that is the program's."""
+    """A loader as seen by torch's iterators; creating one from it draws nothing from the program's generators."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -381,7 +381,7 @@ class Resuming:
 
 
 class _Copied(dict[int, Any]):
-    """What `copy.deepcopy` has copied, of which there may be only so much."""
+    """The memo of `copy.deepcopy`, with a limit on the number of objects."""
 
     def __setitem__(self, key: int, value: Any) -> None:
         if len(self) >= _MOST_COPIED:
@@ -390,7 +390,7 @@ class _Copied(dict[int, Any]):
 
 
 def note_first_attributes(loader: Any) -> None:
-    """Remembers what a loader's samplers are like when it is made."""
+    """Remembers the attributes of a loader's samplers at its creation."""
     for sampler in chain_of(loader._index_sampler):
         _first_attributes(sampler)
 
@@ -400,7 +400,7 @@ def _told(obj: Any, name: str) -> dict[str, Any]:
         return {}
     try:
         return {name: dump_state(obj)}
-    except Exception:  # the user's state_dict() may raise anything, and may give what can't be copied
+    except Exception:  # the user's state_dict() may raise anything, and its result may be impossible to copy
         return {"error": traceback.format_exc()}
 
 
@@ -420,7 +420,7 @@ def _simple(sampler: Any) -> dict[str, Any]:
 
 
 def _makes_generator(sampler: Any) -> bool:
-    """Whether it makes its generator when it is first asked, as Accelerate's does."""
+    """Whether it creates its generator on first use, as Accelerate's does."""
     had: Any = _first_attributes(sampler).get("generator", sampler)
     return had is None and type(sampler) not in QUIET_SAMPLERS
 
@@ -436,7 +436,7 @@ def _is_epoch(sampler: Any, name: str) -> bool:
 
 def _refuse(sampler: Any, name: str, saved: Any, own: Any) -> None:
     what = f"the state was saved with {name}={saved!r} of the sampler {type(sampler).__name__}, which is {own!r} here"
-    if isinstance(saved, (float, str)) or isinstance(own, (float, str)):  # a path, a time: perhaps of no matter
+    if isinstance(saved, (float, str)) or isinstance(own, (float, str)):  # a path, a time: perhaps irrelevant
         warnings.warn(
             f"{what}: if the order of the samples depends on it, the batches are others than those of the saved run; "
             "make the sampler as the one that was saved, or give it state_dict() and load_state_dict()",

@@ -1,6 +1,6 @@
-"""The Ray session: joined where there is one, started where there is none.
+"""The Ray session: joined if there is one, started if there is none.
 
-Promise: a Ray that was started here is ended here; any other is left as it is. The ranks of torchrun on one machine
+Promise: a Ray that was started here is ended here; any other is left alone. The ranks of torchrun on one machine
 start one Ray together, which ends after the last of them: NOTE [one keeper] in torchrun.py. See NOTE [sessions] for why
 all code that is about to call Ray compares sessions first.
 
@@ -49,9 +49,9 @@ from rayloader.signals import SignalHandlers
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
 OVERSUBSCRIBE_RESOURCE = "rayloader_oversubscribe"
-# Set for Ray and its workers when we start it. glibc keeps big blocks instead of handing them back, because fresh pages
+# Set for Ray and its workers when we start it. glibc keeps big blocks instead of returning them, because fresh pages
 # are a loader's main cost. Ray runs workers at the niceness of torch's, and reclaims freed objects at once, so that the
-# next batch finds warm pages. Its processes may take as many seconds to start: 30, as by default, are too few on a busy
+# next batch finds warm pages. Its processes may take as many seconds to start: the default of 30 is too few on a busy
 # machine.
 LOCAL_RAY_ENVIRONMENT = {
     "MALLOC_MMAP_MAX_": "0",
@@ -62,7 +62,7 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_gcs_server_port_wait_time_s": "300",
 }
 
-# Options of `ray.init` that each program that joins a Ray sets for itself; all others are the Ray's.
+# Options of `ray.init` that each program that joins a Ray sets for itself; all others belong to that Ray.
 OPTIONS_OF_ONE_DRIVER = (
     "configure_logging",
     "job_config",
@@ -76,7 +76,8 @@ OPTIONS_OF_ONE_DRIVER = (
 
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
-# After how many seconds of waiting for Ray the program is told of it. On two cores a start takes about five.
+# After this many seconds of waiting for Ray, a line in the log says so. On two cores Ray and the first workers take
+# five to eight.
 START_NOTICE_S = 10.0
 
 # Session and job; unique over time and clusters.
@@ -84,7 +85,7 @@ SessionName = tuple[str, str]
 
 _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
 _started: SessionName | None = None  # the Ray that was started here
-_starter: _Starter | None = None  # from the first need of a Ray until that Ray is shut down
+_starter: _Starter | None = None  # from the first use of a Ray until that Ray is shut down
 _forked = False  # whether this process was forked from one that was connected to Ray, or about to be
 logger = logging.getLogger("rayloader")
 _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
@@ -100,7 +101,7 @@ def current() -> SessionName | None:
         return None
     connected = _connected
     if connected is not None and connected[0]() is connection:
-        return connected[1]  # asked for with each batch: what follows takes Ray several microseconds
+        return connected[1]  # called for each batch: the rest takes Ray several microseconds
     session = connection.session_name, ray.get_runtime_context().get_job_id()
     _connected = weakref.ref(connection), session
     return session
@@ -111,7 +112,7 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> Ses
 
     Args:
         options: of `ray.init`, the user's.
-        ahead: the program goes on meanwhile.
+        ahead: whether the program continues meanwhile.
 
     Raises:
         RaySessionError: Ray can be neither joined nor started; or it is used through Ray Client, or by the parent of
@@ -123,7 +124,7 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> Ses
             "survive a fork; use num_workers=0 here, or start this process with the spawn method"
         )
     if _starter is not None:
-        _starter.wait()  # an interrupted use may have left it at work
+        _starter.wait()  # an interrupted use may have left it running
     check_options(options or {})
     session = current()
     if _starter is not None and _starter.fork_server is not None:
@@ -151,7 +152,7 @@ def check_options(options: dict[str, Any]) -> None:
 def check_names(options: dict[str, Any]) -> None:
     """Raises TypeError if `ray.init` has no options of such names."""
     known = inspect.signature(ray.init).parameters
-    # Of those that Ray hides, all but one begin with an underscore, and only Ray itself knows which there are.
+    # All options that Ray hides, except one, begin with an underscore, and only Ray itself knows which exist.
     unknown = [name for name in options if name not in known and name[0] != "_" and name != "object_spilling_directory"]
     if unknown:
         raise TypeError(
@@ -166,8 +167,8 @@ class _Starter(DaemonThread):
     Attributes:
         error: why there is no Ray.
         session: of that Ray.
-        fork_server: of that Ray, if it is started in this process; from before that.
-        done: `error` or `session` is known.
+        fork_server: of that Ray, if it is started in this process; set before the session.
+        done: whether `error` or `session` is known.
         ending: the keeper of a Ray of several ranks has died, and Ray with it: it must not be called any more.
     """
 
@@ -186,7 +187,7 @@ class _Starter(DaemonThread):
         self._leave = Bell()
 
     def wait(self) -> None:
-        """Waits until Ray runs, or has failed to start, which is begun here."""
+        """Starts the thread if needed, and waits until Ray runs or has failed to start."""
         if self.spent:
             return
         self.start()
@@ -216,7 +217,7 @@ class _Starter(DaemonThread):
         try:
             self._init()
             self.session = current()
-        except BaseException as error:  # whatever it is, it is raised where Ray was asked for
+        except BaseException as error:  # any error: it is raised where Ray was requested
             self.error = error
             if self._membership is not None:
                 self._membership.leave()
@@ -243,7 +244,7 @@ class _Starter(DaemonThread):
         options = self._options
         address = _address(options)
         give_own_random(ray)
-        state = random.getstate()  # for modules of Ray's that are imported only now
+        state = random.getstate()  # for Ray's modules that are imported only now
         handlers = SignalHandlers()
         joins = bool(address) and address != "local"
         try:
@@ -260,12 +261,12 @@ class _Starter(DaemonThread):
                         else:
                             ray.init(**_shared(own, self._membership))
                     _started = current()
-        except Exception as error:  # Ray's own have no type in common
+        except Exception as error:  # Ray's errors have no common type
             if self._ahead and current() is not None and not options:
-                return  # the program has called ray.init() meanwhile: that Ray is joined
+                return  # the program has called ray.init() meanwhile: joins that Ray
             if connection_of(ray) is None:
-                with contextlib.suppress(Exception):  # the first error is the one to tell
-                    _shut_down()  # Ray itself leaves what it has started as it is
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    _shut_down()  # Ray itself does not end what it has started
             named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
             remedy = "call iter() again, or run `ray start --head` before the program and set RAY_ADDRESS=auto"
             if options:
@@ -280,7 +281,7 @@ class _Starter(DaemonThread):
             ) from error
         finally:
             handlers.restore()
-            if not self._ahead:  # the program may have drawn, or seeded it
+            if not self._ahead:  # otherwise the program may have drawn from it, or seeded it
                 random.setstate(state)
 
 
@@ -309,7 +310,7 @@ def _address(options: dict[str, Any]) -> str | None:
 
 
 def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:
-    """With what options this rank joins the Ray of all ranks, once that runs; the first rank's have started it."""
+    """The options with which this rank joins the Ray of all ranks, once that runs; the first rank's have started it."""
     own = {key: value for key, value in options.items() if key in OPTIONS_OF_ONE_DRIVER}
     address = membership.begin({key: value for key, value in options.items() if key not in own})
     authenticate(ray)
@@ -322,7 +323,7 @@ def started_here() -> bool:
 
 
 def end() -> None:
-    """Shuts Ray down if it was started here; one that other ranks use lives on."""
+    """Shuts Ray down if it was started here; a Ray that other ranks use lives on."""
     global _started
     if _starter is not None and not _starter.give_up():
         _starter.wait()  # as in `ensure`
@@ -339,7 +340,7 @@ def _shut_down() -> None:
 
 
 def no_shutdown() -> contextlib.AbstractContextManager[Any]:
-    """Keeps `ray.shutdown` waiting, or waits for its end; see NOTE [our thread and Ray's shutdown]."""
+    """Makes `ray.shutdown` wait, or waits for its end; see NOTE [our thread and Ray's shutdown]."""
     return _shutdown_lock
 
 
@@ -376,18 +377,18 @@ def node_id() -> str:
 
 
 def exports_metrics() -> bool:
-    """Whether Ray offers the metrics of this node's processes to Prometheus; it may take a millisecond to tell."""
+    """Whether Ray offers the metrics of this node's processes to Prometheus; the answer may take a millisecond."""
     here = node_id()
     return any(node["NodeID"] == here and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
 
 
 def node_ip() -> str:
-    """The address of this node for others."""
+    """This node's address for other nodes."""
     return str(ray.util.get_node_ip_address())
 
 
 def uses_tls() -> bool:
-    """Whether Ray encrypts what goes between its processes, as Ray itself reads that."""
+    """Whether Ray encrypts its connections, according to Ray's own settings."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
@@ -395,12 +396,12 @@ def cpus_of_this_process() -> float:
     """The CPUs that Ray has assigned to the task or actor in this process; 0 in a driver."""
     try:
         return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
-    except AssertionError:  # how Ray says that this process is a driver
+    except AssertionError:  # so Ray says that this process is a driver
         return 0.0
 
 
-# What Ray need not say: that it sets no SIGTERM handler outside the main thread (it must not set one); and of a Ray of
-# ours, which nobody else is to use, that it runs and how it is protected.
+# Lines that Ray need not print: that it sets no SIGTERM handler outside the main thread (it must not set one); and
+# about a Ray of ours, which no other program is to use, that it runs and how it is protected.
 _SIGNAL_LINES = ("SIGTERM handler is not set",)
 _START_LINES = (
     *_SIGNAL_LINES,
@@ -413,7 +414,7 @@ _START_LINES = (
 
 @contextlib.contextmanager
 def _quiet(unsaid: tuple[str, ...]) -> Iterator[None]:
-    """Mutes lines of Ray's that contain one of these texts."""
+    """Mutes Ray's log lines that contain one of these texts."""
 
     def keep(record: logging.LogRecord) -> bool:
         message = record.getMessage()

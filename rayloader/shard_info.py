@@ -1,7 +1,7 @@
-"""Which part of an iterable dataset is this worker's, of all ranks': `rayloader.get_shard_info`.
+"""Which part of an iterable dataset belongs to this worker of this rank: `rayloader.get_shard_info`.
 
-Promise: pure of Ray. The answer is the same for a rank and worker id however often it is asked, in whatever process the
-worker runs, and after a resumption. Where it would be wrong without notice, it is an error.
+Promise: independent of Ray. The answer for a rank and worker id is always the same, in whatever process the
+worker runs, and after a resumption. If it could be wrong without notice, an error is raised.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ShardInfo:
     """Which part of the data is this worker's; see `get_shard_info`.
 
     Attributes:
-        index: of the part, from 0 on: `rank * num_workers + worker_id`.
+        index: of the part, from 0: `rank * num_workers + worker_id`.
         count: how many parts there are: `num_replicas * num_workers`.
         rank: of this process among those that train together.
-        num_replicas: how many those are.
+        num_replicas: how many ranks there are.
         worker_id: of this worker among those of its loader; 0 without workers.
-        num_workers: how many those are; 1 without workers.
+        num_workers: how many workers the loader has; 1 without workers.
     """
 
     index: int
@@ -42,21 +42,21 @@ class ShardInfo:
 
 
 def get_shard_info() -> ShardInfo:
-    """Which part of the data is to be read here: one of `num_replicas * num_workers`.
+    """Which part of the data this worker must read: one of `num_replicas * num_workers`.
 
-    It is to torch's `get_worker_info()` what ranks and workers are to workers, and meant for the `__iter__` of iterable
+    It extends torch's `get_worker_info()` to several ranks, and is meant for the `__iter__` of iterable
     datasets::
 
         def __iter__(self):
             shard = rayloader.get_shard_info()
             yield from itertools.islice(self.records(), shard.index, None, shard.count)
 
-    Rank and number of ranks are the loader's `rank` and `num_replicas`. Where it has none they are 0 and 1, unless
-    torch.distributed has several ranks. In a loop over a loader without workers the reader is worker 0 of 1, and so it
-    is where no loader reads.
+    Rank and number of ranks are the loader's `rank` and `num_replicas`. If it has none they are 0 and 1, unless
+    torch.distributed has several ranks. In a loop over a loader without workers, and outside of any loader, the reader
+    is worker 0 of 1.
 
     Raises:
-        RayloaderError: torch.distributed has several ranks, and the loader was not told which of them it is; or this is
+        RayloaderError: torch.distributed has several ranks, and the loader was not given its rank; or this is
             a worker of torch's own loader. All ranks would read the same.
     """
     worker = get_worker_info()
@@ -65,21 +65,21 @@ def get_shard_info() -> ShardInfo:
     if _working is None or _working[0] is not worker:
         raise RayloaderError(
             "get_shard_info() does not know the rank of a worker of torch's own DataLoader; read the dataset with "
-            "rayloader.DataLoader, and call rayloader.patch() where a framework makes the loaders"
+            "rayloader.DataLoader, and call rayloader.patch() where a framework creates the loaders"
         )
     return _working[1].info()
 
 
 class Reader:
-    """Who reads a dataset.
+    """The reader of a dataset.
 
     Args:
-        ranks: its rank, and their number; None: the loader was not told, and there are several.
-        worker_id: of how many workers, which one.
-        num_workers: how many.
+        ranks: its rank, and the number of ranks; None: the loader was not told, and there are several.
+        worker_id: its number among the workers.
+        num_workers: how many workers there are.
 
     Attributes:
-        asked: the dataset has asked for its part.
+        asked: whether the dataset has asked for its part.
     """
 
     def __init__(self, ranks: tuple[int, int] | None, worker_id: int = 0, num_workers: int = 1) -> None:
@@ -87,13 +87,13 @@ class Reader:
         self.asked = False
 
     def info(self) -> ShardInfo:
-        """What the dataset is to read."""
+        """The part that the dataset must read."""
         if self._ranks is None:
             raise RayloaderError(
                 "get_shard_info() was called where torch.distributed has several ranks, and the loader was not told "
                 "which of them it is, so that all would read the same; pass num_replicas=dist.get_world_size() to the "
                 "DataLoader, or num_replicas=1, rank=0 if something else divides the data among the ranks. A loader "
-                "that was told, and that a framework has made anew, needs rayloader.patch() at the start of the program"
+                "that was told, and that a framework has rebuilt, needs rayloader.patch() at the start of the program"
             )
         self.asked = True
         rank, num_replicas = self._ranks
@@ -102,12 +102,12 @@ class Reader:
         return ShardInfo(index, count, rank, num_replicas, self._worker_id, self._num_workers)
 
     def attach(self, worker_info: Any) -> None:
-        """This is the reader as long as `get_worker_info()` gives that."""
+        """Makes this the reader as long as `get_worker_info()` returns `worker_info`."""
         global _working
         _working = worker_info, self
 
     def has_read(self, dataset: Any) -> None:
-        """It has: warns, in one worker and once, where it did not ask and all ranks seem to read the same."""
+        """After reading: warns, in one worker and once, if it did not ask and all ranks seem to read the same."""
         several = self._ranks is not None and self._ranks[1] > 1
         if not several or self.asked or self._worker_id or isinstance(dataset, IterDataPipe):
             return
@@ -115,17 +115,17 @@ class Reader:
             _told_of.add(type(dataset).__qualname__)
             logger.warning(
                 "rayloader: the loader has num_replicas, and its iterable dataset %s did not ask for its part by "
-                "get_shard_info(), so that all ranks read the same; have its __iter__ read what get_shard_info() says, "
-                "or leave num_replicas and rank out if it knows its part otherwise",
+                "get_shard_info(), so that all ranks read the same; let its __iter__ read the part that "
+                "get_shard_info() returns, or leave num_replicas and rank out if it knows its part otherwise",
                 type(dataset).__name__,
             )
 
     @contextlib.contextmanager
     def reads(self) -> Iterator[None]:
-        """For a while, in a process without workers."""
+        """Makes this the reader for a while, in a process without workers."""
         global _local
         before = _local
-        _local = self if before is None else before  # a loader in a dataset reads for the one that reads that
+        _local = self if before is None else before  # a loader in a dataset reads for the reader of that dataset
         try:
             yield
         finally:
@@ -138,13 +138,13 @@ _working: tuple[Any, Reader] | None = None
 
 
 def nobody_reads() -> None:
-    """The worker process lets go of its workers, and of their datasets."""
+    """Clears the reader, when the worker process drops its workers and their datasets."""
     global _working
     _working = None
 
 
 def ranks_told(loader: Any) -> tuple[int, int] | None:
-    """The rank of a loader, and their number; None if it was not told, and there are several."""
+    """The rank of a loader, and the number of ranks; None if it was not told, and there are several."""
     return _ranks_of(None if loader._ranks is None else (loader._ranks.rank, loader._ranks.num_replicas))
 
 

@@ -1,13 +1,13 @@
-"""Loaders of several ranks: each rank's part of what a sampler gives.
+"""Loaders of several ranks: each rank's part of a sampler's items.
 
-Promise: pure of Ray and of workers. The ranks of a job that make their loaders alike, but for `rank`, and set the same
-epoch, draw the same order, and each gets its own part of it: disjoint parts of equal size, but for what is repeated to
-make them equal. What is a part of something already is not divided again.
+Promise: independent of Ray and of workers. If the ranks of a job create their loaders alike, except for `rank`, and set
+the same epoch, they draw the same order, and each gets its own part of it: disjoint parts of equal size, except for
+items that are repeated to make them equal. A part of something is not divided again.
 
-NOTE [One order]: ranks that draw different orders get parts that overlap, and nobody would notice. So an order does not
-depend on the global random generators, which differ from rank to rank: it is drawn while they are seeded by seed and
-epoch, as DistributedSampler seeds its own, and afterwards they are put back. A generator that a sampler holds is the
-program's: it has to be in the same state in all ranks. The list of all ranks' states shows whether it was: else it
+NOTE [One order]: if ranks draw different orders, their parts overlap, and nothing shows it. So an order does not
+depend on the global random generators, which differ from rank to rank: while it is drawn they are seeded by seed and
+epoch, as DistributedSampler seeds its own, and afterwards they are restored. A generator that a sampler holds is the
+program's: it has to be in the same state in all ranks. The list of all ranks' states shows whether it was: if not, it
 cannot be loaded with another number of ranks.
 """
 
@@ -29,24 +29,24 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from rayloader.state.random_state import RandomState
 from rayloader.state.redeal import dealt
 
-# What samplers that are parts, and datasets too, say of themselves: torch's and those made after it; Accelerate's;
+# Attributes by which samplers and datasets show that they are parts: torch's and those modelled on it; Accelerate's;
 # Megatron's and others.
 _NUMBERS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 
 
 class Shard(DistributedSampler[Any]):
-    """A rank's part of what a sampler gives, or of the batches of a batch sampler.
+    """A rank's part of a sampler's items, or of the batches of a batch sampler.
 
-    It is one of torch's DistributedSamplers, so that frameworks which look for one leave it alone, and tell it the
-    epoch. What differs: `shuffle` and `dataset` are the sampler's own business, and the order of an epoch is drawn by
-    the first `next()`. It is drawn as a whole, so the sampler must end.
+    It is one of torch's DistributedSamplers, so that frameworks that look for one leave it alone, and set its
+    epoch. The differences: `shuffle` and `dataset` are the sampler's own business, and the order of an epoch is drawn
+    by the first `next()`. It is drawn as a whole, so the sampler must end.
 
     Args:
         sampler: the whole one; it has a length.
         num_replicas: how many parts there are.
         rank: which of them this is.
-        seed: of the global generators while the sampler is asked, together with the epoch; see NOTE [One order].
-        drop_last: leave out what does not fill all parts, rather than repeat what comes first.
+        seed: of the global generators while the sampler draws, together with the epoch; see NOTE [One order].
+        drop_last: leave out items that do not fill all parts, rather than repeat the first ones.
     """
 
     def __init__(self, sampler: Any, num_replicas: int, rank: int, *, seed: int = 0, drop_last: bool = False) -> None:
@@ -54,15 +54,15 @@ class Shard(DistributedSampler[Any]):
             len(sampler)
         except (TypeError, NotImplementedError):
             raise TypeError(
-                f"with num_replicas a sampler must have a length, and {type(sampler).__name__} has none: all of an "
-                "epoch is drawn at once, to give each rank as much. Give it __len__(); or let an endless sampler give "
-                "only what is this rank's, and leave num_replicas and rank out"
+                f"with num_replicas a sampler must have a length, and {type(sampler).__name__} has none: the whole "
+                "order of an epoch is drawn at once, to give all ranks the same number of items. Give it __len__(); or "
+                "let an endless sampler yield only this rank's items, and leave num_replicas and rank out"
             ) from None
         self.sampler = sampler
         self.num_replicas, self.rank = num_replicas, rank
         self.seed, self.drop_last = seed, drop_last
         self.epoch = 0
-        self.is_random = False  # the global generators were asked for the last order
+        self.is_random = False  # whether the last order was drawn from the global generators
 
     def __iter__(self) -> Iterator[Any]:
         yield from dealt(self.order(), self.num_replicas, drop_last=self.drop_last)[self.rank]
@@ -72,12 +72,12 @@ class Shard(DistributedSampler[Any]):
         return (len(self.sampler) + rest) // self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """As of torch's; the samplers within are told too, if they want to know."""
+        """Sets the epoch, as torch's does, also of samplers inside that have `set_epoch`."""
         self.epoch = epoch
         tell_epoch(chain_of(self.sampler), epoch)
 
     def order(self) -> list[Any]:
-        """What the whole sampler gives in this epoch."""
+        """The whole sampler's items in this epoch."""
         with _seeded(self.seed + self.epoch):
             before = RandomState.capture([])
             length = len(self.sampler)
@@ -87,14 +87,14 @@ class Shard(DistributedSampler[Any]):
         if len(given) > length:
             raise ValueError(
                 f"the sampler {type(self.sampler).__name__} gives more than the {length} that its len() says: with "
-                "num_replicas its length must be right, for an endless sampler would be drawn for ever. Mend "
-                "__len__(); or let the sampler give only what is this rank's, and leave num_replicas and rank out"
+                "num_replicas its length must be right, because an endless sampler would be drawn for ever. Correct "
+                "__len__(); or let the sampler yield only this rank's items, and leave num_replicas and rank out"
             )
         return given
 
 
 class Ranks(NamedTuple):
-    """Which part of the data is a loader's."""
+    """Which part of the data belongs to a loader."""
 
     num_replicas: int
     rank: int
@@ -102,10 +102,10 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | None:
-    """What these arguments of a loader mean; None: all of the data is its.
+    """Interprets these arguments of a loader; None: it has all of the data.
 
     Raises:
-        ValueError: one is out of range, or missing where torch.distributed can't tell it.
+        ValueError: one is out of range, or missing and not known to torch.distributed.
     """
     if not is_whole(seed) or seed < 0:
         raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
@@ -132,7 +132,7 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, which True is not."""
+    """Whether it is a whole number; True is not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -147,15 +147,15 @@ class Order(NamedTuple):
 
 
 def of_rank(order: Order, ranks: Ranks, own: Any) -> Order:
-    """The same for the rank's part. An iterable dataset chooses its part itself, see `shard_info.py`.
+    """The arguments for the rank's part. An iterable dataset chooses its part itself, see `shard_info.py`.
 
     Args:
-        order: of all that there is.
+        order: of all the data.
         ranks: whose part.
-        own: the index sampler of the loader that is made anew here, if that is so: the parts in it are ours.
+        own: the index sampler of the loader that is being rebuilt here, if so: the parts in it are ours.
 
     Raises:
-        ValueError: somebody has chosen a part already.
+        ValueError: it is a part already.
     """
     given = order.sampler if order.batch_sampler is None else order.batch_sampler
     parts = [sampler for sampler in chain_of(given) if is_part(sampler)]
@@ -191,34 +191,34 @@ def check_once(index_sampler: Any) -> None:
 def _refuse(part: Any) -> NoReturn:
     raise ValueError(
         f"the data would be divided among the ranks twice, by {type(part).__name__} and by num_replicas and rank, and "
-        "most of it never be read: leave num_replicas and rank out, or pass a sampler, or dataset, that gives "
-        "everything. A framework that deals the data out to the ranks itself (Accelerate; Lightning, unless "
+        "most of it would never be read: leave num_replicas and rank out, or pass a sampler, or dataset, that gives "
+        "everything. A framework that distributes the data itself (Accelerate; Lightning, unless "
         "use_distributed_sampler=False) needs a loader without num_replicas and rank"
     )
 
 
 def is_part(obj: Any) -> bool:
-    """Whether a sampler, or a dataset, gives only one rank's part of something, as far as it tells."""
+    """Whether a sampler, or a dataset, gives only one rank's part of something, as far as its attributes show."""
     return isinstance(obj, DistributedSampler) or any(
         all(isinstance(getattr(obj, name, None), int) for name in names) for names in _NUMBERS
     )
 
 
 def part_of(index_sampler: Any) -> DistributedSampler[Any] | None:
-    """The sampler of a loader that gives this rank's part, if its whole order can be drawn."""
+    """The sampler of a loader that yields this rank's part, if its whole order can be drawn."""
     found = [sampler for sampler in chain_of(index_sampler) if type(sampler) in (DistributedSampler, Shard)]
     return found[0] if found else None
 
 
 class SameOrder:
-    """Notices that a program goes through a random order again, because it does not set the epoch."""
+    """Notices that a program repeats a random order because it does not set the epoch."""
 
     def __init__(self) -> None:
-        self._begun: int | None = None  # epoch; None: one that is not known, or none
+        self._begun: int | None = None  # epoch; None: unknown, or none has begun
         self._warned = False
 
     def begins(self, index_sampler: Any, *, finished: bool) -> None:
-        """A loader with ranks begins to iterate; `finished`: the epoch before was taken to its end."""
+        """A loader with ranks begins to iterate; `finished`: whether the previous epoch was taken to its end."""
         part = part_of(index_sampler)
         if part is None:
             return
@@ -226,15 +226,15 @@ class SameOrder:
         if finished and is_random and part.epoch == self._begun and not self._warned:
             self._warned = True
             warnings.warn(
-                f"this epoch has the same random order as the one before, for its number is still {part.epoch}; call "
-                "set_epoch(epoch) of the loader before each epoch, in all ranks",
+                f"this epoch has the same random order as the one before, because its number is still {part.epoch}; "
+                "call set_epoch(epoch) of the loader before each epoch, in all ranks",
                 stacklevel=3,
             )
         self._begun = part.epoch
 
 
 def order_of(part: DistributedSampler[Any]) -> list[Any]:
-    """All that the ranks get together in this epoch, in order, before anything is repeated or left out."""
+    """All items of the ranks in this epoch, in order, before any are repeated or left out."""
     if isinstance(part, Shard):
         return part.order()
     alone: DistributedSampler[Any] = DistributedSampler(part.dataset, 1, 0, part.shuffle, part.seed)
@@ -243,7 +243,7 @@ def order_of(part: DistributedSampler[Any]) -> list[Any]:
 
 
 def chain_of(sampler: Any, until: type | None = None) -> list[Any]:
-    """A sampler and those that it wraps, the innermost last; or the first one of a type."""
+    """A sampler and those that it wraps, the innermost last; or up to the first one of a type."""
     chain: list[Any] = []
     known: set[int] = set()
     while sampler is not None and id(sampler) not in known:
@@ -251,30 +251,30 @@ def chain_of(sampler: Any, until: type | None = None) -> list[Any]:
         chain.append(sampler)
         if until is not None and isinstance(sampler, until):
             break
-        inner = getattr(sampler, "sampler", None)  # a tensor, perhaps: it has no truth
+        inner = getattr(sampler, "sampler", None)  # it may be a tensor, which has no truth value
         sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
     return chain
 
 
 def tell_epoch(parts: list[Any], epoch: int) -> None:
-    """Tells it to those of a loader's parts that want to know."""
+    """Sets the epoch of those of a loader's parts that have `set_epoch`."""
     for part in parts:
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
 
 
 def _kept(item: Any) -> Any:
-    """An item that stays as it is: a sampler may use its list again for the next batch."""
+    """An item that does not change: a sampler may reuse its list for the next batch."""
     if type(item) is int:
         return item
-    if type(item) is list and {*map(type, item)} <= {int}:  # a tenth of what deepcopy takes
+    if type(item) is list and {*map(type, item)} <= {int}:  # takes a tenth of the time of deepcopy
         return item.copy()
     return copy.deepcopy(item)
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """For a while the global generators are those of this seed; not CUDA's, whose samplers there are none of."""
+    """Temporarily seeds the global generators; not CUDA's, which no sampler uses."""
     before = RandomState.capture([])
     random.seed(seed)
     torch.default_generator.manual_seed(seed)

@@ -1,8 +1,9 @@
 """A list of Python objects in two buffers, for datasets of strings, paths, labels, records.
 
-Promise: `SharedList` is immutable, and nothing in it is a Python object until it is asked for. So workers share its
+Promise: `SharedList` is immutable, and its items become Python objects only on access. So workers share its
 memory, whatever loader they belong to: reading an item of a plain list writes to its reference count, which makes a
-forked worker copy the page; and in a worker that was not forked each item is an object of its own. Ray is unknown here.
+forked worker copy the page; and a worker that was not forked has its own copy of each item. This module does not import
+Ray.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ _LOADERS: dict[str, Callable[[memoryview], Any]] = {"str": _text, "bytes": bytes
 
 
 class SharedList(Sequence[_T]):
-    """An immutable sequence whose items are stored in shared buffers and made anew at each access.
+    """An immutable sequence whose items are stored in shared buffers and created again at each access.
 
-    Strings and `bytes` take their own length and 8 bytes each, if all items are of the one type. Other items are
-    pickled one by one: an item comes back equal, but not the same object, and what two items had in common they no
-    longer share.
+    Strings and `bytes` take their own length and 8 bytes each, if all items are of the same type. Other items are
+    pickled one by one: an item comes back equal, but as another object, and items no longer share objects with each
+    other.
 
     Args:
-        items: What to hold; anything that cloudpickle can pickle. Not kept.
+        items: the items; anything that cloudpickle can pickle. Not kept.
 
     Raises:
-        Exception: What pickling an item raises, mostly a TypeError; a note names the item's index and type.
+        Exception: an error of pickling an item, mostly a TypeError; a note names the item's index and type.
 
-    `list[i]` takes negative indices. A slice is a `SharedList` too: of step 1 a view of the same memory, otherwise a
-    new one. Equal to a list or another `SharedList` of equal items; not hashable, as lists are not.
+    `list[i]` accepts negative indices. A slice is a `SharedList` too: with step 1 a view of the same memory, otherwise
+    a new one. Equal to a list or another `SharedList` of equal items; not hashable, as lists are not.
     """
 
     __slots__ = ("_bounds", "_data", "_kind", "_load", "_raw")
@@ -71,7 +72,7 @@ class SharedList(Sequence[_T]):
         self._bounds: memoryview = memoryview(offsets)  # type: ignore[arg-type] # int64: an item from each to the next
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(len(self)):  # Sequence's own would take an item's IndexError for the end
+        for index in range(len(self)):  # Sequence's own would treat an IndexError of an item as the end
             yield self[index]
 
     def __len__(self) -> int:
@@ -118,7 +119,7 @@ class SharedList(Sequence[_T]):
 
 
 def _made(cls: type[SharedList[Any]], kind: str, data: _Array, offsets: _Array) -> SharedList[Any]:
-    """The one of these buffers. A function, for a class method would be pickled with its code."""
+    """Creates one from these buffers. A function, because a class method would be pickled with its code."""
     made = cls.__new__(cls)
     made._set(kind, data, offsets)
     return made
@@ -136,10 +137,10 @@ def _pickled(items: Sequence[Any]) -> list[bytes]:
             add_note(
                 error,
                 f"A SharedList pickles its items, and item {index}, of type {kind}, cannot be pickled; hold what it "
-                "can be made from instead, such as a path or an address, and make it where it is used",
+                "can be made from instead, such as a path or an address, and create it where it is used",
             )
             raise
-        pickler.clear_memo()  # each item by itself
+        pickler.clear_memo()  # each item separately
         parts.append(file.getvalue())
         file.seek(0)
         file.truncate()

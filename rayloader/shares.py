@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from rayloader.sharing.link import Link
     from rayloader.sharing.messages import Reply
 
-# Batches that a consumer has asked for and the user not taken, so that replies are on their way while the user works.
+# Batches that a consumer has requested and the user has not taken, so that replies are on their way while the user
+# works.
 _ASKED = 3
 _FORMAT = "rayloader.Consumer"
 
@@ -49,23 +50,23 @@ def share(
     `rayloader.shutdown()` or the end of this process.
 
     Args:
-        loader: with or without workers. A state that was loaded into it counts.
-        consumers: how many read it: each of them, with ranks from 0 on, reads every batch.
-        name: for `shared`, unique in this Ray; by default only the object that is returned leads to the share.
-        buffer: batches that are kept for those who have not taken them yet; so many the fastest consumer may be ahead
-            of the slowest, over all epochs.
-        buffer_bytes: from so many bytes on no more are produced either, once two batches are kept.
+        loader: with or without workers. A state that was loaded into it is used.
+        consumers: how many processes read it: each of them, with ranks from 0, reads every batch.
+        name: for `shared`, unique in this Ray; by default only the returned object leads to the share.
+        buffer: how many batches to keep for consumers that have not taken them yet; the fastest consumer may be this
+            many ahead of the slowest, over all epochs.
+        buffer_bytes: once the kept batches have this many bytes no more are produced either, if there are at least two.
         consumer_timeout: how many seconds the others may wait for a consumer that does not take its batches, because it
-            is slow or dead; then it is dropped. By default they wait for ever, and the log says for whom.
+            is slow or dead; then it is dropped. By default they wait for ever, and the log names it.
         ray_remote_args: options of the producer's actor. By default it takes no CPU, and runs on this node.
 
     Raises:
-        ShareError: there is a share of that name already.
+        ShareError: there is a share with that name already.
         ValueError: an argument is out of range.
         TypeError: an argument is of the wrong type.
     """
     if not isinstance(loader, DataLoader):
-        raise TypeError(f"share() takes a rayloader.DataLoader, got {type(loader).__name__}; make the loader as one")
+        raise TypeError(f"share() takes a rayloader.DataLoader, got {type(loader).__name__}; create one")
     for argument, value in (("consumers", consumers), ("buffer", buffer), ("buffer_bytes", buffer_bytes)):
         if not is_whole(value) or value < 1:
             raise ValueError(f"share() needs {argument} >= 1, a whole number, got {value!r}")
@@ -94,7 +95,7 @@ def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
 
     Args:
         name: as given to `share`.
-        rank: which of its consumers this is, from 0 on.
+        rank: which of its consumers this is, from 0.
         timeout: seconds to wait for a share of that name.
 
     Raises:
@@ -109,7 +110,7 @@ def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
 
 
 class SharedLoader:
-    """A loader that is shared; `share` makes it. It may be passed to Ray's tasks and actors."""
+    """A loader that is shared; created by `share`. It may be passed to Ray's tasks and actors."""
 
     def __init__(self, producer: Any, name: str, consumers: int) -> None:
         self._producer = producer
@@ -125,12 +126,12 @@ class SharedLoader:
         Raises:
             ShareError: the share has ended.
             ConsumerDroppedError: this consumer was dropped.
-            ValueError: the share has no consumer of this rank.
+            ValueError: the share has no consumer with this rank.
         """
         return Consumer(self._producer, self.name, rank)
 
     def close(self) -> None:
-        """Ends the share, in the process that has made it; elsewhere this has no effect. May be called again."""
+        """Ends the share, in the process that created it; elsewhere this has no effect. May be called again."""
         if (link := sys.modules.get("rayloader.sharing.link")) is not None:
             link.end(self._producer)
 
@@ -142,18 +143,18 @@ class SharedLoader:
 
 
 class Consumer:
-    """One reader of a shared loader; `SharedLoader.consumer` and `shared` make it.
+    """One reader of a shared loader; created by `SharedLoader.consumer` and `shared`.
 
-    It is iterated like a loader: each `iter()` begins its next epoch, also if the last one was broken off. A new
-    epoch is produced when the first consumer begins it, and the one before was produced to its end or broken off by
-    all. Each batch is this consumer's own, and may be written to. Connecting again with the same rank goes on with the
-    first batch that the consumer has not taken, in the same epoch at the first `iter()`; the old connection ends.
+    It is iterated like a loader: each `iter()` begins its next epoch, even if the last one was broken off. A new
+    epoch is produced when the first consumer begins it, after the previous one was produced to its end or broken off by
+    all. Each batch is this consumer's own, and may be written to. A new connection with the same rank continues with
+    the first batch that the consumer has not taken, in the same epoch at the first `iter()`; the old connection ends.
 
     Attributes:
         name: of the share.
-        rank: of this consumer, from 0 on.
+        rank: of this consumer, from 0.
         consumers: how many the share has.
-        epoch: the epoch in which this consumer is; after the last batch of one it is the next.
+        epoch: the current epoch of this consumer; after the last batch of an epoch, the next one.
     """
 
     def __init__(self, producer: Any, name: str, rank: int) -> None:
@@ -164,7 +165,7 @@ class Consumer:
         self.name, self.rank, self.consumers = name, rank, connection.consumers
         self.epoch, self._taken = connection.epoch, connection.taken
         self._sampler_epoch: int | None = None
-        self._iterator: _Iterator | None = None  # of this epoch, where it has begun
+        self._iterator: _Iterator | None = None  # of this epoch, if it has begun
 
     def __repr__(self) -> str:
         return f"rayloader.Consumer({self.name!r}, rank={self.rank})"
@@ -197,19 +198,19 @@ class Consumer:
             iterator.close()
 
     def set_epoch(self, epoch: int) -> None:
-        """Has the loader's sampler, batch sampler and dataset, where they have `set_epoch`, get this number.
+        """Sets the epoch of the loader's sampler, batch sampler and dataset, where they have `set_epoch`.
 
-        It applies to the next `iter()`, and must be the same in all consumers; so `sampler.set_epoch` is called before
-        each epoch of a DistributedSampler.
+        It applies to the next `iter()`, and must be the same in all consumers. Call it before each epoch where you
+        would call `set_epoch` of a DistributedSampler.
         """
         self._sampler_epoch = int(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this consumer is, in some kilobytes of plain types and tensors.
+        """This consumer's position, in some kilobytes of plain types and tensors.
 
-        It serves `load_state_dict` of the same share, as long as that keeps the batches from there on. Under the name
-        "loader" it holds the state of the loader there, or a few batches before: load it into the loader, share that,
-        and load the whole state in each consumer, and all go on there.
+        It serves `load_state_dict` of the same share, as long as that keeps the batches from there on. Its entry
+        "loader" is the state of the loader there, or a few batches before. To start again, load that into the loader,
+        share the loader, and load the whole state in each consumer.
 
         Raises:
             StateError: the state of a dataset or sampler could not be determined.
@@ -219,11 +220,11 @@ class Consumer:
         return {"format": _FORMAT, **place, "loader": loader}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes the next `iter()` go on where the state was saved: with the rest of that epoch, or a new one.
+        """Makes the next `iter()` continue where the state was saved: with the rest of that epoch, or a new one.
 
         Raises:
-            StateError: the share does not keep the batches from there on any more, or the state is of another share,
-                and its entry "loader" was not loaded before this one was made.
+            StateError: the share no longer keeps the batches from there on, or the state is of another share,
+                and its entry "loader" was not loaded before this one was created.
         """
         if not isinstance(state_dict, dict) or state_dict.get("format") != _FORMAT:
             raise StateError("this is not a state of a rayloader.Consumer; a loader's own state is for the loader")
@@ -256,7 +257,7 @@ class _Iterator:
         self._consumer, self._link = consumer, link
         self._epoch, self._taken = epoch, taken
         self._begun: Any = link.begin(epoch, taken, sampler_epoch)
-        self._asked: dict[int, Any] = {}  # replies that were asked for, by the batch's number
+        self._asked: dict[int, Any] = {}  # requested replies, by the batch's number
         self._ended = False
         self._pins = link.connection.pin_memory and torch.accelerator.is_available()
 
@@ -284,7 +285,7 @@ class _Iterator:
             self._ended = True
             self._consumer._go_to(self._epoch + 1, 0)
             raise StopIteration
-        # The last two lines make the batch a taken one: after an interrupt before them the next call gives it again.
+        # The last two lines mark the batch as taken: after an interrupt before them the next call returns it again.
         self._ask(1)
         if self._copying is not None:
             self._copying.taken(self._taken + 1)
@@ -295,7 +296,7 @@ class _Iterator:
         return batch
 
     def _ask(self, more: int = 0) -> None:
-        """Tells how many batches were taken, and asks for those behind them."""
+        """Reports how many batches were taken, and requests the next ones."""
         taken = self._taken + more
         for number in range(taken, taken + _ASKED):
             if number not in self._asked:
@@ -304,7 +305,7 @@ class _Iterator:
                     self._copying.expect(number, self._asked[number])
 
     def _opened(self, reply: Reply) -> tuple[Any, Exception | None, bool]:
-        """The batch; or what was raised in its place; or that there are no more."""
+        """The batch; or the error raised in its place; or that there are no more."""
         from rayloader.sharing.messages import Kind
         from rayloader.transport.lanes import from_wire
 

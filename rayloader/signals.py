@@ -1,8 +1,8 @@
-"""The handlers of signals belong to the program: what Ray puts in their place is taken out again.
+"""Signal handlers belong to the program: those that Ray sets in their place are removed again.
 
-Promise: `SignalHandlers().restore()` makes every signal do what it did when that object was made. Ray replaces the
+Promise: `SignalHandlers().restore()` makes every signal do what it did when that object was created. Ray replaces the
 handler of SIGTERM in Python, and those of SIGTERM and of the signals of a crash (`faulthandler`'s) below Python, in the
-kernel's table; when it is shut down it takes its own away and leaves none. So both tables are kept.
+kernel's table; at its shutdown it removes its own and leaves none. So both tables are saved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import threading
 from typing import Any
 
-# Larger than any system's `struct sigaction`, whose content is nobody's business here: it is put back as it was.
+# Larger than any system's `struct sigaction`, whose content does not matter here: it is restored unchanged.
 _ACTION_BYTES = 512
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -20,7 +20,7 @@ _libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 
 
 class SignalHandlers:
-    """What each signal of this process does at the moment."""
+    """The current action of each signal of this process."""
 
     def __init__(self) -> None:
         numbers = signal.valid_signals()
@@ -28,7 +28,7 @@ class SignalHandlers:
         self._in_kernel = {number: _action(number) for number in numbers}
 
     def restore(self) -> None:
-        """Puts them back. Python lets only the main thread do that with its own; there is nothing to do in others."""
+        """Restores them; Python lets only the main thread change its own handlers, so other threads leave these."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._in_python.items():
                 if handler is not None and signal.getsignal(number) is not handler:  # None: not set by Python
@@ -38,7 +38,7 @@ class SignalHandlers:
                 _libc.sigaction(number, self._wanted(number, action), None)
 
     def _wanted(self, number: int, action: bytes) -> bytes:
-        """What the kernel is to do: as it was, unless the program has set another handler meanwhile."""
+        """The action for the kernel: the saved one, unless the program has set another handler meanwhile."""
         handler = signal.getsignal(number)
         if handler is self._in_python[number]:
             return action

@@ -1,6 +1,6 @@
 """Fetching with `on_error="skip"`: samples that raise are left out of their batch.
 
-Promise: otherwise as torch's fetchers, which this stands in for.
+Promise: otherwise like torch's fetchers, which it replaces.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rayloader.errors import SkipLimitError
 
 logger = logging.getLogger("rayloader")
 
-# In place of a batch of which nothing was left.
+# Replaces a batch in which nothing was left.
 NOTHING = object()
 
-# A sample that was left out: its index (of an iterable dataset: None), and the exception in words.
+# A sample that was left out: its index (None for an iterable dataset), and a description of the exception.
 Skipped = tuple[str, str]
 
 
@@ -33,7 +33,7 @@ def fetch(fetcher: Any, kind: int, indices: Any, skipped: list[Skipped]) -> Any:
         fetcher: torch's for this dataset.
         kind: of the dataset.
         indices: as torch's fetcher gets them.
-        skipped: gets what was left out.
+        skipped: collects the samples that were left out.
 
     Raises:
         NothingLeft: there is no sample left.
@@ -50,13 +50,13 @@ def _by_index(fetcher: Any, indices: Any, skipped: list[Skipped]) -> list[Any]:
     if fetcher.auto_collation and getattr(fetcher.dataset, "__getitems__", None):
         try:
             return list(fetcher.dataset.__getitems__(indices))
-        except Exception:  # which of them it was shows one by one
+        except Exception:  # fetching one by one shows which of them raised
             pass
     samples = []
     for index in indices:
         try:
             samples.append(fetcher.dataset[index])
-        except Exception as error:  # whatever it is: that is what was asked for
+        except Exception as error:  # any error: leaving such samples out was requested
             skipped.append((reprlib.repr(index), _in_words(error)))
     return samples
 
@@ -71,7 +71,7 @@ def _of_stream(fetcher: Any, wanted: Any, skipped: list[Skipped]) -> list[Any]:
         except StopIteration:
             fetcher.ended = True
             break
-        except Exception as error:  # likewise; a generator has ended with it, other iterators may go on
+        except Exception as error:  # any error, as above; a generator has ended with it, other iterators may go on
             skipped.append(("None", _in_words(error)))
     if fetcher.ended and (not samples or (fetcher.drop_last and fetcher.auto_collation)):
         raise StopIteration
@@ -79,11 +79,11 @@ def _of_stream(fetcher: Any, wanted: Any, skipped: list[Skipped]) -> list[Any]:
 
 
 def tell(skipped: Sequence[Skipped], count: int, max_skipped: int) -> None:
-    """Logs what was left out.
+    """Logs the samples that were left out.
 
     Args:
         skipped: samples that are new.
-        count: of all in this epoch.
+        count: how many in this epoch so far.
         max_skipped: of the loader.
 
     Raises:
@@ -94,7 +94,7 @@ def tell(skipped: Sequence[Skipped], count: int, max_skipped: int) -> None:
     if skipped and count > max_skipped:
         raise SkipLimitError(
             f"{count} samples have raised in this epoch, max_skipped={max_skipped} are skipped at most; the last is "
-            f"sample {skipped[-1][0]}: {skipped[-1][1]}. Mend the data, or raise max_skipped"
+            f"sample {skipped[-1][0]}: {skipped[-1][1]}. Correct the data, or raise max_skipped"
         )
 
 

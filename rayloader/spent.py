@@ -1,4 +1,4 @@
-"""What the time of a worker for one batch went into, as it travels: packed, for the driver to count many together.
+"""How a worker's time for one batch was spent, in the form that is sent: packed, so that many are counted together.
 
 Promise: data only; no Ray, no torch, no clock.
 """
@@ -13,15 +13,15 @@ pack = _PACKED.pack  # the fields of a `Spent`, in their order
 
 
 class Spent(NamedTuple):
-    """The same, to be read. Seconds.
+    """The unpacked form. In seconds.
 
     Attributes:
-        worker_id: who built the batch.
+        worker_id: the worker that built the batch.
         began: when it began, perf_counter() of its machine.
-        idle: for which its process had nothing to do before that.
+        idle: how long its process had nothing to do before that.
         fetch: in the dataset.
         collate: in `collate_fn`.
-        transfer: for encoding, and for sending the batch before: what sending this one takes is told with the next.
+        transfer: for encoding, and for sending the previous batch: the time to send this one is reported with the next.
     """
 
     worker_id: float
@@ -33,7 +33,7 @@ class Spent(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> Spent:
-        """What was packed."""
+        """The inverse of `pack`."""
         return cls(*_PACKED.unpack(packed))
 
     @property

@@ -1,7 +1,7 @@
-"""What a loader has measured of itself: `DataLoader.stats()`.
+"""A loader's measurements: `DataLoader.stats()`.
 
-Promise: data, and how it reads; no clock, no Ray, no torch. Times are in seconds, sizes in bytes. The verdict is made
-of these numbers alone, by `verdict.py`.
+Promise: data, and its text form; no clock, no Ray, no torch. Times are in seconds, sizes in bytes. `verdict.py` derives
+the verdict from these numbers alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Times:
 
     @property
     def mean(self) -> float:
-        """Seconds, each time on average."""
+        """Mean time in seconds."""
         return self.total / self.count if self.count else 0.0
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Times:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What one worker did for the batches that it has sent. Seconds are those of all these batches together.
+    """What one worker did for the batches that it has sent. Seconds are totals over all these batches.
 
     Attributes:
         worker_id: torch's, from 0 on.
@@ -54,10 +54,10 @@ class WorkerStats:
         idle: seconds for which its process had nothing to do, from the first batch of the epoch on.
         fetch: seconds in the dataset.
         collate: seconds in `collate_fn`.
-        transfer: seconds for taking a batch apart, placing it in shared memory where there is any, and sending it.
+        transfer: seconds for encoding batches, placing them in shared memory if there is any, and sending them.
         lane: how it is reached and how its batches travel: "line, arena", "line", "TCP line" or "Ray calls"; ""
             if it has sent nothing.
-        depth: batches that were asked of it at one time, at most.
+        depth: largest number of batches that were requested from it at one time.
     """
 
     worker_id: int
@@ -88,9 +88,9 @@ class SlowBatch:
 
     Attributes:
         batch: its number in its epoch, from 0 on.
-        worker_id: who built it.
-        seconds: that this took.
-        indices: of its samples, as text, shortened where there are many; "" of an iterable dataset.
+        worker_id: the worker that built it.
+        seconds: how long this took.
+        indices: of its samples, as text, shortened if there are many; "" for an iterable dataset.
     """
 
     batch: int
@@ -109,16 +109,16 @@ class Period:
 
     Attributes:
         batches: that the trainer got.
-        samples: in them; of each batch as many as its worker took from the dataset and did not skip.
-        nbytes: in the memory of their tensors, arrays and other buffers. Without workers only tensors and arrays in
+        samples: in these batches; for each batch, as many as its worker took from the dataset and did not skip.
+        nbytes: in the memory of their tensors, arrays and other buffers. Without workers, only tensors and arrays in
             lists, tuples and dicts count.
         first_wait: seconds inside `next()` until the first batch of the epoch, in which workers start and the first
             batches are built; not part of any other figure. In all: of all epochs together.
         wait: inside `next()`, for each other batch. Without workers this is the time in which it is built.
         step: between the return of `next()` and its next call.
         blocked: seconds of `wait` in which nothing had come from the workers. The rest is the loader's own work.
-        behind: seconds of `blocked` in which a batch was there, and had to wait for one that comes before it.
-        drawing: seconds of `wait` in which the sampler was asked.
+        behind: seconds of `blocked` in which a finished batch had to wait for an earlier one.
+        drawing: seconds of `wait` for drawing from the sampler.
         build: a worker's work on a batch.
         slow: batches that took more than 4 times the median to build.
         slow_ratio: how many times the median these took, on average.
@@ -162,12 +162,12 @@ class Period:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second, likewise."""
+        """Samples a second, from the first batch of the epoch on."""
         return self.batches_per_s * self.samples / self.batches if self.batches else 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes a second, likewise."""
+        """Bytes a second, from the first batch of the epoch on."""
         return self.batches_per_s * self.nbytes / self.batches if self.batches else 0.0
 
     @property
@@ -184,22 +184,22 @@ class Period:
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """What a loader has measured: see `DataLoader.stats()`. Its `str()` is a table to be read.
+    """A loader's measurements: see `DataLoader.stats()`. Its `str()` is a table for reading.
 
     Attributes:
         num_workers: of the last iterator; 0 without workers, and before the first `iter()`.
-        epoch: the epoch under way; the last one, where none is.
+        epoch: the epoch in progress, or else the last one.
         total: all epochs of all iterators of this loader object.
-        processes: that host these workers.
-        bytes_under_way: bytes of batches that the workers have sent and the trainer has not taken. How large those are
+        processes: how many host these workers.
+        bytes_under_way: bytes of batches that the workers have sent and the trainer has not taken. The size of batches
             that are still being built is not known.
         bytes_held: bytes of the memory for batches that the trainer was given and still refers to: shared memory of the
-            workers, and for what comes over the network memory that is used again. Tensors of 64 KiB and less, and
+            workers, and reusable memory for batches from the network. Tensors of 64 KiB and less, and
             pinned ones, have memory of their own and do not count. Both are 0 when an epoch has ended, unless workers
             are persistent.
         cpus: that this process may use.
-        cpu_use: the share of them, from 0 to 1, that was in use by anybody since the first batch of the epoch; None
-            where the system does not tell.
+        cpu_use: the share of them, from 0 to 1, that all processes have used since the first batch of the epoch; None
+            if the system does not report it.
         dynamic: whether `scheduling="dynamic"`.
         in_order: whether batches are delivered in order.
         iterable: whether the dataset is iterable-style.
@@ -254,14 +254,14 @@ def _share(part: float, rest: float) -> float:
 
 
 def seconds(value: float) -> str:
-    """A time, to be read."""
+    """A time, as text."""
     if value >= 1:
         return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
 def nbytes(value: float) -> str:
-    """A size, to be read."""
+    """A size, as text."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.3g} {unit}"

@@ -1,20 +1,21 @@
-"""One Ray for all ranks of one job on a machine: found, started where there is none yet, and let go.
+"""One Ray for all ranks of one job on a machine: found, started if there is none yet, and released.
 
-The ranks are those of torchrun, or of a launcher that tells them as much (Lightning's, Accelerate's, DeepSpeed's).
+The ranks are those of torchrun, or of a launcher that sets the same variables (Lightning's, Accelerate's, DeepSpeed's).
 
 Promise: Ray runs while any of the ranks is a member, and ends after the last, whichever ranks come late, leave early or
-are killed, and in whatever order. A rank that cannot become a member is told why. Ray itself is unknown here.
+are killed, and in whatever order. A rank that cannot become a member gets an error with the reason. This module does
+not import Ray.
 
 NOTE [one keeper]
 Ray's daemons die with the thread that started them (NOTE [who starts Ray] in session.py), and any rank may be the first
-to end. So a process of its own, the keeper (`rayloader/keeper`), starts Ray, and ends it when no rank is connected to
-it any more. Where a rank dies, the kernel ends its connection.
+to end. So a separate process, the keeper (`rayloader/keeper`), starts Ray, and ends it when no rank is connected to
+it any more. If a rank dies, the kernel ends its connection.
 
-The ranks meet at an abstract socket, whose name follows from what the launcher tells them. The rank that succeeds in
-binding the name starts the keeper and passes it the listening socket. It has connected before, so that the keeper finds
-it in the socket's queue. All others wait in the queue too while Ray starts, and are then told its address. A keeper
-that is to end closes the socket first. That frees the name, and breaks off the connections in the queue: those ranks
-begin again, with a new keeper. Nothing is written to the file system, and nobody polls.
+The ranks meet at an abstract socket, whose name is derived from the launcher's environment variables. The rank that
+succeeds in binding the name starts the keeper and passes it the listening socket. It has connected before, so that the
+keeper finds it in the socket's queue. All others wait in the queue too while Ray starts, and then receive its address.
+A keeper that is about to end closes the socket first. That frees the name, and ends the connections in the queue: those
+ranks begin again, with a new keeper. Nothing is written to the file system, and nothing polls.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from rayloader.transport.local_line import LocalSocket, peer
 KEEPER = Path(__file__).parent / "keeper"
 # Environment variables that tell jobs apart, and the machines of one job. Two jobs that run at the same time differ in
 # the port; the rank of a machine has one name in torchrun and another in Lightning. The launcher's process id would not
-# do, for a rank may have been started through a script of the user's.
+# do, because a rank may have been started through a script of the user's.
 VARIABLES = "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "NODE_RANK"
-_NEEDED = {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"}  # what any launcher tells
+_NEEDED = {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"}  # set by every launcher
 
 
 def meeting_point() -> str | None:
-    """The abstract name where the ranks of this machine meet; None where no launcher has started more than one.
+    """The abstract name where the ranks of this machine meet; None unless a launcher has started several.
 
-    Lightning tells the number of ranks during the first `fit()` only.
+    Lightning sets the number of ranks during the first `fit()` only.
     """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE"))
     if ranks == "1" or not os.environ.keys() >= _NEEDED or sys.platform != "linux":
@@ -54,7 +55,7 @@ def meeting_point() -> str | None:
 
 
 class Membership:
-    """The part of one rank in the Ray of all; Ray lives at least as long.
+    """One rank's membership in the shared Ray, which lives at least as long.
 
     Args:
         name: of the meeting point.
@@ -76,7 +77,7 @@ class Membership:
             Ray's address.
 
         Raises:
-            RaySessionError: it does not start: what Ray said, or what has happened.
+            RaySessionError: it does not start: with Ray's reason, or what has happened.
         """
         try:
             while True:
@@ -92,29 +93,29 @@ class Membership:
             self._listener.close()
 
     def wait(self) -> bool:
-        """Waits until the keeper has died, and Ray with it: True; or until this rank leaves: False."""
+        """Waits until the keeper has died, and Ray with it (True), or until this rank leaves (False)."""
         with contextlib.suppress(OSError):
             self._connection.recv(1)  # nothing is ever sent
         self._connection.end()
         return not self._left
 
     def leave(self) -> None:
-        """Ends it; Ray must not be used any more. The connection itself is closed by `wait`, which it wakes."""
+        """Ends the membership; Ray must not be used any more. It wakes `wait`, which closes the connection itself."""
         self._left = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """To be called in a forked child, which is no member, and would look like one."""
+        """To be called in a forked child, which is no member but would look like one."""
         self._connection.end()
         self._listener.end()
 
     def _connect(self, settings: dict[str, Any]) -> bool:
-        """Connects to the keeper; whether it was started for that."""
+        """Connects to the keeper; returns whether the keeper was started for that."""
         while True:
             self._connection.end()
             self._connection = LocalSocket()
-            self._connection.settimeout(None)  # whatever the program's default is
+            self._connection.settimeout(None)  # independent of the program's default
             with contextlib.suppress(ConnectionRefusedError):
                 self._connection.connect(self._name)
                 return False
@@ -127,11 +128,11 @@ class Membership:
             self._listener.listen()
             self._connection.connect(self._name)
             _start_keeper(self._listener.fileno(), settings)
-            self._listener.close()  # or the queue would outlive the keeper
+            self._listener.close()  # otherwise the queue would outlive the keeper
             return True
 
     def _hear(self) -> dict[str, str]:
-        """What the keeper has to say; nothing if it has ended."""
+        """The keeper's message; empty if it has ended."""
         said = b""
         with contextlib.suppress(ConnectionError):
             while not said.endswith(b"\n") and (part := self._connection.recv(1 << 16)):
@@ -141,7 +142,7 @@ class Membership:
 
 
 def _start_keeper(listener: int, settings: dict[str, Any]) -> None:
-    """Returns when it runs by itself. An interrupt of the terminal must not reach it: the ranks may go on."""
+    """Returns once it runs independently. Ctrl-C in the terminal must not reach it: the ranks may continue."""
     subprocess.run(
         [sys.executable, str(KEEPER), str(listener), json.dumps(settings)],
         stdin=subprocess.DEVNULL,

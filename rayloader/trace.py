@@ -1,7 +1,7 @@
-"""A trace of a loader at work: what each worker and the trainer did when, for Perfetto or chrome://tracing.
+"""A timeline of a loader at work: what each worker and the trainer did when, for Perfetto or chrome://tracing.
 
-Promise: while no trace is on, nothing is kept. What is kept is bounded by the batches that are taken while one is on,
-and is written in any case, at the latest when the loader or the program ends.
+Promise: while no trace is on, nothing is kept. The size of a trace is bounded by the batches taken while it is on,
+and it is always written, at the latest when the loader or the program ends.
 The file is in the Trace Event Format, JSON:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -38,7 +38,7 @@ class _Built(NamedTuple):
 
 
 class Trace:
-    """Collects what happens. Any thread may tell it something: each appends to a list."""
+    """Collects events. Any thread may report one: each appends to a list."""
 
     def __init__(self) -> None:
         self._built: list[_Built] = []
@@ -52,8 +52,8 @@ class Trace:
         """A worker has sent a batch.
 
         Args:
-            process: equal for what comes from the same process of the worker.
-            near: it is on this machine, where all processes have one clock.
+            process: equal for events from the same process of the worker.
+            near: whether it is on this machine, where all processes share one clock.
             batch: number of the task.
             indices: of the task, as text.
             spent: on it, by that worker.
@@ -63,14 +63,14 @@ class Trace:
         self._built.append(_Built(int(worker_id), process, received, batch, indices, began, *parts))
 
     def write(self, path: Path, title: str) -> None:
-        """Writes the file, in place of what is there; compressed if its name ends with .gz."""
+        """Writes the file, replacing an existing one; compressed if its name ends with .gz."""
         text = json.dumps({"displayTimeUnit": "ms", "traceEvents": list(self.events(title))}).encode()
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
         unfinished.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
         unfinished.replace(path)
 
     def events(self, title: str) -> Iterator[dict[str, Any]]:
-        """What the file holds: names of the lanes, and slices."""
+        """The contents of the file: names of the lanes, and slices."""
         built, trainer = list(self._built), list(self._of_trainer)
         yield _named("process_name", TRAINER, title)
         yield _named("thread_name", TRAINER, "trainer")
@@ -84,7 +84,7 @@ class Trace:
 
 class _Recorder(Protocol):
     def set_trace(self, trace: Trace | None) -> None:
-        """Where to tell what happens, from now on."""
+        """Sets where to report events from now on."""
 
 
 class Tracing:
@@ -122,14 +122,14 @@ def _write(trace: Trace, path: Path, title: str, pid: int) -> None:
 
 
 def _of_process(built: list[_Built]) -> Iterable[dict[str, Any]]:
-    # Another machine's clock: what came fastest was sent when it was received.
+    # Another machine's clock: assumes that the fastest batch arrived at the moment when it was sent.
     ahead = min((one.received - _end(one) for one in built if one.received is not None), default=0.0)
     nexts = [one.began for one in built[1:]]
     for one, next_began in zip(built, [*nexts, float("inf")], strict=True):
         told = {"batch": one.batch, **({"indices": one.indices} if one.indices else {})}
         began = one.began
         for what in ("fetch", "collate", "transfer"):
-            # Sending is told with the next batch, and so would end where that has begun already.
+            # Sending is reported with the next batch, so it could seem to end after that has begun.
             ended = min(began + getattr(one, what), next_began)
             yield _slice(what, 1 + one.worker_id, began + ahead, ended + ahead, told)
             began = ended

@@ -1,4 +1,4 @@
-"""Leaves lines out of tracebacks that tell the user nothing: those of this package, and of torch's loader."""
+"""Removes lines from tracebacks that tell the user nothing: those of this package, and of torch's loader."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def shorten(error: BaseException, says_all: bool) -> None:
     """Shortens the traceback of an error that passes through this package; it then holds none of our objects.
 
     Args:
-        error: that is being raised; the function that calls this stays in its traceback.
-        says_all: it needs no line of where it was raised. If it does, only those between the user's lines are left out:
-            one that was raised in this package is a fault of it, and keeps all.
+        error: the one that is being raised; the function that calls this stays in its traceback.
+        says_all: it does not need the line where it was raised. Otherwise only the lines between the user's are
+            removed: an error that was raised in this package is a fault of it, and keeps all lines.
     """
     first = error.__traceback__
     if first is None or (lines := first.tb_next) is None:

@@ -1,6 +1,6 @@
 """Is it the loader or the model? The answer in one sentence.
 
-Promise: a pure function of a `LoaderStats`. It says what follows from the numbers, and where nothing does it says that.
+Promise: a pure function of a `LoaderStats`. It says what follows from the numbers, or that nothing does.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from rayloader.stats import LoaderStats, Period, WorkerStats, seconds
 
 # With fewer batches than this, and fewer than two of each worker, chance has too large a part in the numbers.
 ENOUGH_BATCHES = 20
-# A trainer that waits less than this share of its time has no cause to complain.
+# A trainer that waits less than this share of its time does not wait enough to matter.
 WAIT_SHARE = 0.05
-# Who takes less than this share of the time for its steps does next to nothing: it waits whatever the loader does.
+# A trainer whose steps take less than this share of the time does next to nothing: it waits whatever the loader does.
 STEP_SHARE = 0.05
-# Workers that are busy for this share of their time are the bottleneck; with less something keeps them from working.
+# Workers that are busy for this share of their time are the bottleneck; otherwise something keeps them from working.
 BUSY = 0.75
-# Where this share of the CPUs is in use more workers would only take from each other.
+# If this share of the CPUs is in use, more workers would only compete with each other.
 CPUS_IN_USE = 0.9
-# How many times as long as the others a worker takes that is said to be slow.
+# A worker that takes this many times as long as the others is called slow.
 SLOW_WORKER = 2.0
 # Batches count as stragglers if they are at most this share of all.
 STRAGGLER_SHARE = 0.25
-# Work varies: so many times the workers that would do on average.
+# Work varies: recommend this many times the number of workers that would suffice on average.
 MARGIN = 1.2
 
 
@@ -142,7 +142,7 @@ def _held_up(stats: LoaderStats, period: Period, waits: str) -> str:
 
 
 def _slow_worker(workers: tuple[WorkerStats, ...]) -> WorkerStats | None:
-    """The one for which the others wait, if there is one."""
+    """The worker for which the others wait, if there is one."""
     if len(workers) < 2 or any(worker.build.count < ENOUGH_BATCHES / 2 for worker in workers):
         return None
     slowest = max(workers, key=lambda worker: worker.build.median)
@@ -152,7 +152,7 @@ def _slow_worker(workers: tuple[WorkerStats, ...]) -> WorkerStats | None:
 
 
 def _others(workers: tuple[WorkerStats, ...], without: WorkerStats) -> float:
-    """What a batch takes the other workers, in seconds."""
+    """How long a batch takes the other workers, in seconds."""
     return statistics.median(worker.build.median for worker in workers if worker is not without)
 
 

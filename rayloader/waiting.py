@@ -1,7 +1,7 @@
-"""Waits for the answers to calls of Ray's.
+"""Waits for the answers to Ray calls.
 
-Promise: nobody waits within Ray (NOTE [waiting] in driver/answers.py), so what a signal handler raises meanwhile passes
-through as it is.
+Promise: no thread waits inside Ray (NOTE [waiting] in driver/answers.py), so exceptions of signal handlers pass through
+unchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NONE_YET: Any = object()
 
 
 class Answer:
-    """The answer to one of these calls, when it comes; nobody waits within Ray to see whether it has.
+    """The answer to a Ray call, once it comes; no thread waits inside Ray to find out.
 
     Attributes:
         ref: of the call.
-        value: what came, an error of Ray's perhaps; NONE_YET before.
+        value: the answer, or an error of Ray's; NONE_YET before.
     """
 
     __slots__ = ("ref", "value")
@@ -34,23 +34,23 @@ class Answer:
 
     @property
     def succeeded(self) -> bool:
-        """Whether something came, and no error."""
+        """Whether an answer came, and no error."""
         return self.value is not NONE_YET and not isinstance(self.value, Exception)
 
-    def _note(self, value: Any) -> None:  # in a thread of Ray's
+    def _note(self, value: Any) -> None:  # in one of Ray's threads
         self.value = value
 
 
 def wait_for(refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
-    """Waits until so many of these calls are answered, for `timeout` seconds at most.
+    """Waits until `count` of these calls are answered, for `timeout` seconds at most.
 
     Returns:
-        The answer to each of them: an error of Ray's where there will be none, NONE_YET where there is none so far.
+        The answer to each of them: an error of Ray's if there will be none, NONE_YET if there is none so far.
     """
     bell = Bell()
     answers = [NONE_YET] * len(refs)
 
-    def note(index: int, answer: Any) -> None:  # in a thread of Ray's
+    def note(index: int, answer: Any) -> None:  # in one of Ray's threads
         answers[index] = answer
         bell.ring()
 

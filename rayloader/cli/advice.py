@@ -1,4 +1,4 @@
-"""How many workers to use, from what was measured. Pure."""
+"""How many workers to use, according to the measurements. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from rayloader.cli.rates import Rate
 
-# Of the best rate; what is within it costs workers for nothing.
+# A rate within this share of the best is good enough: more workers would gain too little.
 ENOUGH = 0.95
-# More workers are worth a try where the last doubling has brought so much.
+# More workers are worth a try if the last doubling has brought at least this factor.
 GROWS = 1.10
 # A trainer that waits less than this has no use for more workers.
 LITTLE_WAIT = 0.02
 
 
 def numbers_of_workers(most: int) -> Iterator[int]:
-    """The numbers that are tried: none, one, and then twice as many each time."""
+    """The numbers to try: none, one, and then twice as many each time."""
     yield 0
     number = 1
     while number < most:

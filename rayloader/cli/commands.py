@@ -1,4 +1,4 @@
-"""The commands: their arguments, and how they print what was found."""
+"""The commands: their arguments, and how they print the results."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ app = typer.Typer(
 CORES = os.cpu_count() or 1
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
-DatasetName = Annotated[str, typer.Argument(help="module:name of a dataset, or of what makes one", show_default=False)]
+DatasetName = Annotated[
+    str, typer.Argument(help="module:name of a dataset, or of a function that returns one", show_default=False)
+]
 BatchSize = Annotated[int, typer.Option(help="samples per batch", min=1)]
 Shuffle = Annotated[bool, typer.Option(help="load in random order")]
 Collate = Annotated[str, typer.Option(help="module:name of a collate_fn; torch's by default")]
-Most = Annotated[int, typer.Option(help="try up to so many workers", min=0)]
-Seconds = Annotated[float, typer.Option(help="measure each loader for so long", min=0.1)]
+Most = Annotated[int, typer.Option(help="try up to this many workers", min=0)]
+Seconds = Annotated[float, typer.Option(help="how long to measure each loader", min=0.1)]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")]
 
 
@@ -39,7 +41,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, and nothing el
 def doctor_command(
     workers: Annotated[int, typer.Option(help="workers to try with", min=1)] = 2, as_json: AsJson = False
 ) -> None:
-    """Check versions, cores, memory, Ray, and each way that batches can take. Exits with 1 if something is wrong."""
+    """Check versions, cores, memory, Ray, and each way for batches to travel. Exits with 1 if something is wrong."""
     found = []
     for check in doctor.checks(workers):
         found.append(check)
@@ -64,7 +66,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="write a plot to this file (needs matplotlib)")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load a dataset with torch's loader and with rayloader, by more and more workers; say how many to use."""
+    """Load a dataset with torch's loader and with rayloader, with more and more workers; say how many to use."""
     workload = Workload(dataset, batch_size, shuffle, collate_fn)
     kinds: tuple[LoaderKind, LoaderKind] = ("torch", "rayloader")
     measured: dict[str, list[Rate]] = {kind: [] for kind in kinds}
@@ -94,7 +96,7 @@ def bench(
 @app.command()
 def tune(
     dataset: DatasetName,
-    step_ms: Annotated[float, typer.Option(help="what the trainer does with a batch takes so many ms", min=0.0)],
+    step_ms: Annotated[float, typer.Option(help="how many ms the trainer works on each batch", min=0.0)],
     batch_size: BatchSize = 32,
     shuffle: Shuffle = False,
     collate_fn: Collate = "",

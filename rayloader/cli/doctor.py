@@ -1,6 +1,6 @@
-"""Looks whether rayloader can work here, and what to do where it can't: the checks of `rayloader doctor`.
+"""Checks whether rayloader can work here, and what to do if it can't: the checks of `rayloader doctor`.
 
-Promise: nothing is changed. A Ray that is started for the checks is ended with the process.
+Promise: changes nothing. A Ray that is started for the checks ends with the process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rayloader.loader import DataLoader
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.memory import available
 
-# What a worker takes for torch alone, and then some; see README, "When not to use it".
+# Somewhat more than a worker takes for torch alone; see README, "When not to use it".
 WORKER_BYTES = 1 << 29
-# Below this Ray keeps its objects in files that are not in memory, or in too little of it.
+# With less, Ray keeps its objects in files that are not in memory, or in too little memory.
 SHM_BYTES = 1 << 30
-# Each worker costs the driver some descriptors, and Ray many.
+# Each worker costs the driver a few descriptors, and Ray many.
 DESCRIPTORS = 4096
 ROWS, COLUMNS = 64, 4096
 
@@ -37,10 +37,10 @@ class Check:
     """One line of the answer.
 
     Attributes:
-        name: what was looked at.
+        name: what was checked.
         ok: whether it is as it should be.
         found: what was found.
-        advice: what to do; "" where nothing is to be done.
+        advice: what to do; "" if there is nothing to do.
     """
 
     name: str
@@ -118,7 +118,7 @@ def _shared_memory() -> Check:
 def _descriptors() -> Check:
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # not available on this system
         return Check("open files", True, "unknown")
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = limit in (-1, resource.RLIM_INFINITY) or limit >= DESCRIPTORS
@@ -131,7 +131,7 @@ def _ray(num_workers: int) -> Check:
     try:
         for _ in DataLoader(_Rows(), num_workers=num_workers):
             pass
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the answer
         return Check("Ray", False, str(error), "the text above says what to do; Ray's log says more")
     from rayloader import session
 
@@ -176,7 +176,7 @@ def _lanes(num_workers: int) -> Iterator[Check]:
 
 
 class _Rows(Dataset[torch.Tensor]):
-    """Large enough batches to travel in an arena."""
+    """Large enough for its batches to travel in an arena."""
 
     def __init__(self) -> None:
         self.rows = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
@@ -192,6 +192,6 @@ def _tried(name: str, attempt: Callable[[], str], advice: str) -> Check:
     began = time.monotonic()
     try:
         found = attempt()
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the answer
         return Check(name, False, str(error), advice)
     return Check(name, True, f"{found} ({time.monotonic() - began:.1f} s)")

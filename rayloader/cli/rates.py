@@ -1,9 +1,9 @@
-"""Measures loaders over a user's dataset: batches a second, and how long a trainer would wait.
+"""Measures loaders over a user's dataset: batches per second, and how long a trainer would wait.
 
     python -m rayloader.cli.rates torch|rayloader WORKLOAD
 
-measures in a process of its own, torch's loader in one that has no Ray in it. It reads a request a line from its
-standard input, and answers each with a line. Both are JSON. What the dataset prints goes to standard error.
+measures in a process of its own; torch's loader runs in a process without Ray. It reads one request per line from its
+standard input, and answers each with one line. Both are JSON. What the dataset prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RateError(Exception):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is loaded.
+    """The loader to measure.
 
     Attributes:
-        dataset: "module:name" of a dataset, or of what makes one when it is called without arguments.
+        dataset: "module:name" of a dataset, or of a function that returns one without arguments.
         batch_size: samples.
         shuffle: whether the samples come in random order.
         collate_fn: "module:name", or "" for torch's.
@@ -49,9 +49,9 @@ class Rate:
 
     Attributes:
         num_workers: of the loader.
-        first: seconds to the first batch, the start of the workers included.
-        batches: a second, once all workers run, over as many epochs as it took.
-        wait_share: of the time from then on, what the trainer spent in `next` and `iter`.
+        first: seconds to the first batch, including the start of the workers.
+        batches: per second, once all workers run, over as many epochs as needed.
+        wait_share: the share of the time from then on that the trainer spent in `next` and `iter`.
     """
 
     num_workers: int
@@ -81,13 +81,13 @@ class Measurer:
         self._process.stdout.close()  # type: ignore[union-attr]
 
     def measure(self, num_workers: int, seconds: float, step: float = 0.0) -> Rate:
-        """Loads for so many seconds with so many workers; `step`: what the trainer does with each batch, in seconds.
+        """Loads for `seconds` with so many workers; `step`: how long the trainer works on each batch, in seconds.
 
         Raises:
             RateError: the dataset gives no batch, or raised.
         """
         request = {"num_workers": num_workers, "seconds": seconds, "step": step}
-        with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer either
+        with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no answer
             print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()  # type: ignore[union-attr]
         if not answer:
@@ -99,7 +99,7 @@ class Measurer:
 
 
 def named(name: str) -> Any:
-    """The object that "module:name" stands for; modules are looked for in the working directory too.
+    """The object named by "module:name"; modules are also searched for in the working directory.
 
     Raises:
         RateError: there is none.
@@ -125,7 +125,7 @@ def measured(loader: Any, num_workers: int, seconds: float, step: float) -> Rate
     except StopIteration:
         raise RateError("the dataset gives no batch") from None
     first = time.perf_counter() - began
-    for _ in zip(range(num_workers), iterator, strict=False):  # each worker has started when it has given a batch
+    for _ in zip(range(num_workers), iterator, strict=False):  # a worker that has given a batch has started
         pass
     start = now = time.perf_counter()
     batches, waited, came = 0, 0.0, True
@@ -176,7 +176,7 @@ def _loader_class(kind: LoaderKind) -> Any:
 
 @contextlib.contextmanager
 def _answers() -> Iterator[TextIO]:
-    """The standard output, for us alone."""
+    """Reserves the standard output for the answers."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         yield answers
@@ -188,7 +188,7 @@ def _main() -> None:
     with _answers() as answers:
         try:
             _serve("torch" if kind == "torch" else "rayloader", Workload(**json.loads(workload)), answers)
-        except Exception as error:  # the user's code, whatever it raises
+        except Exception as error:  # anything that the user's code raises
             text = str(error) if isinstance(error, RateError) else f"{type(error).__name__}: {error}"
             print(json.dumps({"error": text}), file=answers, flush=True)
 

@@ -1,1 +1,1 @@
-"""The trainer's side: what `iter()` returns, the schedule, the actors."""
+"""The driver's side: what `iter()` returns, the schedule, the actors."""

@@ -1,4 +1,4 @@
-"""One actor as the driver knows it: its process, whom it is lent to, and what it shares with this process.
+"""One actor as the driver knows it: its process, its lease, and what it shares with this process.
 
 Promise: nothing here waits.
 """
@@ -23,14 +23,14 @@ from rayloader.state.snapshot import WorkerState
 from rayloader.transport.lanes import ArenaLane
 from rayloader.waiting import NONE_YET, Answer
 
-Ref = Any  # an ObjectRef; Ray's own type is generic over what nobody can check
+Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 
 
 class Lease:
     """A crew's right to its actors.
 
     Args:
-        ended: called, perhaps in a finalizer, when nobody refers to the lease any more.
+        ended: called, perhaps in a finalizer, when no reference to the lease is left.
         name: of the loader, for the names of actors that are made for it.
     """
 
@@ -38,11 +38,12 @@ class Lease:
 
     def __init__(self, ended: Callable[[object], object], name: str = "") -> None:
         self.name = name
-        self.ref = weakref.ref(self, ended)  # the actors have it: it outlives the lease, or nobody would be called
+        # The actors hold this weak reference, so that it outlives the lease and its callback runs.
+        self.ref = weakref.ref(self, ended)
 
 
 class ActorState(Enum):
-    """Who an actor works for; see lifetimes.py."""
+    """Whom an actor works for; see lifetimes.py."""
 
     LENT = "lent"  # to the lease of a crew
     STOPPING = "stopping"  # told to stop, not answered
@@ -52,15 +53,15 @@ class ActorState(Enum):
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """One actor process; methods that take or give a `Ref` return at once."""
+    """One actor process; methods that take or return a `Ref` return at once."""
 
     handle: Any
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
     hello: Answer  # its address, once it runs
     created_at: float  # time.monotonic()
-    had_room: bool  # as many CPUs as it and those beside it asked for were free then
-    lease: weakref.ref[Lease] | None = None  # that it is lent to
+    had_room: bool  # as many CPUs as it and the actors created with it asked for were free then
+    lease: weakref.ref[Lease] | None = None  # of the lease that holds it
     state: ActorState = ActorState.LENT
     address: WorkerAddress | None = None
     placed_at: float | None = None  # time.monotonic() when it was first seen to be placed
@@ -70,24 +71,24 @@ class Actor:
     keep_until: float = math.inf  # time.monotonic(); while it is not lent
     lane: ArenaLane = field(default_factory=ArenaLane)
     calls: int = 0  # made over a channel
-    no_line: str = ""  # why it can't be reached over one
+    no_line: str = ""  # why no line can reach it
     lost: bool = False  # given up by the crew that had it; it is GONE once the janitor's thread has killed it
-    vanished: bool = False  # nobody can say what became of it: its whole node may be gone
+    vanished: bool = False  # nobody knows what happened to it: its whole node may be gone
     hosted: tuple[str, Answer] | None = None  # the image that it holds for its node: name, answer to `host`
 
     @property
     def is_new(self) -> bool:
-        """Whether it was made in advance and nobody has had it yet; it may not run so far."""
+        """Whether it was created in advance and has never been lent; it may not run yet."""
         return self.state is ActorState.IDLE and self.stopped is None
 
     def is_placed(self) -> bool:
-        """Whether Ray has a process for it by now: it waits for nothing that others hold, only for its imports."""
+        """Whether Ray has a process for it by now: it waits only for its imports, not for resources."""
         if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):
             self.placed_at = time.monotonic()
         return self.placed_at is not None
 
     def has_started(self) -> bool:
-        """Whether it runs by now; notes where. Raises RayError if it never will."""
+        """Whether it runs by now; if so, notes where. Raises RayError if it never will."""
         if self.address is None:
             if (address := self.hello.value) is NONE_YET:
                 return False
@@ -103,7 +104,7 @@ class Actor:
         return Answer(self.handle.start.remote(setup, source, state))
 
     def host(self, image: Image, contents: Ref) -> None:
-        """`WorkerProcess.host`: what the others of its node open."""
+        """Calls `WorkerProcess.host`, so that the other actors of its node can open the image."""
         call = self.handle.host.remote(image.address.name, image.address, contents)
         self.hosted = image.address.name, Answer(call)
 
@@ -122,5 +123,5 @@ class Actor:
         self.handle.leave.remote(worker_id)
 
     def let_go(self) -> None:
-        """The process is gone, or will be: gives up what it shares with this one."""
+        """The process is gone, or soon will be: gives up what it shares with this one."""
         self.lane.close()

@@ -1,14 +1,14 @@
-"""The answers to Ray's calls, and the one wait for all that workers send.
+"""The answers to Ray calls, and the one wait for everything that workers send.
 
-Promise: `wait` returns when something has come, over a line or from Ray, and lets through whatever a signal handler
-raises meanwhile. Nobody waits within Ray.
+Promise: `wait` returns when something has come, over a line or from Ray, and lets any exception through that a signal
+handler raises meanwhile. No thread waits inside Ray.
 
 NOTE [waiting]
-Python runs signal handlers in the main thread. If that waits in `ray.get` or `ray.wait`, Ray calls them and changes
-what they raise: SystemExit loses its code, and any other exception of the program's ends as SystemError, or is printed
-and dropped. So Ray is only asked to tell when a call is answered, which it does in a thread of its own, and the wait is
-one for descriptors: those of the lines, and one that Ray's thread, or any other, makes readable. A thread that waits
-here is not within Ray either while another shuts Ray down.
+Python runs signal handlers in the main thread. If that thread waits in `ray.get` or `ray.wait`, Ray calls the handlers
+and changes their exceptions: SystemExit loses its code, and any other exception ends as SystemError, or is printed
+and dropped. So Ray is only asked to report when a call is answered, which it does in a thread of its own, and this
+module waits for descriptors: those of the lines, and one that Ray's thread, or any other, makes readable. Nor is a
+thread that waits here inside Ray while another thread shuts Ray down.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from rayloader.waiting import NONE_YET
 
 
 class Answers:
-    """Answers by the reference of the call; an error of Ray's where there will be none. Any thread may wait.
+    """Answers by the reference of the call, or Ray's error if there will be none. Any thread may wait.
 
-    Whoever is to take in what has come, an *owner*, is found without asking the others: a wait costs no more with many
-    workers than with one, but for the system call itself.
+    Each call and descriptor has an *owner*, which receives what has come. Owners with something to receive are found
+    without asking the others: a wait costs no more with many workers than with one, except for the system call itself.
 
     Attributes:
-        ready: owners for which something has come; they are taken out before it is taken in.
+        ready: owners for which something has come; they are removed before it is received.
     """
 
     def __init__(self) -> None:
-        self._answers: dict[Any, Any] = {}  # to the calls that are watched
+        self._answers: dict[Any, Any] = {}  # to the watched calls
         self._waker = _Waker()
-        self._waiting = 0  # threads
+        self._waiting = 0  # threads that wait
         self._descriptors: dict[Any, tuple[tuple[int, int], ...]] = {}  # by owner
         self._owners: dict[int, Any] = {}  # by descriptor
         self._poll: Any = None  # of these descriptors; None while a thread has it, or when they have changed
-        self._changes = 0  # of them
+        self._changes = 0  # counts the changes of these descriptors
         self.ready: set[Any] = set()
 
     def watch(self, ref: Any, owner: Any = None) -> None:
-        """The answer to this call is to end a wait, and to make its owner ready."""
+        """The answer to this call will end a wait, and make its owner ready."""
         if ref not in self._answers:
             self._answers[ref] = NONE_YET
             on_completed(ref, functools.partial(self._answered, ref, owner))
 
     def watch_descriptors(self, owner: Any, descriptors: tuple[tuple[int, int], ...]) -> None:
-        """What an owner has to be waited for, besides answers: descriptors, with the events of `select.poll`."""
+        """Sets what to wait for besides answers: the owner's descriptors, with the events of `select.poll`."""
         before = self._descriptors.get(owner, ())
         if descriptors == before:
             return
         for descriptor, _ in before:
-            if self._owners.get(descriptor) is owner:  # else it was closed, and its number is another's by now
+            if self._owners.get(descriptor) is owner:  # otherwise it was closed, and its number now belongs to another
                 del self._owners[descriptor]
         self._owners.update((descriptor, owner) for descriptor, _ in descriptors)
         self._descriptors[owner] = descriptors
         if not descriptors:
             del self._descriptors[owner]
-            self.ready.discard(owner)  # it refers to this object: nobody is to wait for the collector
+            self.ready.discard(owner)  # it refers to this object, and must not depend on the garbage collector
         self._changes += 1
         self._poll = None
         self.ring_others()  # they do not wait for these yet
@@ -78,16 +78,16 @@ class Answers:
         self._answers.pop(ref, None)
 
     def ring(self) -> None:
-        """Ends the waits that are under way, or the next one."""
+        """Ends all waits in progress, or the next one."""
         self._waker.ring()
 
     def ring_others(self) -> None:
-        """Ends the waits of other threads: what they wait for may have been taken in by this one."""
+        """Ends the waits of other threads: this one may have received what they wait for."""
         if self._waiting:
             self._waker.ring()
 
     def wait(self, timeout: float) -> bool:
-        """Waits for `timeout` seconds at most until something has come; whether it has."""
+        """Waits for `timeout` seconds at most until something has come; returns whether it has."""
         changes, (poll, self._poll) = self._changes, (self._poll, None)  # two threads cannot use one at a time
         if poll is None:
             poll = select.poll()
@@ -109,7 +109,7 @@ class Answers:
         return bool(found)
 
     def _answered(self, ref: Any, owner: Any, answer: Any) -> None:
-        """Ray's thread."""
+        """Called in Ray's thread."""
         if ref in self._answers:
             self._answers[ref] = answer
             self.ready.add(owner)
@@ -119,11 +119,11 @@ class Answers:
 class _Waker:
     """A descriptor that any thread can make readable.
 
-    It is closed with the last reference to it, or when the collector finds it in a cycle, which a finalizer in the same
-    cycle may bring back to life: a ring after that does nothing.
+    It is closed with the last reference to it, or when the garbage collector finds it in a cycle. A finalizer in the
+    same cycle may still use it afterwards: a ring after that does nothing.
     """
 
-    descriptor = _in = -1  # for `__del__` too, where an interrupt came before the constructor's end
+    descriptor = _in = -1  # also for `__del__`, if an interrupt came before the constructor's end
 
     def __init__(self) -> None:
         self.descriptor, self._in = os.pipe()
@@ -131,8 +131,8 @@ class _Waker:
         os.set_blocking(self._in, False)
 
     def ring(self) -> None:
-        if self._in >= 0:  # else nobody waits any more
-            with contextlib.suppress(BlockingIOError):  # rung often enough
+        if self._in >= 0:  # otherwise nobody waits any more
+            with contextlib.suppress(BlockingIOError):  # it has been rung often enough
                 os.write(self._in, b"!")
 
     def heard(self) -> None:

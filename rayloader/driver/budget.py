@@ -1,4 +1,4 @@
-"""The bytes that one epoch's batches may take: every worker has a share, and what the program keeps is taken off.
+"""The bytes that one epoch's batches may take: each worker has a share, less what the program keeps.
 
 Promise: an `Allowance` for each worker whose depth is automatic, kept up to date as the user is given batches. A depth
 that the user has set is not lowered. Whichever it is, one warning says who holds what when it is too much.
@@ -14,40 +14,40 @@ from rayloader.driver.tables import Tables
 
 logger = logging.getLogger("rayloader")
 
-# How often it is looked how much the program keeps, while as many bytes as there are in all are given to it.
+# How many times to check how much the program keeps, for every `nbytes` of batches that it is given.
 LOOKS = 16
-# Calls of one worker that may be unanswered where a thread of ours receives and makes the next. A call of Ray's takes
-# some milliseconds, and about one of them is work: with so many the worker need not wait. More could only grow larger
-# than expected.
+# Unanswered calls that one worker may have if a thread of ours receives answers and sends the next calls. A Ray call
+# takes some milliseconds, of which about one is work: with this many, the worker need not wait. More would only risk
+# larger batches than expected.
 CALLS_AHEAD = 8
 
 _told = False  # that batches take more than was agreed; all loaders say it once
 
 
 class Budget:
-    """Of one epoch.
+    """The budget of one epoch.
 
     Args:
         tables: of the epoch.
         nbytes: in all, the loader's prefetch_bytes.
         first: tasks of a worker that never wait, see NOTE [bytes] in allowance.py.
-        held: tells the bytes of shared memory that the program keeps by batches that it was given.
+        held: returns the bytes of shared memory that the program keeps through batches that it was given.
     """
 
     def __init__(self, tables: Tables, nbytes: int, first: int, held: Callable[[], int]) -> None:
         self._tables = tables
         self._nbytes = nbytes
         self._held = held
-        self._given = 0  # bytes, since it was looked last
+        self._given = 0  # bytes since the last check
         self._limits = tables.schedule.is_paced  # whether workers have allowances
         for slot in tables.slots:
-            if slot.pace is not None:  # it knows the sizes of the worker's batches in the epoch before
+            if slot.pace is not None:  # it knows the sizes of the worker's batches in the previous epoch
                 slot.allowance = Allowance(first, nbytes / len(tables.slots), slot.pace.nbytes)
-                if tables.crew.ways.copies:  # until it is known how the worker is reached, and how long a task takes
-                    slot.allowance.ahead = CALLS_AHEAD
+                if tables.crew.ways.copies:
+                    slot.allowance.ahead = CALLS_AHEAD  # until the worker's channel, and the time of a task, are known
 
     def gave(self, nbytes: int) -> None:
-        """The user was given a batch of so many bytes."""
+        """The user was given a batch of this many bytes."""
         self._given += nbytes
         if self._given * LOOKS < self._nbytes or (_told and not self._limits):
             return

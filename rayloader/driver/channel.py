@@ -1,7 +1,7 @@
-"""How one actor is told its tasks, and how its answers come: the interface that all ways have.
+"""How one actor receives its tasks, and how its answers come: the common interface of all channels.
 
-Promise: all kinds (ray_calls.py, line_calls.py) take the same calls and give the same messages, in the order in which
-the actor sent them (see `Up` in protocol.py); an actor whose answers will not come gives `ActorLost` as the last.
+Promise: all kinds (ray_calls.py, line_calls.py) take the same calls and return the same messages, in the order in which
+the actor sent them (see `Up` in protocol.py); an actor that will not answer yields `ActorLost` as its last message.
 Nothing here waits. A channel belongs to one crew, and is used under the lock of its epoch.
 """
 
@@ -24,7 +24,7 @@ Message = Any  # a tuple that begins with an `Up`, ActorLost or LineRefused
 
 
 class ActorLost(Exception):
-    """An actor's answers will not come: it, its node or an object is gone."""
+    """An actor's answers will not come: the actor, its node or an object is gone."""
 
     def __init__(self, actor: Actor, cause: object) -> None:
         super().__init__(str(cause).strip())
@@ -39,11 +39,11 @@ class Channel(ABC):
     """The channel to one actor.
 
     Args:
-        actor: whose it is.
-        answers: where those of Ray's calls are waited for; whatever comes makes the channel ready there.
+        actor: the one that it leads to.
+        answers: where the answers to Ray calls are awaited; any arrival makes the channel ready there.
 
     Attributes:
-        actor: likewise.
+        actor: the one that it leads to.
     """
 
     def __init__(self, actor: Actor, answers: Answers) -> None:
@@ -52,27 +52,27 @@ class Channel(ABC):
 
     @abstractmethod
     def run(self, worker_id: int, task: Told) -> Lent | None:
-        """`WorkerProcess.run`; the call's number is the actor's newest. What this returns is for `received`."""
+        """`WorkerProcess.run`; the call's number is the actor's newest. Pass the return value to `received`."""
 
     @abstractmethod
     def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
-        """`WorkerProcess.replay`, likewise."""
+        """`WorkerProcess.replay`; the call's number is the actor's newest."""
 
     @abstractmethod
     def resume(self, worker_id: int, resumed: Resumed) -> None:
-        """`WorkerProcess.resume`, likewise."""
+        """`WorkerProcess.resume`; the call's number is the actor's newest."""
 
     @abstractmethod
     def drop(self, after_call: int, from_task: int) -> None:
-        """Nobody wants tasks from this one on, of the calls made after that one so far, if that can be told."""
+        """Cancels tasks from this one on, of the calls made after `after_call` so far, if the channel can do so."""
 
     @abstractmethod
     def pause(self) -> None:
-        """To be called before other calls of the actor are made: they come after what was told so far."""
+        """To be called before other calls of the actor are made, so that they come after all calls made so far."""
 
     @abstractmethod
     def flush(self) -> None:
-        """To be called when the last of several calls has been made: before that they may not be on their way."""
+        """To be called after the last of several calls: until then they may not be sent."""
 
     @abstractmethod
     def descriptors(self) -> Iterator[tuple[int, int]]:
@@ -80,36 +80,36 @@ class Channel(ABC):
 
     @abstractmethod
     def read(self) -> None:
-        """Reads what has come, for `receive`. For any thread, without the epoch's lock: it may take a while."""
+        """Reads what has come, for `receive`. Any thread may call it, without the epoch's lock: it may take a while."""
 
     @abstractmethod
     def receive(self) -> list[Message]:
-        """What the actor has sent, as far as it was read."""
+        """The messages of the actor that were read."""
 
     @property
     @abstractmethod
     def lane(self) -> str:
-        """What it is, in words, and how batches travel."""
+        """The kind of channel, in words, and how batches travel."""
 
     @property
     def quiet_line(self) -> Line | None:
-        """The line that brings whatever comes, where it is open and has nothing to send; else None.
+        """The line that brings all answers, if it is open and has nothing to send; else None.
 
-        While it is the same one, so are the descriptors and the patience.
+        While it is the same line, the descriptors and the patience are the same too.
         """
         return None
 
     @property
     def patience(self) -> float:
-        """How long to wait at most for what the descriptors can't tell, in seconds."""
+        """How long to wait at most for what the descriptors cannot show, in seconds."""
         return math.inf
 
     @abstractmethod
     def close(self) -> None:
-        """Nobody listens any more. Callable more than once, and by any thread."""
+        """Stops listening. Callable more than once, and by any thread."""
 
     def _lost(self, answer: Exception | None) -> ActorLost:
-        """No answers will come, as Ray says; None: it says nothing."""
+        """No answers will come: `answer` is Ray's reason, None if Ray gives none."""
         self.close()
         self.actor.vanished = answer is None or isinstance(answer, ActorUnavailableError)
         return ActorLost(self.actor, answer or "its process has ended")

@@ -1,7 +1,7 @@
 """The channels to the actors of one crew, and the one wait for all of them.
 
-Promise: whatever channel has more to be waited for than its descriptors can tell is looked at in time; what was told
-over one is on its way after `flush`.
+Promise: a channel that must also wait for a deadline is checked before that deadline passes; calls made over a channel
+are sent at the latest by `flush`.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ from rayloader.transport.line import Line
 
 
 class Channels:
-    """Of one crew.
+    """The channels of one crew.
 
     Args:
         ways: to its actors.
-        answers: to Ray's calls.
+        answers: to Ray calls.
     """
 
     def __init__(self, ways: Ways, answers: Answers) -> None:
         self._ways = ways
         self._answers = answers
         self._channels: dict[Actor, Channel] = {}
-        self._unflushed: set[Channel] = set()  # that were told something
-        self._impatient: set[Channel] = set()  # that have more to wait for than descriptors can tell
-        self._quiet: dict[Channel, Line | None] = {}  # the line of each that is all there was to wait for, as last seen
+        self._unflushed: set[Channel] = set()  # over which calls were made
+        self._impatient: set[Channel] = set()  # that must be checked without a sign from their descriptors
+        # For each channel, its line if that was the only thing to wait for when last checked.
+        self._quiet: dict[Channel, Line | None] = {}
 
     def __contains__(self, actor: Actor) -> bool:
-        """Whether there is one to that actor."""
+        """Whether there is a channel to that actor."""
         return actor in self._channels
 
     def lane(self, actor: Actor) -> str:
-        """How it is reached and how its batches travel, in words."""
+        """How an actor is reached and how its batches travel, in words."""
         channel = self._channels.get(actor)
         return "" if channel is None else channel.lane
 
     def open(self, actor: Actor) -> None:
-        """There is one from here on."""
+        """Opens a channel to an actor."""
         if actor not in self._channels:
             self._channels[actor] = self._ways.channel_to(actor)
 
     def to(self, slot: WorkerSlot) -> Channel:
-        """To tell that worker something."""
+        """The channel over which to send that worker a message."""
         channel = self._channels[slot.host]
         self._unflushed.add(channel)
         return channel
 
     def flush(self) -> None:
-        """To be called when the last of several calls has been made: before that they may not be on their way."""
+        """To be called after the last of several calls: until then they may not be sent."""
         while self._unflushed:
             channel = self._unflushed.pop()
             channel.flush()
@@ -66,17 +67,17 @@ class Channels:
         return self._answers.wait(timeout)
 
     def read(self) -> None:
-        """Reads what a wait has found, for `receive`: without the epoch's lock, where no interrupt can come."""
+        """Reads what a wait has found, for `receive`: without the epoch's lock, in a thread without interrupts."""
         for channel in list(self._answers.ready):
             if channel is not None:
                 channel.read()
 
     def receive(self, *, all_channels: bool, was_read: bool) -> list[tuple[Actor, Message]]:
-        """What the actors have sent; see `Crew.receive`."""
+        """The actors' messages; see `Crew.receive`."""
         ready = self._answers.ready
         arrived = []
         for channel in list(self._channels.values()) if all_channels else {*ready, *self._impatient}:
-            ready.discard(channel)  # first: what comes from here on makes it ready again
+            ready.discard(channel)  # first: anything that arrives from here on makes it ready again
             if channel is not None:
                 if not was_read:
                     channel.read()
@@ -87,19 +88,19 @@ class Channels:
         return arrived
 
     def hurry(self, slot: WorkerSlot) -> None:
-        """The worker's host is told that another process will be this worker soon."""
+        """Tells the worker's host that another process will soon be this worker."""
         self.to(slot).pause()
         slot.host.hurry(slot.worker_id)
 
     def leave(self, slot: WorkerSlot) -> None:
-        """The worker's host is told that it is this worker no longer."""
+        """Tells the worker's host that it no longer is this worker."""
         if slot.host in self._channels:
             self.to(slot).pause()
         slot.host.leave(slot.worker_id)
         slot.host.lane.abandon(slot.worker_id)
 
     def hang_up(self, actor: Actor) -> None:
-        """Ends the one to that actor, if there is one."""
+        """Closes the channel to that actor, if there is one."""
         channel = self._channels.pop(actor, None)
         if channel is not None:
             self._unflushed.discard(channel)
@@ -108,18 +109,18 @@ class Channels:
             del self._quiet[channel]
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Closes all channels."""
         for actor in list(self._channels):
             self.hang_up(actor)
 
     def _watch(self, channel: Channel) -> None:
-        """It may have to be waited for in another way than before."""
+        """Updates what to wait for on a channel."""
         line = channel.quiet_line
         if line is not None and self._quiet.get(channel) is line:
-            return  # as before: asked after every message
+            return  # as before: checked after every message
         self._answers.watch_descriptors(channel, tuple(channel.descriptors()))
         if channel.patience < math.inf:
             self._impatient.add(channel)
         else:
             self._impatient.discard(channel)
-        self._quiet[channel] = line  # last: an interrupt must not hide what was not done
+        self._quiet[channel] = line  # last: an interrupt must not hide an update that was not made

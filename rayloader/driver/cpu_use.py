@@ -1,6 +1,6 @@
-"""How much of the CPUs that this process may use is in use, by anybody.
+"""How much of the CPUs available to this process is in use, by any process.
 
-Promise: two small files of the kernel's are read when it begins and when it ends. Where there are none, it is unknown.
+Promise: reads two small files of the kernel at the beginning and at the end. Without these files the use is unknown.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-# A container's share of the machine, and what it has used of it (control groups, version 2).
+# A container's share of the machine, and its use of it (control groups, version 2).
 _QUOTA, _USAGE = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu.stat")
 _MACHINE = Path("/proc/stat")
 
@@ -22,14 +22,14 @@ def cpus() -> float:
 
 
 class CpuUse:
-    """From when it is made to its `end`; until then to whenever it is asked."""
+    """Measures from its creation to `end`; until then, to the moment when it is asked."""
 
     def __init__(self) -> None:
         self._began = _used()
         self._end: tuple[float, float] | None = None
 
     def end(self) -> None:
-        """What follows does not count."""
+        """Ends the measurement."""
         self._end = _used()
 
     @property
@@ -42,7 +42,7 @@ class CpuUse:
 
 
 def _used() -> tuple[float, float] | None:
-    """CPU time that was used, and that there was, in one unit and counted from one moment."""
+    """CPU time used, and CPU time available, in the same unit and counted from the same moment."""
     try:
         quota = _quota()
         if quota is not None and quota < len(_allowed()):
@@ -57,7 +57,7 @@ def _used() -> tuple[float, float] | None:
                 used += user + nice + system + irq + softirq + steal
                 total += user + nice + system + irq + softirq + steal + idle + iowait
         return (used, total) if total else None
-    except (OSError, KeyError, ValueError):  # not this kernel's, or not for us to read
+    except (OSError, KeyError, ValueError):  # another kernel, or no permission to read
         return None
 
 
@@ -65,7 +65,7 @@ def _quota() -> float | None:
     try:
         quota, period = _QUOTA.read_text().split()
         return int(quota) / int(period)
-    except (OSError, ValueError):  # "max": there is none
+    except (OSError, ValueError):  # "max": there is no limit
         return None
 
 

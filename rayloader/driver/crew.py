@@ -1,8 +1,8 @@
 """The workers of one iterator, and all that it may ask of them and of the actors that host them.
 
 Promise: each method checks that the actors' Ray session still lives before it calls Ray, and raises `RaySessionError`
-if not; what Ray raises about a lost actor, node or object arrives as `ActorLost`. A worker that has lost its process,
-or is to move to another, goes on there as its journal says. `release` gives the actors back to the pool.
+if not; Ray's errors about a lost actor, node or object arrive as `ActorLost`. A worker that has lost its process,
+or is to move to another, continues there as its journal says. `release` gives the actors back to the pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rayloader.replica.image import Image
 from rayloader.state.journal import Journal, Resumed, Told
 from rayloader.transport.lanes import Lent
 
-# How often a wait for workers to say where they are looks whether that has become hopeless, in seconds.
+# While waiting for workers to report where they are: how often to check whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
 
 
@@ -39,7 +39,7 @@ class Crew:
     """The actors that one iterator owns, until `release`, and the workers that they host, dealt out in turn.
 
     Attributes:
-        moving: says which of its actors hosts each worker.
+        moving: knows which of its actors hosts each worker.
         ways: to its actors.
     """
 
@@ -50,7 +50,7 @@ class Crew:
         self.ways = Ways(pool, self._answers, lines=lines)
         self._channels = Channels(self.ways, self._answers)
         self.moving = Moving(self._loan, self._channels, self._answers)
-        self._image: Image | None = None  # kept for workers that have yet to open it
+        self._image: Image | None = None  # kept for workers that still have to open it
         self._carried: list[Any] = []
 
     @classmethod
@@ -59,24 +59,24 @@ class Crew:
     ) -> Crew:
         """A crew for an iterator of `loader`, without actors yet.
 
-        With `fresh` none is to be reused; with `lines` those on this machine are driven over local sockets, and those
-        elsewhere by TCP.
+        With `fresh`, no actor is to be reused; with `lines`, actors on this machine are reached over local sockets, and
+        those elsewhere over TCP.
         """
         return cls(pool, pool.begin_lease(loader, remote_args, name), remote_args, fresh=fresh, lines=lines)
 
     @property
     def actors(self) -> list[Actor]:
-        """In the order in which they host."""
+        """The actors, in the order in which they host."""
         return self.moving.actors
 
     @property
     def slots(self) -> list[WorkerSlot]:
-        """Of the workers."""
+        """The slots of the workers."""
         return self.moving.slots
 
     @property
     def usable(self) -> bool:
-        """Whether the actors are still this crew's and can be talked to."""
+        """Whether the actors are still this crew's and can be called."""
         return self._loan.usable
 
     def check_session(self) -> None:
@@ -86,34 +86,34 @@ class Crew:
     # ---- channels
 
     def lane(self, actor: Actor) -> str:
-        """How it is reached and how its batches travel, in words."""
+        """How an actor is reached and how its batches travel, in words."""
         return self._channels.lane(actor)
 
     def run(self, slot: WorkerSlot, task: Told) -> Lent | None:
-        """Has a worker build a task's batch; see `Channel.run`."""
+        """Makes a worker build a task's batch; see `Channel.run`."""
         return self._channels.to(slot).run(slot.worker_id, task)
 
     def replay(self, slot: WorkerSlot, tasks: Sequence[Told]) -> None:
-        """Has a worker build again what it had built; without tasks it goes on with that."""
+        """Makes a worker rebuild batches; without tasks it continues with those that it was given before."""
         self._channels.to(slot).replay(slot.worker_id, tasks)
 
     def resume(self, slot: WorkerSlot, resumed: Resumed) -> None:
-        """Has a worker begin another epoch; its journal is told when it has."""
+        """Makes a worker begin another epoch; its journal is updated when it has."""
         self._channels.to(slot).resume(slot.worker_id, resumed)
         slot.journal.resumed = slot.host, slot.host.calls
         slot.began_at = slot.host.calls
 
     def drop(self, slot: WorkerSlot, from_task: int) -> None:
-        """Nobody wants a worker's tasks of this epoch from this one on, of the calls made so far.
+        """Cancels a worker's tasks of this epoch from this one on, of the calls made so far.
 
-        What it builds again of the epoch before has numbers of its own, and is wanted. Workers that share a process are
-        not told: their calls have one sequence of numbers.
+        Tasks of the previous epoch that it rebuilds have numbers of their own, and are not cancelled. Workers that
+        share a process are not told: their calls have one sequence of numbers.
         """
         if slot.host in self._channels and len(self.moving.hosted_by(slot.host)) == 1:
             self._channels.to(slot).drop(slot.began_at, from_task)
 
     def flush(self) -> None:
-        """To be called when the last of several calls has been made: before that they may not be on their way."""
+        """To be called after the last of several calls: until then they may not be sent."""
         self._channels.flush()
 
     def wait(self, timeout: float) -> bool:
@@ -124,15 +124,15 @@ class Crew:
         return self._channels.wait(timeout)
 
     def read(self) -> None:
-        """Reads what a wait has found, for `receive`: without the epoch's lock, where no interrupt can come."""
+        """Reads what a wait has found, for `receive`: without the epoch's lock, in a thread without interrupts."""
         self._channels.read()
 
     def receive(self, *, all_channels: bool = True, was_read: bool = False) -> list[tuple[Actor, Message]]:
-        """What the actors have sent.
+        """The actors' messages.
 
         Args:
-            all_channels: all of them; else those of which a wait has found that they have.
-            was_read: only what `read` has read.
+            all_channels: receive from all of them; otherwise from those that a wait has found ready.
+            was_read: only messages that `read` has read.
         """
         self.check_session()
         arrived = self._channels.receive(all_channels=all_channels, was_read=was_read)
@@ -141,14 +141,14 @@ class Crew:
         return arrived
 
     def ring(self) -> None:
-        """Ends a wait."""
+        """Ends a wait in progress."""
         self._answers.ring()
 
     def fall_back(self, actor: Actor, reason: str) -> list[WorkerSlot]:
-        """Does without a line to an actor.
+        """Replaces the line to an actor with Ray calls.
 
         Returns:
-            Its workers, which are to be started anew; they are away now.
+            Its workers, which must be started again; they are away now.
         """
         self.ways.do_without_line(actor, reason)
         self._channels.hang_up(actor)
@@ -159,7 +159,7 @@ class Crew:
 
     @property
     def leased_bytes(self) -> int:
-        """Of shared memory in which batches lie, the user's among them. Any thread may ask."""
+        """Bytes of shared memory in which batches lie, including the user's. Any thread may ask."""
         return sum(actor.lane.leased_bytes for actor in self.actors) + self.ways.leased_bytes
 
     # ---- workers
@@ -181,7 +181,7 @@ class Crew:
                 self.wait(LOCATE_TICK_S)
                 try:
                     self.moving.check_started()
-                except ActorLost as lost:  # its workers stay away; the epoch has them start elsewhere
+                except ActorLost as lost:  # its workers stay away; the epoch starts them elsewhere
                     self.moving.lose(lost.actor)
         contents: list[Ref] = []
         for slot in self.slots:
@@ -189,7 +189,7 @@ class Crew:
                 self._start_worker(slot, contents)
 
     def revive(self) -> list[WorkerSlot]:
-        """Starts the workers that are away and have a host by now; the epoch is to tell them what their journals say.
+        """Starts the workers that are away and have a host by now; the epoch must then repeat their journals' calls.
 
         Raises:
             ActorLost: a host could not be started.
@@ -199,7 +199,7 @@ class Crew:
             return []
         self.check_session()
         if not all_see_us():
-            self.moving.check_started()  # whoever moves is away already
+            self.moving.check_started()  # workers that move are away already
         hosted = [slot for slot in self.slots if slot.away and not slot.host.lost]
         ready = [slot for slot in hosted if all_see_us() or slot.host.address is not None]
         contents: list[Ref] = []
@@ -220,10 +220,10 @@ class Crew:
         slot.away = False
 
     def _source(self, actor: Actor, contents: list[Ref]) -> Source:
-        """What a worker is to open its replica from.
+        """Where a worker gets its replica from.
 
-        Those that can open the driver's files do that. On any other node one makes an image for all workers there, from
-        one object of Ray's that is made when the first needs it and then stands in `contents`.
+        Workers that can open the driver's files do so. On any other node, one actor makes an image for all workers
+        there, from one Ray object that is made when it is first needed and is then kept in `contents`.
         """
         assert self._image is not None
         where = actor.address
@@ -238,22 +238,22 @@ class Crew:
                 contents.append(ray.put([PickleBuffer(content) for content in self._image.contents()]))
             host.host(self._image, contents[0])
         assert host.hosted is not None
-        # In lists: Ray waits for what stands by itself, and would not call at all where it is lost.
+        # In lists: Ray resolves a bare reference before the call, and fails the call if the object is lost.
         return Source(self._image.address, self._carried, [contents[0] if contents else None], [host.hosted[1].ref])
 
     def has_begun(self, slot: WorkerSlot) -> bool:
-        """Whether the worker has got past its start, and into the epoch."""
+        """Whether the worker has finished its start, and begun the epoch."""
         return slot.started is not None and slot.started.succeeded and slot.journal.begun
 
     def restart(self, slot: WorkerSlot) -> None:
-        """The worker is to be started anew where it is, as its journal says; it is away until then."""
+        """The worker is to be started again on the same actor, as its journal says; it is away until then."""
         if not slot.away:
             self.drop(slot, from_task=0)
             self._channels.leave(slot)
         slot.away = True
 
     def address(self, slot: WorkerSlot) -> WorkerAddress | None:
-        """Where a worker runs; None if it does not, or nobody can say any more."""
+        """Where a worker runs; None if it does not run, or if that is no longer known."""
         if self.usable:
             with contextlib.suppress(RayError):
                 slot.host.has_started()
@@ -275,9 +275,9 @@ class Crew:
             self._pool.end(lease, busy=busy, reuse=reuse)
 
     def settle_output(self) -> None:
-        """Waits until what the workers have logged so far is handled."""
+        """Waits until all log records that the workers have sent so far are handled."""
         self._pool.output.settle()
 
     def later(self, job: Callable[[], object]) -> None:
-        """Has something done by the thread that no finalizer can hinder; for finalizers."""
+        """Passes a job to the thread that no finalizer can disturb; for finalizers."""
         self._pool.later(job)

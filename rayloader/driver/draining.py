@@ -1,7 +1,7 @@
-"""The nodes that Ray drains: it says of them that they will go, perhaps when, and starts nothing new there.
+"""The nodes that Ray drains: they will leave, perhaps at a known time, and Ray starts nothing new there.
 
-Promise: knows no Ray, which is asked through a function: once in `INTERVAL_S` at most, in the janitor's thread, and
-only while actors run on other nodes than the driver's. Any thread may ask this object.
+Promise: does not import Ray, which is asked through a function: at most once in `INTERVAL_S`, in the janitor's thread,
+and only while actors run on other nodes than the driver's. Any thread may query this object.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Callable, Mapping
 
 logger = logging.getLogger("rayloader")
 
-# How often Ray is asked, in seconds. Clouds give notice of 30 s and more.
+# How often Ray is asked, in seconds. Clouds give at least 30 s of notice.
 INTERVAL_S = 2.0
-# How long before a node goes its workers leave it even if others must do their work: opening a dataset takes a while.
+# How long before a node leaves its workers move, even if others must do their work: opening a dataset takes a while.
 MARGIN_S = 5.0
 
 
 class Draining:
-    """Of one Ray session.
+    """The draining nodes of one Ray session.
 
     Args:
-        ask: gives the nodes that Ray drains, with the time at which each will go, in milliseconds since 1970; 0 where
+        ask: returns the nodes that Ray drains, with the time at which each will leave, in milliseconds since 1970; 0 if
             that is open.
     """
 
@@ -33,28 +33,29 @@ class Draining:
         self._due = 0.0  # time.monotonic(): when to ask next
 
     def __bool__(self) -> bool:
-        """Whether actors are on such nodes."""
+        """Whether any actors are on such nodes."""
         return bool(self._moments)
 
     def __contains__(self, node_id: str) -> bool:
-        """Whether Ray drains that node, as far as actors are there."""
+        """Whether Ray drains that node, if actors are there."""
         return node_id in self._moments
 
     def is_late(self, node_id: str, *, at_last: bool) -> bool:
-        """Whether workers are to leave that node now, even if others must do their work.
+        """Whether workers must leave that node now, even if others must do their work.
 
         Args:
             node_id: that node.
-            at_last: nothing is waited for any more; else they have waited for room elsewhere long enough.
+            at_last: whether only the node's own deadline counts; else also how long they have waited for room
+                elsewhere.
         """
         return time.monotonic() >= self._moments.get(node_id, (math.inf, math.inf))[at_last]
 
     def look(self, actors: Mapping[str, int], patience: float) -> float | None:
-        """Asks Ray, if that is due; the seconds until the next time, None if there is nothing to ask.
+        """Asks Ray, if that is due; returns the seconds until the next time, None if there is nothing to ask.
 
         Args:
             actors: how many there are on each other node.
-            patience: seconds for which workers wait for room on another node, where that one does not go earlier.
+            patience: how many seconds workers wait for room on another node, if their node does not leave earlier.
         """
         if not actors:
             self._moments = {}
@@ -65,7 +66,7 @@ class Draining:
         self._due = now + INTERVAL_S
         try:
             drained = self._ask()
-        except Exception:  # Ray's reasons are many; it says itself what it misses, and is asked again
+        except Exception:  # Ray raises many kinds of errors; it reports the problem itself, and is asked again
             return INTERVAL_S
         moments = {}
         for node_id in drained:

@@ -1,8 +1,8 @@
-"""The user's side of one epoch: the next batch, what is drawn for the batches to come, and the end.
+"""The user's side of one epoch: the next batch, the draws for later batches, and the end.
 
-Promise: the user's thread draws from the sampler, at torch's moments, submits, replaces workers, and receives. Where
+Promise: the user's thread draws from the sampler when torch's would, submits, replaces workers, and receives. Where
 batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come through Ray's object store, it
-receives, and copies them into memory that the user may write to (preparing.py). `close` ends all that is under way.
+receives, and copies them into memory that the user may write to (preparing.py). `close` drops all work in progress.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ from rayloader.transport.lanes import leased_bytes
 
 logger = logging.getLogger("rayloader")
 
-# After how many seconds without the next batch it is said that workers of one process cannot wait for each other.
+# Workers that share a process cannot wait for each other: after this many seconds without the next batch, a warning
+# says so.
 SHARED_PATIENCE_S = 30.0
-# Tasks are held back while there are so many batches to take for each of them. See `Epoch._may_wait`.
+# Tasks are held back while there are this many batches to take for each of them. See `Epoch._may_wait`.
 HELD_BACK = 2
 
 
 class Epoch:
-    """The way of the batches of one epoch: indices in, batches out, in the schedule's order.
+    """The path of the batches of one epoch: indices in, batches out, in the schedule's order.
 
     Args:
-        crew: one actor a worker, told what to do.
+        crew: one actor per worker, already told what to do.
         schedule: not yet opened.
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
         options: of the loader.
-        position: where the user is in the stream; kept up to date.
+        position: the user's position in the stream; kept up to date.
         pin: pins a batch, in a thread of its own; None: no pinning.
         device_index: accelerator that batches are pinned for, if any.
         tally: counts what happens.
@@ -93,14 +94,14 @@ class Epoch:
         self._preparer = Preparer(self.tables, self._receiver, pin, device_index)
         held = functools.partial(_bytes_held, crew, self._preparer, self.tables)  # without a reference to this object
         self._budget = Budget(self.tables, options.prefetch_bytes, options.prefetch_factor, held)
-        self._drawing = False  # the sampler was asked, and the schedule does not know of it yet
-        self._out: Delivery | None = None  # what `next` gives until it was handed over
+        self._drawing = False  # indices were requested from the sampler, and the schedule does not know of them yet
+        self._out: Delivery | None = None  # what `next` returns until it is handed over
         self._draws = position.next_task
         self._checksum = position.checksum
-        self._warned = False  # of workers that share a process
+        self._warned = False  # that workers share a process
 
     def open(self, *, fresh: bool = True) -> None:
-        """Fills the window. What the sampler raises is raised here. `fresh`: the workers have only just started."""
+        """Fills the window. Raises what the sampler raises. `fresh`: the workers have only just started."""
         self._position.sampler_begins(self._sampler_iter)
         for slot in self._crew.slots:
             if slot.away:
@@ -109,7 +110,7 @@ class Epoch:
                 self._recovery.tell_again(slot)
         self.tables.handle(Opened())
         for slot in self._crew.slots:
-            if slot.pace is not None and slot.pace.depth:  # as the loader's last epoch left it
+            if slot.pace is not None and slot.pace.depth:  # as it was at the end of the loader's last epoch
                 self.tables.handle(Paced(slot.worker_id, slot.pace.depth, slot.pace.ahead))
         self._draw_owed()
         self._preparer.start()
@@ -117,21 +118,21 @@ class Epoch:
 
     @property
     def finished(self) -> bool:
-        """Whether every batch was taken; never true of an epoch that was closed before."""
+        """Whether every batch was taken; never true of an epoch that was closed before that."""
         with self.tables.lock:
             return self._schedule.finished
 
     @property
     def broken(self) -> bool:
-        """Whether an interrupt has left it half changed, see NOTE [interrupts]."""
+        """Whether an interrupt has left the tables half changed, see NOTE [interrupts]."""
         return self._drawing or self.tables.broken
 
     def next(self) -> Delivery | None:
-        """The next batch, None after the last. It stays the next until it is the position's `handed`.
+        """The next batch, None after the last. It remains the next until it is the position's `handed`.
 
         Raises:
             RayloaderError: a worker died, could not start, or did not answer in time; the epoch was closed or broken.
-            Exception: the sampler's own.
+            Exception: raised by the sampler.
         """
         if self._position.handed is self._out:
             self._out = None
@@ -174,7 +175,7 @@ class Epoch:
         return None
 
     def _check_open(self) -> None:
-        """Raises where the epoch cannot go on. What `next` does until it waits calls Ray without asking again."""
+        """Raises if the epoch cannot go on. Until it waits, `next` then calls Ray without checking again."""
         if self.broken:
             self._crew.check_session()
             raise _interrupted()
@@ -190,7 +191,7 @@ class Epoch:
 
     @changes
     def _end_turn(self, delivery: Delivery) -> None:
-        """The user gets the batch."""
+        """The batch is handed to the user."""
         if self.tables.deliverable and self.tables.deliverable[0][0] is delivery.task:
             self.tables.deliverable.popleft()
             self._preparer.taken(delivery.task)
@@ -206,7 +207,7 @@ class Epoch:
                 raise
 
     def _drop_out(self) -> None:
-        """The next batch counts as handed over though the user does not get it."""
+        """Counts the next batch as handed over although the user does not get it."""
         if self._out is not None:
             self._position.handed = self._out
             self._position.settle()
@@ -214,16 +215,16 @@ class Epoch:
 
     @property
     def bytes_under_way(self) -> int:
-        """Of batches that have come and were not taken. Any thread may ask."""
+        """Bytes of batches that have come and were not taken. Any thread may ask."""
         return sum(result.nbytes for result in self.tables.untaken)
 
     @property
     def bytes_held(self) -> int:
-        """Of shared memory that batches keep which the user was given. Any thread may ask."""
+        """Bytes of shared memory in batches that the user was given. Any thread may ask."""
         return _bytes_held(self._crew, self._preparer, self.tables)
 
     def resize(self, count: int) -> None:
-        """Another number of actors for the same workers."""
+        """Changes the number of actors that host the same workers."""
         self._tally.processes = count
         self._move_workers(count)
         self._recovery.revive()
@@ -235,10 +236,10 @@ class Epoch:
         self._recovery.have_moved(self._crew.moving.resize(count))
 
     def close(self, *, resuming: bool = False, wait: bool = True) -> None:
-        """Drops what is under way; callable more than once. `wait`: until `rayloader-ahead` has ended.
+        """Drops all work in progress; callable more than once. `wait`: until `rayloader-ahead` has ended.
 
-        With `resuming` the workers are to go on with another epoch, from where torch's would be by now: they finish
-        their first tasks, and `dropped` says which are to be undone.
+        With `resuming`, the workers are to continue with another epoch, from where torch's would be by now: they finish
+        their first tasks, and `dropped` says which tasks must be undone.
         """
         with self.tables.lock:
             if resuming:
@@ -253,7 +254,7 @@ class Epoch:
     # ---- drawing
 
     def _draw_owed(self) -> None:
-        """Draws what the schedule asked for; in the user's thread, for the sampler and its generator are the user's."""
+        """Draws what the schedule has requested; in the user's thread, because sampler and generator are the user's."""
         ahead = self._ahead
         self._reach(ahead)
         while self._schedule.owed_draws:
@@ -266,9 +267,9 @@ class Epoch:
             except StopIteration:
                 self._position.sampler_ended(self._draws)
                 self.tables.handle(SamplerExhausted())
-            except Exception:  # the sampler's own, or that its indices cannot be pickled
+            except Exception:  # from the sampler, or because its indices cannot be pickled
                 self.tables.handle(SamplerFailed())
-                self._drop_out()  # as with torch's loader: the error comes in place of a batch that is there
+                self._drop_out()  # as with torch's loader: the error takes the place of a batch that has come
                 self._drawing = False
                 raise
             else:
@@ -283,10 +284,10 @@ class Epoch:
             self.tables.flush()
 
     def _may_wait(self) -> bool:
-        """Whether what the workers were told need not be sent yet, so that several tasks go in one message.
+        """Whether messages to the workers may be delayed, so that several tasks go in one message.
 
-        They have been sent all that torch's would have been told by now, and the user has far more batches to take than
-        tasks are held back. Whoever waits for a batch sends them first.
+        The workers have been sent everything that torch's would have been given by now, and the user has far more
+        batches to take than tasks are held back. A thread that has to wait for a batch sends the tasks first.
         """
         unsent = self.tables.unsent
         if not unsent:
@@ -296,7 +297,7 @@ class Epoch:
         return HELD_BACK * len(unsent) <= len(self.tables.deliverable)
 
     def _reach(self, ahead: DrawAhead | None) -> None:
-        """What was drawn early is looked at when torch's loader would have drawn it."""
+        """Checks draws that were made early, at the moment at which torch's loader would have made them."""
         if ahead is None:
             return
         self._drawing = True
@@ -317,7 +318,7 @@ class Epoch:
         return result
 
     def _undo(self, from_task: int) -> None:
-        """The workers go back to before they were given this task, and build what is drawn instead."""
+        """Takes the workers back to before they were given this task, to build what is drawn instead."""
         self.note_begins()
         with self.tables.lock:
             if self.tables.failure is not None:
@@ -339,7 +340,7 @@ class Epoch:
         self._recovery.revive()
 
     def _check_integrity(self) -> None:
-        """Raises where something under way was lost, which would be waited for for ever."""
+        """Raises if something in progress was lost, because a wait for it would never end."""
         with self.tables.lock:
             under_way = self.tables.is_under_way or self.tables.deliverable or self._schedule.owed_draws
             if not under_way and not self._schedule.finished and self.tables.failure is None:
@@ -348,7 +349,7 @@ class Epoch:
     # ---- receiving
 
     def _receive(self, wait: float) -> None:
-        """Waits until something comes, for about `wait` seconds, and takes in what has."""
+        """Waits about `wait` seconds until something comes, and handles what has come."""
         if not self.tables.deliverable and self.tables.failure is not None:
             raise self.tables.failure.with_traceback(None)
         came = self._await(wait)
@@ -363,7 +364,7 @@ class Epoch:
             self._recovery.revive()
 
     def _await(self, wait: float) -> bool:
-        """Waits for that; whether something has come."""
+        """Waits for something to come; returns whether something has."""
         tally, behind = self._tally, bool(self.tables.results)
         if self._preparer.receives:
             began = time.perf_counter()
@@ -379,8 +380,8 @@ class Epoch:
 
     @changes
     def _lose(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
-        """Goes on without an actor; its workers' tasks are told to its successor."""
-        self._receiver.take()  # what it sent before is the driver's
+        """Continues without an actor; another one takes over its workers and their tasks."""
+        self._receiver.take()  # messages that it sent before still count
         self._recovery.give_up(actor, cause, suspect)
         self._recovery.revive()
 
@@ -392,7 +393,7 @@ class Epoch:
     # ---- waiting
 
     def _restart_hung(self) -> bool:
-        """Replaces the worker whose batch is overdue; False if there is none."""
+        """Replaces the worker whose batch is overdue; returns False if there is none."""
         with self.tables.lock:
             head = self._schedule.head
             if head is None or self.tables.deliverable:
@@ -408,8 +409,8 @@ class Epoch:
     def _deadline(self, began: float) -> float:
         """When the user has waited long enough.
 
-        That is `timeout` seconds after the user asked, after the last answer of any worker (torch's rule), and after
-        the start of the worker whose batch is next.
+        That is `timeout` seconds after the latest of: the user's call, the last answer of any worker (torch's rule),
+        and the start of the worker whose batch is next.
         """
         if not self._options.timeout:
             return math.inf
@@ -420,7 +421,7 @@ class Epoch:
             slot = self._crew.slots[head.worker_id]
             if slot.host.address is None:
                 return math.inf
-            started = max(slot.host.started_at or began, slot.told_at)  # it may have moved to one that others have
+            started = max(slot.host.started_at or began, slot.told_at)  # it may have moved to one that hosts others
         return max(began, self._receiver.last_arrival, started) + self._options.timeout
 
     def _warn_of_sharing(self) -> None:

@@ -1,10 +1,10 @@
 """How often something took how long: logs that cost next to nothing to write, folded into histograms.
 
 NOTE [logs]
-With each batch a number is appended to a log, and nothing is computed. Many entries together are folded into
-histograms, by NumPy. A log has one thread that writes it: the user's, or whichever receives at the moment, under the
-lock of the epoch. What is folded is never changed: the writer puts a new pair of folded and log in its place, in one
-assignment. So a reader takes the pair, folds a copy of the log for itself, and has counted each entry once.
+For each batch a number is appended to a log, and nothing is computed. NumPy later folds many entries together into
+histograms. A log is written by one thread at a time: the user's, or the one that receives at the moment, under the
+lock of the epoch. Folded data is never changed: the writer puts a new pair of folded data and log in its place, in one
+assignment. So a reader takes the pair, folds a copy of the log for itself, and counts each entry exactly once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from rayloader.stats import Times
 
-# Classes of a histogram by octave, and the shortest and longest times that it tells apart, as powers of 2 of a second.
+# Classes of a histogram per octave, and the shortest and longest times that it distinguishes: powers of 2, in seconds.
 PER_OCTAVE = 8
 SHORTEST, LONGEST = -30, 20
 CLASSES = (LONGEST - SHORTEST) * PER_OCTAVE
@@ -45,19 +45,19 @@ class Histogram(NamedTuple):
     longest: float = 0.0
 
     def plus(self, log: array[float]) -> Histogram:
-        """It took so long these times too."""
+        """Adds these times."""
         if not log:
             return self
-        seconds = np.frombuffer(log.tobytes())  # a copy, for another thread may be appending
+        seconds = np.frombuffer(log.tobytes())  # a copy, because another thread may be appending
         counts = self.counts + np.bincount(_classes(seconds), minlength=CLASSES)
         return Histogram(counts, self.total + float(seconds.sum()), max(self.longest, float(seconds.max())))
 
     def merged(self, other: Histogram) -> Histogram:
-        """All that has happened here and there."""
+        """The sum of both histograms."""
         return Histogram(self.counts + other.counts, self.total + other.total, max(self.longest, other.longest))
 
     def times(self) -> Times:
-        """The same in a few numbers."""
+        """The histogram in a few numbers."""
         count = int(self.counts.sum())
         if not count:
             return Times()
@@ -66,7 +66,7 @@ class Histogram(NamedTuple):
         return Times(count, self.total, median, p95, p99, self.longest)
 
     def above(self, seconds: float) -> tuple[int, float]:
-        """How often it took longer than that, and how long on average."""
+        """How often it took longer than that, and the mean of these times."""
         counts = np.where(seconds < _MIDDLES, self.counts, 0)
         number = int(counts.sum())
         return number, float(counts @ _MIDDLES) / number if number else 0.0
@@ -82,32 +82,32 @@ class Series:
 
     def _keep(self, folded: Histogram) -> None:
         log = array("d")
-        self.add = log.append  # first: an entry between the two is counted with the next ones
+        self.add = log.append  # first: an entry added between the two is counted with the next ones
         self._kept = folded, log
 
     def fold(self) -> None:
-        """To be called now and then by the thread that adds."""
+        """To be called from time to time by the thread that adds."""
         self._keep(self.histogram)
 
     @property
     def histogram(self) -> Histogram:
-        """All that was added. Any thread may ask."""
+        """All times that were added. Any thread may ask."""
         folded, log = self._kept
         return folded.plus(log)
 
     @property
     def total(self) -> float:
-        """All together, in less time. Any thread may ask."""
+        """The sum of all times, faster than by `histogram`. Any thread may ask."""
         folded, log = self._kept
         return folded.total + sum(log)
 
 
 class Work(NamedTuple):
-    """What the workers did, a row for each.
+    """What the workers did, with a row for each.
 
     Attributes:
-        counts: of the times that they took to build a batch: histograms.
-        longest: of these times.
+        counts: histograms of the times that they took to build a batch.
+        longest: the longest of these times.
         sums: seconds of idleness, fetching, collating and transfer.
     """
 
@@ -121,7 +121,7 @@ class Work(NamedTuple):
         return cls(np.zeros((num_workers, CLASSES), np.int64), np.zeros(num_workers), np.zeros((num_workers, 4)))
 
     def plus(self, log: Sequence[bytes]) -> Work:
-        """And this, which they have sent: `Answer.spent` of some batches."""
+        """Adds what the workers have sent: `Answer.spent` of some batches."""
         if not log:
             return self
         rows = np.frombuffer(b"".join(log)).reshape(len(log), -1)
@@ -134,19 +134,19 @@ class Work(NamedTuple):
         return Work(self.counts + counts.reshape(self.counts.shape), longest, self.sums + np.stack(sums, axis=1))
 
     def merged(self, other: Work) -> Work:
-        """What was done here and there, by as many workers as the larger of the two has."""
+        """The sum of both, for as many workers as the larger of the two has."""
         number = max(len(self.longest), len(other.longest))
         mine, theirs = (Work(*(_padded(part, number) for part in work)) for work in (self, other))
         longest = np.maximum(mine.longest, theirs.longest)
         return Work(mine.counts + theirs.counts, longest, mine.sums + theirs.sums)
 
     def of(self, worker_id: int) -> Histogram:
-        """What one of them took to build a batch."""
+        """The times that one of them took to build a batch."""
         return Histogram(self.counts[worker_id], float(self.sums[worker_id, 1:].sum()), float(self.longest[worker_id]))
 
 
 def _padded(part: _Numbers, number: int) -> _Numbers:
-    """With rows of zeros up to this number."""
+    """Pads with rows of zeros up to this number."""
     if len(part) == number:
         return part
     padded = np.zeros((number, *part.shape[1:]), part.dtype)

@@ -65,33 +65,34 @@ logger = logging.getLogger("rayloader")
 class EpochIterator(OfOneProcess, BaseIterator):
     """Iterates over a loader's batches, as torch's iterators do.
 
-    There is one for each `iter()`, or one for all with persistent workers. It is not to be pickled, and of no use in a
-    forked child.
+    There is one for each `iter()`, or one for all with persistent workers. It cannot be pickled, or used in a forked
+    child.
     """
 
-    _crew: Crew | None = None  # here, for `__del__` may run after an interrupt in the first line of `__init__`
+    _crew: Crew | None = None  # here, because `__del__` may run after an interrupt in `__init__`'s first line
     _epoch: Epoch | None = None
 
     def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
         self._pid = os.getpid()
         self._options = Options.of(loader)  # before torch draws anything
-        self._delivery: Delivery | None = None  # that `_next_data` has just returned
-        self._told: BaseException | None = None  # by a worker, while `__next__` raises it
-        saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's: what the batches depend on
+        self._delivery: Delivery | None = None  # what `_next_data` has just returned
+        self._told: BaseException | None = None  # an error from a worker, while `__next__` raises it
+        saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
         super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
         self._num_hosts = min(self._num_workers, self.num_workers)
         if self._num_hosts < min(self._num_workers, num_workers):
             logger.warning(
-                "rayloader: only %d processes work on the rest of this epoch, not %d as num_workers says: it was begun "
-                "by so many workers, and each has a random stream of its own",
+                "rayloader: this epoch resumes with %d processes instead of num_workers=%d, because it was started by "
+                "%d workers, each with its own random stream",
                 self._num_hosts,
                 self._num_workers,
+                self.num_workers,
             )
         self._num_workers = self.num_workers
         self._worker_init_fn = loader.worker_init_fn
         if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
-            self._world_size, self._rank, _ = loader._ranks  # else torch.distributed's
+            self._world_size, self._rank, _ = loader._ranks  # otherwise those of torch.distributed
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._worker_init_fn = functools.partial(
                 sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
@@ -99,7 +100,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._iterable = self._dataset_kind == DatasetKind.Iterable
         self.position = Position(Samplers(loader), int(self._base_seed), self.num_workers, iterable=self._iterable)
         self._redeal = state["redeal"] if state is not None else None
-        self._saved: Any = None  # the sampler's iterator of an epoch that is to be gone on with
+        self._saved: Any = None  # the sampler's iterator of an epoch that is to be continued
         if saved is not None:
             self._saved = self.position.unpack(saved)
             self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
@@ -107,7 +108,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begins an epoch. Persistent workers first finish what was submitted to them before, as torch's do."""
+        """Begins an epoch. Persistent workers first finish the tasks submitted to them before, as torch's do."""
         plan = self._end_epoch(first_iter)
         try:
             if plan.starts_workers:
@@ -120,16 +121,16 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 self._begin_epoch(loader, first_iter, plan)
             self._epoch = self._new_epoch(loader, plan)
             self._epoch.open(fresh=plan.starts_workers)
-            loader._dataset_epoch = None  # the workers know it
+            loader._dataset_epoch = None  # the workers have it now
         except BaseException as error:  # the sampler's or pickling's error, Ctrl-C: passed on
             if first_iter or not self._persistent_workers or not isinstance(error, Exception):
-                self._close()  # no crew without an epoch that watches it; after an interrupt nobody knows where it is
+                self._close()  # no crew without an epoch that watches it; after an interrupt its state is unknown
             elif self._epoch is not None:
                 self._epoch.close()  # the workers keep their datasets for the next iter()
             raise
 
     def _end_epoch(self, first_iter: bool) -> EpochPlan:
-        """Ends the epoch before, if there was one; what to do for the next."""
+        """Ends the previous epoch, if there was one; returns the plan for the next."""
         if self._epoch is not None and self._epoch.broken:
             logger.warning("rayloader: an epoch was interrupted; iter() starts fresh workers")
             self._release()
@@ -151,7 +152,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         return plan
 
     def _begin_epoch(self, loader: Any, first_iter: bool, plan: EpochPlan) -> None:
-        """A new epoch, drawn by a new iterator of the sampler's."""
+        """Begins a new epoch, drawn by a new iterator of the sampler."""
         # torch's argument may be any object that is true or false.
         self.position.begins(bool(self._persistent_workers) and plan.begin is Begin.NEXT)
         super()._reset(loader, first_iter)
@@ -194,11 +195,11 @@ class EpochIterator(OfOneProcess, BaseIterator):
         )
 
     def _resume_workers(self, plan: EpochPlan, dataset_epoch: int | None) -> None:
-        """Tells workers that have had an epoch that another begins; those just started read it in their journals."""
+        """Tells workers from a previous epoch that another begins; those just started read it in their journals."""
         assert self._crew is not None
         self.position.shared_seed = self._shared_seed
-        # What the user has taken is built again even if another epoch begins meanwhile: generators of the dataset's go
-        # on from behind it.
+        # What the user has taken is rebuilt even if another epoch begins meanwhile: the dataset's generators continue
+        # from after it.
         untaken = 1 + max(slot.journal.last_taken for slot in self._crew.slots)
         for slot in self._crew.slots:
             undo_from = slot.dropped if plan.carries_over else untaken
@@ -211,7 +212,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 self._crew.resume(slot, resumed)
 
     def _set_paces(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> None:
-        """Gives each worker a pace, unless the depth is the user's; they go on from the loader's last epoch."""
+        """Gives each worker a pace, unless the user sets the depth; they continue from the loader's last epoch."""
         assert self._crew is not None
         dynamic = self._options.dynamic
         paces: list[Pace | None] = [None] * self._num_workers
@@ -264,16 +265,16 @@ class EpochIterator(OfOneProcess, BaseIterator):
             for journal in self.position.journals:
                 journal.rewinds = setups[0].max_undone > 0
             crew.start(image, carried, setups, self.position.journals)
-        except BaseException:  # the actors were borrowed: they go back whatever happened
+        except BaseException:  # the actors were borrowed: they go back in any case
             crew.release(busy=True)
             raise
         return crew
 
     def _lend_with_image(self, loader: TorchDataLoader[Any], pool: Pool, crew: Crew) -> tuple[Image, list[Any]]:
-        """Lends the crew its actors, and makes the image of the replica that they are to open.
+        """Lends the crew its actors, and makes the image of the replica that they will open.
 
-        New processes start meanwhile. Warm ones let go of the replica that they had while the next one is encoded, and
-        before it is written: there may be no room for both.
+        New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and
+        before it is written: there may not be room for both.
         """
         options = self._options
         warm = not options.fresh_processes and pool.has_warm(options.ray_remote_args, self._num_hosts)
@@ -290,7 +291,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
         try:
             encoded = codec.encode(replica, carry=CARRY, mapped=mappings)
-        except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
+        except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
             for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
                 if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
                     add_note(error, f"It cannot be sent to the workers: {explanation}")
@@ -306,7 +307,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         try:
             if profiler_enabled() or self._IterableDataset_len_called is not None:
                 data = super().__next__()
-            else:  # spares what torch does for its profiler, as much as a small batch's whole way here
+            else:  # spares torch's work for its profiler, which takes as long as a small batch's whole way here
                 data = self._next_data()
                 self._num_yielded += 1
             delivery = self._delivery
@@ -317,7 +318,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         except BaseException as error:
             self._tally.raised(asked)
             told, self._told = self._told is error, None
-            del self  # a notebook keeps the traceback, which is not to keep the workers
+            del self  # a notebook keeps the traceback, which must not keep the workers
             shorten(error, told or isinstance(error, (RayloaderError, KeyboardInterrupt)))
             raise
         self._delivery = delivery.data = None
@@ -327,7 +328,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def _next_data(self) -> Any:
         if os.getpid() != self._pid:
             assert self._crew is not None
-            self._crew.check_session()  # says why this process cannot go on
+            self._crew.check_session()  # says why this process cannot continue
         if self._epoch is None:
             raise StopIteration
         try:
@@ -348,12 +349,13 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 delivery.data.reraise()
             except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
                 raise
-            except BaseException as error:  # the user's exception, whatever it is
+            except BaseException as error:  # the user's exception, of any type
                 assert self._crew is not None
                 add_note(error, self._epoch.tables.describe(delivery.task))
                 self.position.handed = delivery
                 self._told = error
-                # Without the frame of torch that has the error in a local: a cycle with the iterator, in a frame below.
+                # Drops torch's frame: its local variable refers to the error, which would form a cycle that keeps the
+                # iterator.
                 raise error.with_traceback(None) from None
         self._delivery = delivery
         return delivery.data
@@ -364,28 +366,28 @@ class EpochIterator(OfOneProcess, BaseIterator):
             _end(self._crew, self._epoch, reuse=not self._options.fresh_processes)
 
     def resize(self, count: int) -> None:
-        """Another number of actors for the same workers; at once, if it works."""
+        """Changes the number of actors that host the same workers; at once, if there is an epoch in progress."""
         self._num_hosts = min(self._num_workers, count)
         if self._crew is not None and self._crew.usable and self._epoch is not None:
             self._epoch.resize(self._num_hosts)
 
     @property
     def bytes_under_way(self) -> int:
-        """Of batches that have come and were not taken. Any thread may ask."""
+        """Bytes of batches that have come and were not taken. Any thread may ask."""
         return self._epoch.bytes_under_way if self._epoch is not None else 0
 
     @property
     def bytes_held(self) -> int:
-        """Of shared memory that batches keep which the user was given. Any thread may ask."""
+        """Bytes of shared memory in batches that the user was given. Any thread may ask."""
         return self._epoch.bytes_held if self._epoch is not None else 0
 
     def tell_positions(self) -> None:
-        """Sees to it that the position can be told."""
+        """Makes sure that the position can be saved."""
         if self._crew is not None and self._crew.usable and self._epoch is not None:
             self._epoch.note_begins()
 
     def _close(self) -> None:
-        if os.getpid() == self._pid:  # a forked child has neither our locks in order nor our threads
+        if os.getpid() == self._pid:  # a forked child has neither usable locks nor our threads
             self._release()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -414,7 +416,7 @@ def _warn_of_copy(function: str, generator: str) -> None:
 
 
 def _end(crew: Crew, epoch: Epoch | None, *, reuse: bool, wait: bool = True) -> None:
-    """Ends what an iterator has under way, and gives its crew back: idle after the last batch, else perhaps at work.
+    """Ends the work of an iterator, and gives its crew back: idle after the last batch, otherwise perhaps busy.
 
     Without a reference to the iterator, for its finalizer.
     """
@@ -427,18 +429,18 @@ def _end(crew: Crew, epoch: Epoch | None, *, reuse: bool, wait: bool = True) -> 
 
 
 _live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
-_abandoned: list[dict[str, Any]] = []  # what the iterators of the parent of this forked process have
+_abandoned: list[dict[str, Any]] = []  # what the iterators of the parent of this forked process own
 
 
 def close_all() -> None:
-    """Ends what every live iterator has under way; they raise from then on."""
+    """Ends the work of every live iterator; they raise from then on."""
     for iterator in list(_live_iterators):
         with contextlib.suppress(Exception):  # one that cannot be closed must not keep the others open
             iterator._close()
 
 
 def _keep_after_fork() -> None:
-    """In a forked child: to drop the references to Ray's objects would call Ray."""
+    """In a forked child: dropping the references to Ray's objects would call Ray."""
     _abandoned.extend(vars(iterator) for iterator in list(_live_iterators))
 
 

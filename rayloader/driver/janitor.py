@@ -1,7 +1,7 @@
-"""One thread that does what finalizers must not do: it ends what they leave behind, and keeps deadlines.
+"""One thread for the work that finalizers must not do: it ends what they leave behind, and keeps deadlines.
 
-Promise: `later` only enqueues. It takes no lock, calls nothing and waits for nobody, so that a finalizer may call it in
-the middle of anything; in a forked child it does nothing. Jobs run one after the other in the thread
+Promise: `later` only enqueues. It takes no lock, calls no other code and never waits, so that a finalizer may call it
+at any point; in a forked child it does nothing. Jobs run one after the other in the thread
 `rayloader-janitor`, which no Ctrl-C reaches, so each runs to its end. The thread sleeps until a job or a deadline; it
 never polls. See NOTE [our thread and Ray's shutdown] in session.py for when it may call Ray.
 """
@@ -33,22 +33,22 @@ class Janitor:
     def __init__(self, tidy: Callable[[], float | None]) -> None:
         self._tidy = tidy
         self._pid = os.getpid()
-        self._jobs: queue.SimpleQueue[Job | DaemonThread] = queue.SimpleQueue()  # a thread: that ends here
+        self._jobs: queue.SimpleQueue[Job | DaemonThread] = queue.SimpleQueue()  # a thread: the one that ends here
         self._thread: DaemonThread | None = None
 
     def start(self) -> None:
-        """Starts the thread unless it runs; jobs that came before are done too. Not for finalizers."""
+        """Starts the thread unless it runs; it also does the jobs that came before. Not for finalizers."""
         if self._thread is None or self._thread.spent:
             self._thread = DaemonThread(self._work, "rayloader-janitor")
         self._thread.start()
 
     def later(self, job: Job) -> None:
-        """Has a job done soon, if the thread runs; else when it is started again."""
+        """Enqueues a job: it is done soon if the thread runs, otherwise when the thread is started again."""
         if os.getpid() == self._pid:
             self._jobs.put(job)
 
     def do(self, job: Job) -> None:
-        """Has a job done and waits for it; in the thread itself it is done at once. Not for finalizers."""
+        """Runs a job in the thread and waits for it; in the thread itself, runs it at once. Not for finalizers."""
         if self._is_here():
             job()
         else:
@@ -56,7 +56,7 @@ class Janitor:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until all jobs that came so far are done; at once in the thread itself. Not for finalizers."""
+        """Waits until all jobs so far are done; returns at once in the thread itself. Not for finalizers."""
         thread = self._thread
         if os.getpid() != self._pid or thread is None or self._is_here():
             return
@@ -72,16 +72,16 @@ class Janitor:
             bell.wait(TICK_S)
 
     def end(self) -> None:
-        """Ends the thread once all jobs that came so far are done; callable more than once."""
+        """Ends the thread once all jobs so far are done; callable more than once."""
         thread = self._thread
         if os.getpid() == self._pid and thread is not None and not self._is_here():
             self._jobs.put(thread)
-            thread.start()  # an interrupt may have come first
+            thread.start()  # an interrupt may have prevented it
             thread.join()
             self._thread = None
 
     def _is_here(self) -> bool:
-        """Whether the thread itself asks."""
+        """Whether the caller is the thread itself."""
         return threading.current_thread() is self._thread
 
     def _work(self) -> None:
@@ -94,16 +94,16 @@ class Janitor:
             if isinstance(job, DaemonThread):
                 if job is threading.current_thread():
                     return
-                job = _nothing  # it has ended already, and was told twice
+                job = _nothing  # it has ended already, and this is a second request
             with session.no_shutdown():
                 seconds_left = self._do(job)
-                job = _nothing  # what it refers to goes now: to drop Ray's references is to call Ray
+                job = _nothing  # drops the job's references now: dropping Ray's references calls Ray
 
     def _do(self, job: Job) -> float | None:
         for step in (job, self._tidy):
             try:
                 seconds_left = step()
-            except BaseException:  # Ray's SystemExit included: the next job must be done whatever became of this one
+            except BaseException:  # including Ray's SystemExit: the next job must be done in any case
                 logger.warning("rayloader: a worker process may be left behind", exc_info=True)
                 seconds_left = None
         return seconds_left if isinstance(seconds_left, float) else None

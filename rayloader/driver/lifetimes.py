@@ -1,17 +1,17 @@
-"""The lifetimes of actors: who has each of them, and until when it lives.
+"""The lifetimes of actors: which lease holds each of them, and how long it lives.
 
 Promise: every change of an actor's state is made here.
 
-    LENT --> STOPPING --> IDLE --> LENT again; LENT --> IDLE where no call is unanswered; any --> GONE
+    LENT --> STOPPING --> IDLE --> LENT again; LENT --> IDLE if no call is unanswered; any --> GONE
 
-An actor is LENT from its birth on, to the lease of one crew, whether it has found its place yet or not. A lease ends
-by `end`, or with the last reference to it: whatever exception or Ctrl-C its holder met, and at whatever line, its
-actors come back. Actors that `rayloader.init` has made in advance are IDLE, without a deadline, until a loader has
-them. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm. They may be lent
+An actor is LENT from its creation on, to the lease of one crew, whether it has found its place yet or not. A lease
+ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
+holder at any line. Actors that `rayloader.init` has created in advance are IDLE, without a deadline, until they are
+lent. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm. They may be lent
 to any loader with the same options, and are killed some time after the last such loader is gone.
 
-Threads: the users' threads lend. All else is done by the janitor's thread, which no Ctrl-C reaches. `_lock` guards the
-step from IDLE to LENT or GONE; nobody calls Ray for longer than an instant under it.
+Threads: the users' threads lend. Everything else is done by the janitor's thread, which no Ctrl-C reaches. `_lock`
+guards the step from IDLE to LENT or GONE; Ray calls under it only take an instant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.janitor import Janitor
 from rayloader.waiting import NONE_YET, Answer, wait_for
 
-# How long an actor that was told to stop may work on: what it does is of no use any more.
+# How long an actor that was told to stop may continue: its work is of no use any more.
 STOP_TIMEOUT_S = 5.0
 # How long a new epoch waits for actors that are stopping: about what a new actor would take to start, most of it CPU
 # time for the import of torch, so that on a busy machine both take longer.
@@ -41,12 +41,12 @@ class Lifetimes:
     """The actors of one pool.
 
     Args:
-        janitor: whose thread runs the methods below the line.
+        janitor: its thread runs the methods below the line.
         alive: whether the actors' Ray session still lives.
 
     Attributes:
-        actors: all but those that are gone.
-        closed: actors that come back are killed.
+        actors: all except those that are gone.
+        closed: whether actors that come back are killed.
     """
 
     def __init__(self, janitor: Janitor, alive: Callable[[], bool]) -> None:
@@ -65,7 +65,7 @@ class Lifetimes:
         self.actors.append(actor)
 
     def lend(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
-        """Lends so many idle actors that prove to be alive, or fewer; waits a little for those that are stopping."""
+        """Lends up to `count` idle actors that prove to be alive; waits a little for those that are stopping."""
         give_up = time.monotonic() + REUSE_WAIT_S
         taken = self._take_idle(lease, key, count)
         while len(taken) < count:
@@ -91,7 +91,7 @@ class Lifetimes:
 
     def _proved(self, actors: list[Actor]) -> list[Actor]:
         """Those that answer: they have finished `stop`, and have not died since. The others are killed."""
-        new = [actor for actor in actors if actor.stopped is None]  # made in advance: nothing to prove
+        new = [actor for actor in actors if actor.stopped is None]  # created in advance: nothing to prove
         probed = {actor: actor.stopped.ref for actor in actors if actor.stopped is not None}
         calls = [ref for actor, stopped in probed.items() for ref in (stopped, actor.handle.hello.remote())]
         answers = wait_for(calls, len(calls), STOP_TIMEOUT_S)
@@ -106,7 +106,7 @@ class Lifetimes:
         return alive
 
     def _settle(self) -> None:
-        """Makes those idle that have answered `stop`, if only by their death: who lends them finds out."""
+        """Makes those idle that have answered `stop`, even if only by their death: `lend` will notice that."""
         stopping = [actor for actor in self.actors if actor.state is ActorState.STOPPING]
         if stopping and self._alive():
             for actor in stopping:
@@ -116,12 +116,12 @@ class Lifetimes:
     # ---- in the janitor's thread
 
     def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
-        """Takes back what is lent to a lease.
+        """Takes back the actors of a lease.
 
         Args:
-            lease: its holder has it no more.
+            lease: the one that ends.
             busy: calls may be unanswered.
-            reuse: whether others may have the processes.
+            reuse: whether other crews may have the processes.
         """
         for actor in list(self.actors):
             if actor.state is ActorState.LENT and actor.lease is lease.ref:
@@ -139,7 +139,7 @@ class Lifetimes:
             return
         try:
             actor.stopped = Answer(actor.handle.stop.remote())
-        except Exception:  # Ray's reasons are many; without this call it could be neither reused nor waited for
+        except Exception:  # whatever Ray raises; without this call it could be neither reused nor waited for
             self.kill(actor)
             return
         actor.lane.rest(True)
@@ -147,7 +147,7 @@ class Lifetimes:
         actor.state = ActorState.STOPPING if busy else ActorState.IDLE
 
     def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
-        """Ends an actor; with `if_spare` only one that is not lent."""
+        """Ends an actor; with `if_spare` only if it is not lent."""
         with self._lock:
             if actor.state is ActorState.GONE or (if_spare and actor.state is ActorState.LENT):
                 return
@@ -159,7 +159,7 @@ class Lifetimes:
                 ray.kill(actor.handle)
 
     def kill_spare(self, *, but: bytes | None = None) -> None:
-        """Ends all actors that are not lent, but for those with certain options."""
+        """Ends all actors that are not lent, except for those with certain options."""
         for actor in list(self.actors):
             if actor.key != but:
                 self.kill(actor, if_spare=True)
@@ -170,14 +170,14 @@ class Lifetimes:
             self.kill(actor)
 
     def tidy(self, usable: Collection[bytes], grace: float) -> float | None:
-        """Takes back what no lease has any more, and kills who is late.
+        """Takes back the actors of lost leases, and kills those that are late.
 
         Args:
             usable: options of the loaders that live.
-            grace: seconds that an actor is kept when no loader could use it.
+            grace: seconds that an actor is kept if no loader could use it.
 
         Returns:
-            The seconds until somebody will be late; None if nobody will.
+            The seconds until the next deadline; None if there is none.
         """
         for actor in list(self.actors):
             if actor.state is ActorState.LENT and (actor.lease is None or actor.lease() is None):

@@ -1,6 +1,6 @@
-"""Lines: the channel to an actor that a socket leads to, on this machine or on another one.
+"""Lines: the channel to an actor that a socket reaches, on this machine or on another one.
 
-Promise: that of channel.py. Ray starts the worker, has it serve the line by one long call, and says why it died.
+Promise: that of channel.py. Ray starts the worker, runs the one long call that serves the line, and says why it died.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rayloader.transport.local_line import DriverLine
 from rayloader.transport.tcp_line import TcpDriverLine
 from rayloader.waiting import NONE_YET
 
-# How long Ray may take to say why a process ended whose line has ended, in seconds. Of a process on another machine it
-# may say nothing for a quarter of a minute, if the machine is gone; meanwhile others can do its work.
+# After the end of a line, Ray may take this many seconds to say why the process ended. If the process is on another
+# machine that is gone, Ray may say nothing for a quarter of a minute; meanwhile others can do its work.
 CAUSE_PATIENCE_S = 2.0
 REMOTE_CAUSE_PATIENCE_S = 1.0
 
@@ -37,14 +37,14 @@ class _Served:
     def __init__(self, line: DriverLine | TcpDriverLine) -> None:
         self.line = line
         self.ref: Any = None  # of the call, once that was made
-        # Messages that the call will bring, pickled or as they are: the driver need not let the worker in first.
-        self.early: list[Any] = []
-        self.arena: Any = None  # address that it was told
+        # Messages that the call itself carries, so that the driver need not accept the worker's connection first.
+        self.early: list[Any] = []  # pickled, or by reference
+        self.arena: Any = None  # address that the worker was told
         self.paused = False
         self.ended_at = 0.0  # time.monotonic()
 
     def send(self, message: Any, *, carries: bool = False) -> None:
-        """Keeps a message until `flush`: for the line, or for the call, which `carries` references as they are."""
+        """Keeps a message until `flush`: for the line, or for the call, if it `carries` Ray's references."""
         if carries:
             self.early.append(message)
         elif self.ref is None:
@@ -62,7 +62,7 @@ class LineCalls(Channel):
 
     def __init__(self, actor: Actor, answers: Answers) -> None:
         super().__init__(actor, answers)
-        # What is sent goes to the last; older ones may still bring something.
+        # Messages are sent over the last one; older ones may still deliver answers.
         self._served: deque[_Served] = deque([_Served(self._new_line())])
 
     @property
@@ -94,7 +94,7 @@ class LineCalls(Channel):
         served.send((Down.REPLAY, *self._replay(worker_id, tasks)), carries=carries)
 
     def _for_ray(self) -> _Served:
-        """One whose call brings references to Ray's objects: only Ray keeps their owners in touch."""
+        """A served line whose call carries references to Ray's objects: only Ray's calls keep the owners informed."""
         if self._served and self._served[-1].ref is not None:
             self.pause()
         return self._newest()
@@ -178,7 +178,7 @@ class LineCalls(Channel):
                 line.flush()
             if served.ref is None:
                 continue
-            answer = self._answers[served.ref]  # before the line is read: nothing comes over it after that
+            answer = self._answers[served.ref]  # first: nothing comes over the line after that
             if answer is not NONE_YET:
                 line.read(wait=True)
             messages += map(unpacked, line.arrived())
@@ -193,11 +193,11 @@ class LineCalls(Channel):
             elif line.ended and time.monotonic() > served.ended_at + self._cause_patience:
                 messages.append(self._lost(None))
             if not self._served:
-                break  # closed: it has no answers any more, and no other line either
+                break  # closed: it has no further answers, and no other line either
         return messages
 
     def _ended(self, served: _Served, answer: Any) -> list[Message]:
-        """What it means that the call that served a line has ended."""
+        """Interprets the end of the call that served a line."""
         if isinstance(answer, Exception):
             return [self._lost(answer)]
         end: Served = answer
@@ -221,13 +221,13 @@ class LineCalls(Channel):
 
 
 class TcpCalls(LineCalls):
-    """The same by TCP, for a worker that local sockets do not reach; batches travel in the line's messages.
+    """A line over TCP, for a worker that local sockets do not reach; batches travel in the line's messages.
 
     Args:
-        actor: likewise.
-        answers: likewise.
-        host: a numeric address of this machine, which the worker's reaches.
-        new_buffer: gives writable memory for what arrives.
+        actor: the one that it leads to.
+        answers: where the answers to Ray calls are awaited.
+        host: a numeric address of this machine that the worker's machine can reach.
+        new_buffer: returns writable memory for received data.
     """
 
     def __init__(self, actor: Actor, answers: Answers, host: str, new_buffer: Callable[[int], memoryview]) -> None:

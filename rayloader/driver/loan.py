@@ -1,7 +1,7 @@
 """A crew's right to actors of the pool, while its Ray session lives.
 
-Promise: nothing here calls Ray for a loan that has ended, in another session, or in a forked process: that raises
-`RaySessionError`.
+Promise: nothing here calls Ray if the loan has ended, the session is another one, or the process was forked: that
+raises `RaySessionError`.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from rayloader.errors import RaySessionError
 
 SESSION_ENDED = (
     "Ray was shut down while this iterator was live; its workers are gone: "
-    "call iter() on the loader again, which starts anew"
+    "call iter() on the loader again, which starts new ones"
 )
 
 
 class Loan:
-    """Of one crew.
+    """The loan of one crew.
 
     Args:
-        pool: that lends.
-        lease: nobody else has it.
+        pool: the one that lends.
+        lease: only the crew holds it.
         remote_args: the user's options of actors.
-        fresh: no actor may have been another's before.
+        fresh: no actor may have been another crew's before.
 
     Attributes:
-        pool: likewise.
-        remote_args: likewise.
+        pool: the one that lends.
+        remote_args: the user's options of actors.
     """
 
     def __init__(self, pool: Pool, lease: Lease, remote_args: dict[str, Any], *, fresh: bool) -> None:
         self.pool = pool
         self.remote_args = remote_args
-        self._lease: Lease | None = lease  # None when the actors were given back
+        self._lease: Lease | None = lease  # None after the actors were given back
         self._fresh = fresh
         self._pid = os.getpid()
 
     @property
     def usable(self) -> bool:
-        """Whether the actors are still this crew's and can be talked to."""
+        """Whether the actors are still this crew's and can be called."""
         return self._lease is not None and not self.pool.closed and self.pool.session_alive()
 
     def lend(self, count: int, *, fresh: bool | None = None) -> list[Actor]:
-        """So many actors more; does not wait until new ones run. `fresh`: unlike the others of the crew."""
+        """Lends `count` more actors; does not wait until new ones run. `fresh`: overrides that of the crew."""
         self.check_session()
         assert self._lease is not None
         fresh = self._fresh if fresh is None else fresh
@@ -71,9 +71,9 @@ class Loan:
             raise RaySessionError(SESSION_ENDED)
 
     def end(self) -> Lease | None:
-        """Lends no more; gives the lease, which is to be ended, unless it was given before or is another process's.
+        """Lends no more; returns the lease, for the caller to end. None if it was returned before or was not ours.
 
-        An interrupt after this ends the lease too: nobody refers to it then.
+        An interrupt after this ends the lease too: no reference to it is left then.
         """
         if os.getpid() != self._pid:
             return None

@@ -1,9 +1,9 @@
-"""What `iter()` returns without workers: torch's own way of a batch, in this process, which can be saved and resumed.
+"""What `iter()` returns without workers: torch's own iterator in this process, which can be saved and resumed.
 
 Promise: it draws, fetches and raises as torch's iterator does, and Ray is not imported. The program's own objects do
-the work, so what a state says of them (the global generators, the dataset's own, its `state_dict`) is restored in
-`load_state_dict`, as for samplers; see NOTE [What a state moves] in `samplers.py`. A state is made when it is asked
-for. Until then an epoch costs a checksum of each batch's indices; or, of a stream that does not tell its state, a
+the work, so their part of a state (the global generators, the dataset's own, its `state_dict`) is restored in
+`load_state_dict`, as for samplers; see NOTE [What a state moves] in `samplers.py`. A state is made only on request.
+Until then, an epoch costs a checksum of each batch's indices, or, for a stream without a state of its own, a
 digest of each batch.
 """
 
@@ -37,7 +37,7 @@ from rayloader.state.snapshot import has_state, load_state
 
 
 class OfOneProcess:
-    """An iterator that cannot be sent to another process; torch's error, with a text that helps."""
+    """An iterator that cannot be sent to another process; raises torch's error, with a text that helps."""
 
     def __getstate__(self) -> Any:
         raise NotImplementedError(
@@ -51,7 +51,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     Args:
         loader: without workers.
-        state: loaded, for this iterator to go on from; None: it begins an epoch.
+        state: loaded, for this iterator to continue from; None: it begins an epoch.
     """
 
     def __init__(self, loader: Any, state: dict[str, Any] | None) -> None:
@@ -61,13 +61,13 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self.position = position = Position(Samplers(loader), 0, 0, iterable=self._iterable)
         if saved is None:
             position.begins(False)
-        # The class between has a constructor that makes the dataset's iterator: what must be known then is not yet.
+        # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
         BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
         if self._timeout != 0:
             raise AssertionError("SingleProcessIterator requires timeout == 0")
         if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
-            self._world_size, self._rank, _ = loader._ranks  # else torch.distributed's
+            self._world_size, self._rank, _ = loader._ranks  # otherwise those of torch.distributed
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             apply_sharding(self._dataset, self._world_size, self._rank)
         self._generators = generators_of(loader) if self._iterable or saved is not None else []
@@ -86,7 +86,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._num_yielded = position.delivered
             self._go_on(Stream() if saved["stream"] is None else Stream.unpack(saved["stream"]))
         self._tally = loader._recorder.begins(self, 0)
-        self._samples = 0  # in the last batch
+        self._samples = 0  # number of samples in the last batch
         self._drawn = position.next_task  # tasks whose indices were drawn
         self._checksum = position.checksum  # of their indices
         self._asked = saved is not None  # the sampler's iterator
@@ -95,11 +95,11 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     @property
     def _is_read_again(self) -> bool:
-        """Whether a resumption is to read the stream from its start; unless its iterator tells its state."""
+        """Whether a resumption must read the stream from its start; not if its iterator has a state."""
         return self._iterable and not has_state(self._dataset)
 
     def _iterate(self, stream: Stream) -> None:
-        """Has the dataset make its iterator."""
+        """Lets the dataset create its iterator."""
         with self._seeded_as_worker(), self._reader.reads():
             self._dataset_fetcher = fetching.create_fetcher(
                 self._dataset_kind, self._dataset, self._auto_collation, self._drop_last
@@ -109,7 +109,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self._stream = self.position.stream = stream
 
     def _go_on(self, stream: Stream) -> None:
-        """Brings the dataset's iterator to where it was. The program's generators stay as they are."""
+        """Brings the dataset's iterator to where it was. The program's generators keep their states."""
         before = RandomState.capture(self._generators)
         if isinstance(self._dataset, IterDataPipe):
             shuffling = torch.Generator()
@@ -138,7 +138,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 count -= 1
         if count or self._stream.digest != expected:
             raise ReplayError(
-                f"the iterable dataset was to be read again up to batch {self.position.next_task}, and gave something "
+                f"the iterable dataset was read again up to batch {self.position.next_task}, and gave something "
                 "else than before; to be resumed, a dataset must give the same each time that it is read, whatever "
                 "else draws from the global random generators, or have state_dict() and load_state_dict()"
             )
@@ -148,7 +148,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._build(task, next(self._sampler_iter), [])
         except (StopIteration, skipping.NothingLeft):
             raise
-        except Exception:  # the user's own: it was raised then, too
+        except Exception:  # the user's own: it was raised the first time too
             pass
 
     # ---- batches
@@ -157,7 +157,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         asked = perf_counter()
         try:
             data = super().__next__()
-        except BaseException:  # the end, an error of the user's or Ctrl-C: each is counted
+        except BaseException:  # the end, an error of the user's or Ctrl-C: all are counted
             self._tally.raised(asked)
             raise
         self._tally.gave(asked, self._drawn - 1, self._samples, _nbytes(data))
@@ -174,7 +174,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         return data
 
     def _draw(self) -> tuple[int, Any, int]:
-        """Number, indices and checksum of the next task."""
+        """Returns number, indices and checksum of the next task."""
         position = self.position
         if not self._asked:
             self._asked = True
@@ -187,7 +187,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._tally.ended()
             raise
         task, self._drawn = self._drawn, self._drawn + 1
-        if self._iterable:  # its indices stand for nothing
+        if self._iterable:  # its indices carry no information
             return task, indices, 0
         try:
             self._checksum = drawn(indices, self._checksum).checksum
@@ -197,7 +197,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         return task, indices, self._checksum
 
     def _take(self, task: int, indices: Any, checksum: int) -> Any:
-        """The batch, or `NOTHING`; the user has the task, whatever becomes of it, unless the stream has ended."""
+        """The batch, or `NOTHING`. The task counts as the user's in any case, unless the stream has ended."""
         skipped: list[skipping.Skipped] = []
         ended = False
         try:
@@ -237,7 +237,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._failure = error
             raise
 
-    # ---- `seeding="batch"`: as in a worker, with the program's generators put back afterwards
+    # ---- `seeding="batch"`: as in a worker; the program's generators are restored afterwards
 
     @contextlib.contextmanager
     def _seeded(self, task: int) -> Iterator[None]:
@@ -253,7 +253,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     @contextlib.contextmanager
     def _seeded_as_worker(self) -> Iterator[None]:
-        """A stream may draw when it begins: what the only worker would have drawn."""
+        """A stream may draw when it begins: seeds as for the only worker."""
         if not (self._options.seeds_batches and self._iterable):
             yield
             return
@@ -268,7 +268,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
 
 def _nbytes(batch: Any, depth: int = 4) -> int:
-    """Of its dense tensors and arrays, in lists, tuples and dicts of each other; no code of the user's is called."""
+    """Bytes of dense tensors and arrays, in nested lists, tuples and dicts; calls no code of the user's."""
     kind = type(batch)
     if kind is np.ndarray:
         return int(batch.nbytes)
@@ -281,7 +281,7 @@ def _nbytes(batch: Any, depth: int = 4) -> int:
     return 0
 
 
-# Of subclasses of the user's too, a namedtuple for instance.
+# Also for subclasses of the user's, for instance a namedtuple.
 _PARTS: tuple[tuple[type, Callable[[Any], Iterable[Any]]], ...] = (
     (dict, dict.values),
     (list, list.__iter__),

@@ -1,8 +1,8 @@
-"""What the schedule is told, what it answers, and the states of a task.
+"""The schedule's events and commands, and the states of a task.
 
 Promise: standard library only. `TRANSITIONS` is the one place that says how a task's state changes. A message is not
-changed once it was made; that is not enforced, for a frozen dataclass takes five times as long to make, and each batch
-takes six messages.
+changed after its creation; that is not enforced, because a frozen dataclass takes five times as long to create, and
+each batch takes six messages.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 class TaskState(Enum):
     """Where a task is on its way; `GONE` is the one state that the task table does not hold."""
 
-    QUEUED = "queued"  # drawn, and no worker's yet
+    QUEUED = "queued"  # drawn, not yet assigned to a worker
     OUTSTANDING = "outstanding"  # submitted to its worker, unanswered
     READY = "ready"  # built, waiting for its turn
-    DELIVERED = "delivered"  # its turn has come: on its way to the user, its place in the window still taken
+    DELIVERED = "delivered"  # its turn has come: on its way to the user, still occupying its place in the window
     LOST = "lost"  # its worker died before it answered; it is sent again to the next process of that worker
     GONE = "gone"  # taken by the user, dropped with its exhausted worker, or closed
 
-    __hash__ = object.__hash__  # Enum's own, of the name, is a call of Python's for each look into `TRANSITIONS`
+    __hash__ = object.__hash__  # Enum's own hashes the name, by a Python call for each look into `TRANSITIONS`
 
 
 # An Enum's metaclass makes `TaskState.READY` take five times as long as a global name, twenty times a batch.
@@ -31,7 +31,7 @@ QUEUED, OUTSTANDING, READY, DELIVERED, LOST, GONE = TaskState
 
 @dataclass(slots=True)
 class Opened:
-    """The epoch begins: every worker is there and may be given work."""
+    """The epoch begins: every worker exists and may be given work."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class IndicesDrawn:
 
 @dataclass(slots=True)
 class IndicesSkipped:
-    """The sampler gave the indices of a batch that the user has already: it keeps its number, nobody builds it."""
+    """The sampler gave the indices of a batch that the user already has: it keeps its number, and is not built."""
 
 
 @dataclass(slots=True)
@@ -53,17 +53,17 @@ class SamplerExhausted:
 
 @dataclass(slots=True)
 class SamplerFailed:
-    """The sampler raised: this draw brings nothing, another may."""
+    """The sampler raised: this draw gives nothing, a later one may."""
 
 
 @dataclass(slots=True)
 class DrawsPutOff:
-    """The sampler must not be asked early any more: from here on the window is torch's."""
+    """The sampler must not be read early any more: from here on the window is torch's."""
 
 
 @dataclass(slots=True)
 class DrawsUndone:
-    """From this task on the indices are others than those that were drawn early, and are drawn at torch's moments."""
+    """From this task on, the indices differ from those that were drawn early; they are drawn when torch draws them."""
 
     from_task: int
 
@@ -77,12 +77,12 @@ class TaskDone:
 
 @dataclass(slots=True)
 class Paced:
-    """How deep to go for one worker, see pace.py.
+    """How many tasks one worker should have, see pace.py.
 
     Attributes:
         worker_id: that worker.
-        depth: tasks of each worker that should be under way, if the window is elastic; 0 for no opinion.
-        ahead: tasks that it may be given before it has answered, where any worker takes any task.
+        depth: tasks of each worker that should be under way, if the window is elastic; 0: no opinion.
+        ahead: tasks that it may be given before it has answered, if any worker may take any task.
     """
 
     worker_id: int
@@ -92,7 +92,7 @@ class Paced:
 
 @dataclass(slots=True)
 class WorkerExhausted:
-    """A worker's iterable dataset ended at this task: it leaves the rotation; from here on its tasks yield nothing."""
+    """A worker's iterable dataset ended at this task: it leaves the rotation; its later tasks give no batches."""
 
     task_id: int
 
@@ -102,11 +102,11 @@ class WorkerLost:
     """A worker's process is gone.
 
     Attributes:
-        worker_id: whose it was.
+        worker_id: the worker.
         cause: in words.
-        suspect: the task that it was at, where that is known.
-        admitted: the process itself said that the task ended it.
-        blameless: another worker's task, in the same process, may have been at fault, or nobody was.
+        suspect: the task that it was executing, if known.
+        admitted: the process itself reported that the task ended it.
+        blameless: another worker's task in the same process may have caused it, or no task did.
     """
 
     worker_id: int
@@ -118,7 +118,7 @@ class WorkerLost:
 
 @dataclass(slots=True)
 class WorkerReady:
-    """A lost worker has a process again, which was given the tasks that it had."""
+    """A lost worker has a process again, which was given the tasks that the worker had."""
 
     worker_id: int
 
@@ -134,7 +134,7 @@ class BatchTaken:
 class Closed:
     """The epoch is over for its user, finished or not.
 
-    With `resuming` the workers go on with another epoch; first they build what torch's would have been given by now.
+    With `resuming` the workers continue with another epoch; first they build what torch's would have been given by now.
     """
 
     resuming: bool = False
@@ -160,7 +160,7 @@ Event = (
 
 @dataclass(slots=True)
 class DrawIndices:
-    """Draw from the sampler `count` times and report each; they are owed until then (`Schedule.owed_draws`)."""
+    """Draw from the sampler `count` times and report each draw; until then they are owed (`Schedule.owed_draws`)."""
 
     count: int
 
@@ -173,13 +173,13 @@ class Task:
     """One request to build one batch; `task_id` counts from 0 in delivery order."""
 
     task_id: int
-    worker_id: int  # ANY_WORKER while it is nobody's yet
+    worker_id: int  # ANY_WORKER while it is not assigned
     indices: Any
     state: TaskState = QUEUED
 
     @property
     def is_anybodys(self) -> bool:
-        """Whether it has no worker yet."""
+        """Whether it is not assigned to a worker yet."""
         return self.worker_id == ANY_WORKER
 
 
@@ -199,14 +199,14 @@ class Deliver:
 
 @dataclass(slots=True)
 class Forget:
-    """Drop whatever is held for these tasks: nobody will ask for them."""
+    """Drop everything that is held for these tasks: they will not be requested."""
 
     task_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Drop:
-    """The worker need not build its tasks from this one on, and what it did of them must not show."""
+    """The worker need not build its tasks from this one on, and those it has built must have no effect."""
 
     worker_id: int
     first_task_id: int
@@ -214,7 +214,7 @@ class Drop:
 
 @dataclass(slots=True)
 class ReplaceWorker:
-    """Give the worker another process, and that what the lost one knew and had to do; then say `WorkerReady`."""
+    """Give the worker another process, and what the lost one knew and had to do; then report `WorkerReady`."""
 
     worker_id: int
     cause: str
@@ -222,7 +222,7 @@ class ReplaceWorker:
 
 @dataclass(slots=True)
 class Fail:
-    """The epoch cannot go on: a worker is lost for good. `task` is at fault, or the first that is lost with it."""
+    """The epoch cannot go on: a worker is lost for good. `task` is at fault, or the first one lost with it."""
 
     worker_id: int
     cause: str

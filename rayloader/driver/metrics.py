@@ -1,10 +1,10 @@
-"""What loaders measure, as metrics for Prometheus, in a Ray that exports metrics.
+"""The loaders' measurements, as metrics for Prometheus, in a Ray that exports metrics.
 
-Promise: knows no Ray, whose classes are passed in. Where metrics are off, nothing is told or computed. Where they are
-on, `tell` takes some tenths of a millisecond for each loader, once in `INTERVAL_S`, in the janitor's thread; it costs
-nothing with a batch.
+Promise: does not import Ray, whose classes are passed in. If metrics are off, nothing is reported or computed. If they
+are on, `tell` takes some tenths of a millisecond for each loader, once in `INTERVAL_S`, in the janitor's thread;
+batches cost nothing more.
 
-What is told is labelled with the loader's name. Loaders of one name are added up.
+Values are labelled with the loader's name. Loaders with the same name are added up.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rayloader.stats import Period
 
 logger = logging.getLogger("rayloader")
 
-# How often metrics are told, in seconds. Ray itself passes them on every 10 s, unless it is set otherwise.
+# How often metrics are reported, in seconds. By default, Ray itself passes them on every 10 s.
 INTERVAL_S = 1.0
 
 LABELS = ("loader",)
 
-# What is counted from the start of the loader on, with what it is and where it is found.
+# Totals since the start of the loader: description, and where to find the value.
 COUNTERS: dict[str, tuple[str, Callable[[Period], float]]] = {
     "rayloader_batches": ("Batches that the trainer got.", lambda period: period.batches),
     "rayloader_samples": ("Samples in these batches.", lambda period: period.samples),
@@ -54,7 +54,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Period], float]]] = {
     "rayloader_skipped_samples": ("Samples that were left out.", lambda period: period.skipped),
 }
 
-# What holds at the moment.
+# Current values.
 GAUGES = {
     "rayloader_workers": "Processes that work for the loader.",
     "rayloader_bytes_under_way": "Bytes of batches that the workers have sent and the trainer has not taken.",
@@ -63,26 +63,26 @@ GAUGES = {
 
 
 class Counter(Protocol):
-    """As `ray.util.metrics.Counter`."""
+    """The interface of `ray.util.metrics.Counter`."""
 
     def inc(self, value: float, tags: dict[str, str]) -> None:
-        """So much more; more than 0."""
+        """Adds a value greater than 0."""
 
 
 class Gauge(Protocol):
-    """As `ray.util.metrics.Gauge`."""
+    """The interface of `ray.util.metrics.Gauge`."""
 
     def set(self, value: float, tags: dict[str, str]) -> None:
-        """So much now."""
+        """Sets the current value."""
 
 
 class Metrics:
-    """Of all loaders of one Ray session.
+    """The metrics of all loaders of one Ray session.
 
     Args:
         is_on: whether metrics are exported; asked once, in `tell`.
-        counter: makes one, of its name, description and the names of its labels.
-        gauge: likewise.
+        counter: creates a counter from its name, description and label names.
+        gauge: creates a gauge from the same.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._watched: tuple[_Watched, ...] = ()  # replaced as a whole
         self._lock = threading.Lock()
-        self._due = 0.0  # time.monotonic(): when to tell next
+        self._due = 0.0  # time.monotonic(): when to report next
 
     def watch(self, loader: Any) -> bool:
-        """Metrics of this loader are to be told, until it is gone; whether `tell` has to be called for that.
+        """Reports this loader's metrics from now on, until it is gone; returns whether `tell` must be called for that.
 
         Args:
             loader: a `DataLoader`.
@@ -115,9 +115,9 @@ class Metrics:
         return True
 
     def tell(self, *, at_once: bool = False) -> float | None:
-        """Tells what is new, if that is due; the seconds until the next time, None if there is nothing to tell.
+        """Reports new values, if due; returns the seconds until the next time, None if there is nothing to report.
 
-        In the janitor's thread.
+        Runs in the janitor's thread.
         """
         if not self._watched or self._on is False:
             return None
@@ -131,7 +131,7 @@ class Metrics:
                     self._make()
             if self._on:
                 self._tell()
-        except Exception:  # whatever Ray says: the janitor has more to do, and the training goes on
+        except Exception:  # any error of Ray's: the janitor has more to do, and the training goes on
             logger.warning("rayloader: Ray has refused the metrics of loaders, and is told no more", exc_info=True)
             self._on = False
         self._due = time.monotonic() + INTERVAL_S
@@ -142,7 +142,7 @@ class Metrics:
     def _tell(self) -> None:
         now: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(GAUGES))
         for one in self._watched:
-            one.ended = one.loader() is None  # first: what follows is the last of it
+            one.ended = one.loader() is None  # first: what follows is its last report
             self._count(one)
             now[one.label] = [old + new for old, new in zip(now[one.label], one.gauges(), strict=True)]
         for label, values in now.items():
@@ -165,7 +165,7 @@ class Metrics:
 
 @dataclass(eq=False, slots=True)
 class _Watched:
-    """A loader, and what Ray knows of it. Its recorder outlives it, so that the last batches are told too."""
+    """A loader, and what Ray knows of it. Its recorder outlives it, so that the last batches are reported too."""
 
     label: str
     recorder: Recorder

@@ -1,7 +1,7 @@
 """Which process hosts each worker of a crew, and the workers' moves from one process to another.
 
-Promise: a worker that moves is away until its crew has started it anew, as its journal says. Whoever hosts others'
-workers until these have processes of their own gives them up when those come.
+Promise: a worker that moves is away until its crew has started it again, as its journal says. Actors that host others'
+workers, until these have processes of their own, give them up when those processes have come.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from rayloader.driver.loan import Loan
 from rayloader.driver.placement import Verdict
 from rayloader.driver.worker_slot import WorkerSlot
 
-# How many processes that are to take over from those that help out may fail to start, before that is left as it is.
+# How many replacement processes may fail to start before the helping processes keep the work.
 MOST_FAILED_STARTS = 3
-# After how many seconds of waiting for processes, once Ray runs, the program is told what is waited for.
+# After how many seconds of waiting for processes, once Ray runs, a line in the log says what the program waits for.
 NOTICE_S = 5.0
 
 
 class Moving:
-    """Of one crew.
+    """The hosts of one crew's workers.
 
     Args:
         loan: of its actors.
         channels: to them.
-        answers: to Ray's calls.
+        answers: to Ray calls.
 
     Attributes:
         actors: in the order in which they host.
-        slots: of the workers.
+        slots: one for each worker.
     """
 
     def __init__(self, loan: Loan, channels: Channels, answers: Answers) -> None:
         self._loan = loan
         self._channels = channels
         self._answers = answers
-        self._tell_at = time.monotonic() + NOTICE_S  # what is waited for
-        # Asked for, while others host their workers: these workers, and how many processes have failed to start.
+        self._tell_at = time.monotonic() + NOTICE_S  # when to say what the program waits for
+        # Requested while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Actor, tuple[list[WorkerSlot], int]] = {}
-        self._replaced: list[Actor] = []  # others were asked for, since their nodes are to go
+        self._replaced: list[Actor] = []  # replacements were requested, because their nodes will leave
         self.actors: list[Actor] = []
         self.slots: list[WorkerSlot] = []
 
     def lend(self, count: int) -> None:
-        """Adds so many actors; does not wait until new ones run."""
+        """Adds `count` actors; does not wait until new ones run."""
         self.actors = self.actors + self._loan.lend(count)
 
     def hosted_by(self, actor: Actor) -> list[WorkerSlot]:
-        """The workers of an actor, none if it is not this crew's any more."""
+        """The workers of an actor; none if it no longer belongs to this crew."""
         return [slot for slot in self.slots if slot.host is actor] if actor in self.actors else []
 
     @property
     def awaited(self) -> list[Ref]:
-        """What is answered when workers that are away may be started, or may move."""
+        """The Ray calls to wait for: their answers allow workers that are away to start, or to move."""
         hosts = {id(slot.host): slot.host for slot in self.slots if slot.away and not slot.host.lost}
         return [host.hello.ref for host in (*hosts.values(), *self._coming)]
 
     def lose(self, actor: Actor) -> None:
-        """The actor is dead, or must not be trusted any more: it is killed, and what it shares with us is given up."""
+        """Kills an actor that is dead or not to be trusted any more, and gives up what it shares with this process."""
         if not actor.lost:
             actor.lost = True
             for slot in self.hosted_by(actor):
@@ -84,7 +84,7 @@ class Moving:
         own = self._own_of(old)
         hosts = self._survivors_of(old) if old.vanished or not own else []
         if own or not hosts:
-            (new,) = self._loan.lend(1, fresh=True)  # idle ones may be as dead
+            (new,) = self._loan.lend(1, fresh=True)  # idle ones may be just as dead
             if hosts:
                 self._coming[new] = own, 0
             else:
@@ -93,14 +93,14 @@ class Moving:
         return True
 
     def _own_of(self, actor: Actor) -> list[WorkerSlot]:
-        """The workers of an actor but for those that it hosts until their own comes."""
+        """The workers of an actor, except for those that it hosts until their own actor comes."""
         others = [slot for slots, _ in self._coming.values() for slot in slots]
         return [slot for slot in self.hosted_by(actor) if slot not in others]
 
     def _survivors_of(self, vanished: Actor) -> list[Actor]:
-        """Who can do the work of one whose node may be gone, those first who have the least.
+        """Actors that can do the work of one whose node may be gone, those with the fewest workers first.
 
-        Ray takes a node that has lost power for alive for up to half a minute, and may give its room to a new actor.
+        If a node loses power, Ray regards it as alive for up to half a minute, and may place a new actor there.
         """
         gone = None if vanished.address is None else vanished.address.node_id
         there = [a for a in self.actors if a.address is not None and not a.lost and a.address.node_id != gone]
@@ -109,13 +109,14 @@ class Moving:
 
     @property
     def due(self) -> bool:
-        """Whether there may be something to do for `spread`; to ask costs next to nothing."""
+        """Whether there may be work for `spread`; the question costs next to nothing."""
         return bool(self._coming or self._loan.pool.draining)
 
     def spread(self) -> list[WorkerSlot]:
-        """Has workers move to processes of their own that have come, and away from nodes that are to go.
+        """Moves workers to processes of their own that have come, and away from nodes that will leave.
 
-        A process on such a node works on until another one has come, or until it is late: then others host its workers.
+        A process on such a node continues until its replacement has come, or until it is late. Others then host its
+        workers.
 
         Returns:
             The workers that move; they are away now.
@@ -132,7 +133,7 @@ class Moving:
                         self._channels.hurry(slot)
         moved = self._take_over()
         for actor in draining:
-            # Where nobody stays, Ray is not to be asked about each batch.
+            # if no actor stays, Ray must not be asked again for each batch
             if (hosts := self._survivors_of(actor)) and self._is_late(actor):
                 for slot in self.hosted_by(actor):
                     self._leave(slot)
@@ -153,17 +154,17 @@ class Moving:
                 self._coming[new] = self._own_of(actor), 0
 
     def _is_late(self, actor: Actor) -> bool:
-        """Whether its workers are to leave it at once: its node goes, or they have waited for room for long."""
+        """Whether its workers must leave it at once: its node leaves, or they have waited long enough for room."""
         assert actor.address is not None
         node_id, draining = actor.address.node_id, self._loan.pool.draining
         if not draining.is_late(node_id, at_last=False):
             return False
         coming = [new for new, (slots, _) in self._coming.items() if actor in [slot.host for slot in slots]]
-        has_room = bool(coming) and all(new.is_placed() for new in coming)  # Ray is asked no more when they have
+        has_room = bool(coming) and all(new.is_placed() for new in coming)  # then Ray is not asked again
         return not has_room or draining.is_late(node_id, at_last=True)
 
     def _take_over(self) -> list[WorkerSlot]:
-        """Has processes that have come late take over their workers from those that had to help out."""
+        """Lets late processes take over their workers from those that have helped out."""
         moved = []
         for new, (slots, failed) in list(self._coming.items()):
             try:
@@ -180,17 +181,17 @@ class Moving:
                     slot.host, slot.away = new, True
                     moved.append(slot)
                 self.actors = list(dict.fromkeys(slot.host for slot in self.slots))
-            self._answers.forget(new.hello.ref)  # for which a wait has looked
+            self._answers.forget(new.hello.ref)  # a wait has watched it
             del self._coming[new]
         return moved
 
     def _leave(self, slot: WorkerSlot) -> None:
-        """The worker's host is told that it is this worker no longer, if it was ever told that it is."""
+        """Tells the worker's host that it no longer is this worker, if it was ever told that it is."""
         if slot.host in self._channels and not slot.away:
             self._channels.leave(slot)
 
     def resize(self, count: int) -> list[WorkerSlot]:
-        """Another number of actors for the same workers.
+        """Changes the number of actors that host the same workers.
 
         Returns:
             The workers that move; they are away now.
@@ -217,7 +218,7 @@ class Moving:
         return moved
 
     def _move(self, old: list[Actor], new: list[Actor]) -> list[WorkerSlot]:
-        """Deals out the workers of some actors, which leave the crew, to others.
+        """Deals the workers of some actors, which leave the crew, to other actors.
 
         Returns:
             The workers that move; they are away now.
@@ -229,10 +230,10 @@ class Moving:
         return moved
 
     def check_started(self) -> list[WorkerSlot]:
-        """Notes which actors run by now, and sees to it that no worker waits for a process for too long.
+        """Notes which actors run by now, and makes sure that no worker waits for a process for too long.
 
         Returns:
-            Workers that move to another actor, since theirs found no place; they are away now.
+            Workers that move to another actor because theirs found no place; they are away now.
 
         Raises:
             WorkerStartError: none has found a place.
@@ -261,7 +262,7 @@ class Moving:
                 hosts = self._loan.lend(len(pending), fresh=True)
             case Verdict.GIVE_UP if hosts:
                 self._loan.pool.gave_up(pending, len(self.actors))
-                for actor in pending:  # they come when there is room: another node, or what others have let go of
+                for actor in pending:  # they come when there is room: on a new node, or after other work
                     if own := self._own_of(actor):
                         self._channels.hang_up(actor)
                         self._coming[actor] = own, 0

@@ -1,4 +1,4 @@
-"""From a result to what the user gets: the batch, or the exception that came in its place."""
+"""Turns a result into what the user gets: the batch, or the exception that came in its place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayloader.transport.lanes import Wire, from_wire
 
 @dataclass(eq=False, slots=True)
 class Delivery:
-    """A task and its batch, or the user's exception in its place; `skipping.NOTHING` where all was skipped."""
+    """A task and its batch, or the user's exception in its place; `skipping.NOTHING` if all samples were skipped."""
 
     task: Task
     data: Any
@@ -29,20 +29,20 @@ class Delivery:
 
 
 def opened(task: Task, result: Result) -> Delivery:
-    """What a task's result brings."""
+    """Opens a task's result."""
     data = skipping.NOTHING if result.kind == ResultKind.EMPTY else _open(task, result)
     return Delivery(task, data, result.skipped, samples=result.samples, nbytes=result.nbytes)
 
 
 def _open(task: Task, result: Result) -> Any:
-    """The batch, or the ExceptionWrapper, that a result holds; an ExceptionWrapper too when it cannot be unpickled."""
+    """The batch, or the ExceptionWrapper, in a result; an ExceptionWrapper too if it cannot be unpickled."""
     if result.wire is None:
         return _RemoteError(result.text)
     try:
         return from_wire(result.wire)
     except Exception:  # the user's own unpickling may raise anything, and so may a signal handler here
         if threading.current_thread() is threading.main_thread() and _opens(result.wire):
-            raise  # a handler's: the batch is still the next one, see NOTE [interrupts] in tables.py
+            raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in tables.py
         if result.kind == ResultKind.ERROR:
             return _RemoteError(result.text)
         return ExceptionWrapper(where=f"unpickling a batch of DataLoader worker process {task.worker_id}")
@@ -57,7 +57,7 @@ def _opens(wire: Wire) -> bool:
 
 
 class _RemoteError(ExceptionWrapper):
-    """A user's exception whose type cannot come here: raised as torch raises what it cannot construct."""
+    """A user's exception whose type cannot come here: raised as torch raises one that it cannot construct."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -67,7 +67,7 @@ class _RemoteError(ExceptionWrapper):
 
 
 def describe(task: Task, address: WorkerAddress | None) -> str:
-    """Which batch, where, of what; `address` is that of its worker, if that is known."""
+    """Names batch, worker and indices; `address` is the worker's, if known."""
     where = f" (pid {address.pid} on {address.hostname}, node {address.node_id})" if address is not None else ""
     of_what = f", indices {shown}" if (shown := indices_of(task)) else ""
     worker = "any worker" if task.is_anybodys else f"worker {task.worker_id}"
@@ -75,7 +75,7 @@ def describe(task: Task, address: WorkerAddress | None) -> str:
 
 
 def indices_of(task: Task, *, at_most: int = 6) -> str:
-    """A task's indices as text, so many of them; "" of an iterable dataset."""
+    """At most so many of a task's indices, as text; "" for an iterable dataset."""
     shortened = reprlib.Repr()
     shortened.maxlist = shortened.maxtuple = at_most
     indices = task.indices.indices

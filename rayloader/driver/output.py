@@ -1,7 +1,7 @@
-"""Hands this process's standard output and error to its workers, and has its loggers handle what they log.
+"""Passes this process's standard output and error to its workers, and their log records to its handlers.
 
-Promise: what a worker prints goes where the program prints, at once and unchanged, as from a forked process: the worker
-has the program's own descriptors. What it logs reaches the program's handlers, in the thread `rayloader-output`. Only
+Promise: a worker's output goes where the program prints, at once and unchanged, as from a forked process: the worker
+has the program's own descriptors. Its log records reach the program's handlers, in the thread `rayloader-output`. Only
 processes of the same user are served.
 """
 
@@ -29,10 +29,10 @@ from rayloader.transport.local_line import (
     peer,
 )
 
-_QUEUE = 128  # workers that may ask at once
-# How often a wait for the thread looks whether it has missed a round of it, in seconds.
+_QUEUE = 128  # workers that may connect at the same time
+# How often a wait for the thread checks whether it has missed a round of it, in seconds.
 TICK_S = 0.1
-# How long an epoch's end waits at most for what workers have logged, in seconds.
+# How long the end of an epoch waits at most for the workers' log records, in seconds.
 SETTLE_S = 2.0
 
 
@@ -48,7 +48,7 @@ class Output:
         self._listener = LocalSocket()
         self._lines: dict[int, Line] = {}  # by descriptor
         self._closing = False
-        self._spare = os.open(os.devnull, os.O_RDONLY)  # with which a worker is turned away where none is left
+        self._spare = os.open(os.devnull, os.O_RDONLY)  # used to turn a worker away if no descriptor is left
         self._pid = os.getpid()
         self._at_work = False
         self._rounds = Bell()  # of the thread
@@ -57,22 +57,22 @@ class Output:
             self.address = listen(self._listener, "output", _QUEUE)
 
     def start(self) -> None:
-        """Begins to serve, unless it does; see `DaemonThread`."""
+        """Starts the service, if it does not run; see `DaemonThread`."""
         if self.address is not None and not self._closing:
             self._thread.start()
 
     def settle(self) -> None:
-        """Waits until all that workers have sent so far is handled, for a while."""
+        """Waits for a limited time until all that workers have sent so far is handled."""
         if threading.current_thread() is self._thread or os.getpid() != self._pid:
             return
         until = time.monotonic() + SETTLE_S
         while self._thread.is_alive() and (self._at_work or _readable(list(self._lines))):
-            if time.monotonic() > until:  # a handler may wait for something that this thread holds
+            if time.monotonic() > until:  # a handler may wait for a lock that this thread holds
                 return
             self._rounds.wait(TICK_S)
 
     def close(self) -> None:
-        """Ends it when all that workers have sent so far is handled; callable more than once."""
+        """Ends the service once all that workers have sent so far is handled; callable more than once."""
         self._closing = True
         if self.address is not None and self._listener.is_ours:
             turn_away(self._listener)
@@ -96,7 +96,7 @@ class Output:
                         self._handle(descriptor)
                     elif not self._closing:
                         self._let_in()
-                except BaseException:  # whatever it is, workers wait for this thread
+                except BaseException:  # any error: workers depend on this thread
                     _print_error()
             self._at_work = False
             self._rounds.ring()
@@ -108,7 +108,7 @@ class Output:
     def _let_in(self) -> None:
         try:
             connection = LocalSocket(self._listener.accept()[0].detach())
-        except OSError as error:  # else: who came has gone again
+        except OSError as error:  # otherwise the worker that connected is gone again
             if error.errno in NO_ROOM:
                 self._turn_one_away()
             return
@@ -121,7 +121,7 @@ class Output:
         self._lines[line.descriptor] = line
 
     def _turn_one_away(self) -> None:
-        """There is no descriptor left: who waits sees the end of its connection, and prints through Ray."""
+        """No descriptor is left: the waiting worker sees the end of its connection, and prints through Ray."""
         with contextlib.suppress(OSError):
             os.close(self._spare)
         with contextlib.suppress(OSError):
@@ -130,14 +130,14 @@ class Output:
             self._spare = os.open(os.devnull, os.O_RDONLY)
         except OSError:  # another thread has taken it
             self._spare = -1
-            select.poll().poll(TICK_S * 1000)  # whoever waits cannot even be turned away yet
+            select.poll().poll(TICK_S * 1000)  # the waiting worker cannot even be turned away yet
 
     def _handle(self, descriptor: int) -> None:
         line = self._lines[descriptor]
         for message in line.receive():
             try:
                 handle(message)
-            except BaseException:  # the user's handlers may raise anything, SystemExit too
+            except BaseException:  # the user's handlers may raise anything, even SystemExit
                 _print_error()
         if line.ended:
             del self._lines[descriptor]
@@ -145,7 +145,7 @@ class Output:
 
 
 def _print_error() -> None:
-    """Not by logging, whose handlers may have raised it."""
+    """Not through logging, whose handlers may have raised the error."""
     with contextlib.suppress(Exception):
         traceback.print_exc()
 
@@ -158,18 +158,18 @@ def _readable(descriptors: list[int]) -> bool:
 
 
 def handle(message: Message) -> None:
-    """Has the handlers of the loggers of these names handle what a worker has logged.
+    """Lets the handlers of the loggers of these names handle a worker's log record.
 
-    The record is made, and filtered, by what the program has set up for that: once, as in a forked process.
+    The program's own record factory and filters make and filter the record: once, as in a forked process.
     """
     names, fields = unpacked(message)
     make = logging.getLogRecordFactory()
     known = (fields[name] for name in ("name", "levelno", "pathname", "lineno", "msg"))
-    # Its arguments come with the other fields: of a record they may be one dict, which to make one may not.
+    # The arguments come with the other fields: a record's may be one dict, which the factory does not accept.
     record = make(*known, (), None, fields["funcName"], fields["stack_info"])
     record.__dict__.update(fields)
     source = logging.getLogger(record.name)
-    found = source.filter(record)  # newer versions of Python may give another record
+    found = source.filter(record)  # newer versions of Python may return another record
     if not found:
         return
     if isinstance(found, logging.LogRecord):

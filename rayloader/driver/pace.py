@@ -1,6 +1,6 @@
-"""How many tasks of a worker may be under way, where that is not the user's to say.
+"""How many tasks of a worker may be under way, if the user has not set it.
 
-Deep enough that a worker never waits for the trainer, or for a message; no deeper, for what is under way takes memory.
+Deep enough that a worker never waits for the trainer, or for a message; no deeper, because batches take memory.
 
 Promise: pure arithmetic on what one worker reports; no clock, no Ray, no torch.
 """
@@ -10,20 +10,20 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-# A *turn* is so many seconds of a worker's work. Whoever is held up for less than the turns that are under way, the
-# worker, the trainer or the messages between them, holds up nobody else.
+# A *turn* is so many seconds of a worker's work. A delay shorter than the turns under way, in the worker, the trainer
+# or the messages, delays no one else.
 TURN_SECONDS = 0.01
-# More gains nothing: by then what a turn costs, such as a process that must be woken, is little per task.
+# More gains nothing: by then the cost of a turn, such as waking a process, is small per task.
 MAX_TASKS_PER_TURN = 128
-# How many of the latest turns count: their median, for on a busy machine single times say little.
+# How many of the latest turns count: their median, because single times say little on a busy machine.
 RECENT_TURNS = 9
-# What the worker is at, what it has been given to do next, and what is on its way to the user: with less the worker
-# would wait for the user to take a whole turn.
+# The turn in progress, the next one, and one on its way to the user: with less the worker would wait for the user to
+# take a whole turn.
 TURNS_UNDER_WAY = 3
-# Where any worker takes any task: what the worker is at, and what it does next. The others queue for whoever is free.
+# If any worker may take any task: the turn in progress and the next one. Other tasks queue for the next free worker.
 TURNS_AHEAD = 2
-# Tasks of a worker under way, at most. Where any worker takes any task, all that memory allows up to this: so long a
-# straggler may be without idling the others.
+# Maximum number of tasks of a worker under way. If any worker may take any task, all that memory allows up to this: a
+# straggler may take that long without idling the others.
 MAX_DEPTH = TURNS_UNDER_WAY * MAX_TASKS_PER_TURN
 
 
@@ -32,32 +32,32 @@ class Pace:
 
     Args:
         worker_bytes: bytes of this worker's batches that may be under way.
-        dynamic: whether any worker takes any task.
+        dynamic: whether any worker may take any task.
 
     Attributes:
-        depth: tasks that should be under way, per worker; 0 for no opinion.
-        ahead: tasks that the worker may be given before it has answered, where any worker takes any task.
+        depth: tasks that should be under way, per worker; 0: no opinion.
+        ahead: tasks that the worker may be given before it has answered, if any worker may take any task.
     """
 
     def __init__(self, worker_bytes: float, *, dynamic: bool = False) -> None:
         self.worker_bytes = worker_bytes
         self.dynamic = dynamic
         self._tasks_per_turn = 1
-        self._seconds: deque[float] = deque(maxlen=RECENT_TURNS)  # of a task, by turn
-        self._nbytes = 0.0  # of a batch
-        self._turn: list[tuple[float, int]] = []  # seconds and bytes, by task of the turn that is under way
+        self._seconds: deque[float] = deque(maxlen=RECENT_TURNS)  # per task, for each turn
+        self._nbytes = 0.0  # size of a batch
+        self._turn: list[tuple[float, int]] = []  # seconds and bytes for each task of the current turn
         self.depth = 0
         self.ahead = TURNS_AHEAD
 
     @property
     def nbytes(self) -> float:
-        """Of a batch, as far as is known; 0 for not at all."""
+        """Size of a batch in bytes; 0 if unknown."""
         return max(self._nbytes, 1.0) if self._seconds else 0.0
 
     def saw(self, seconds: float, nbytes: int) -> bool:
-        """Takes in what a task took, and the bytes of its batch; whether `depth` or `ahead` changed."""
+        """Records the time of a task and the bytes of its batch; returns whether `depth` or `ahead` changed."""
         self._turn.append((seconds, nbytes))
-        grown = nbytes * TURNS_UNDER_WAY * self._tasks_per_turn > 2 * self.worker_bytes  # so many would be too much
+        grown = nbytes * TURNS_UNDER_WAY * self._tasks_per_turn > 2 * self.worker_bytes  # this would take too much
         if len(self._turn) < self._tasks_per_turn and not grown:
             return False
         if grown:
@@ -67,7 +67,7 @@ class Pace:
         self._turn.clear()
         usual = statistics.median(self._seconds)
         fitting = self.worker_bytes / max(self._nbytes, 1.0)  # batches
-        # At most twice as many as now: one quick turn is no proof. A small change is not worth one.
+        # At most twice as many as now: one quick turn proves nothing. A small change is not worth a message.
         wanted = min(TURN_SECONDS / max(usual, 1e-9), fitting / TURNS_UNDER_WAY)
         tasks = max(1, int(min(wanted, 2 * self._tasks_per_turn, MAX_TASKS_PER_TURN)))
         if abs(tasks - self._tasks_per_turn) * 4 > self._tasks_per_turn:

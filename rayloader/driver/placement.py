@@ -1,7 +1,7 @@
-"""What new actors ask Ray for, and how long they may wait for it.
+"""Which resources new actors ask Ray for, and how long they may wait for them.
 
 Promise: workers that cannot get CPUs of their own share them, as torch's do, unless the user's options name a number.
-The only state is what has been learned about the cluster; any thread may ask.
+The only state is what was learned about the cluster; any thread may call.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = logging.getLogger("rayloader")
 START_TIMEOUT_S = 60.0
 AUTOSCALING_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
-# How long new actors may wait before idle ones of other loaders, which may hold what they need, must make room.
+# How long new actors may wait before idle ones of other loaders, which may hold the resources, must make room.
 ROOM_PATIENCE_S = 5.0
 # How long they may wait for CPUs that other work holds before they ask for none: long enough for short tasks to end.
 CPU_PATIENCE_S = 10.0
-# How long they may wait before those of the same loader that run do their work meanwhile.
+# How long they may wait before running actors of the same loader do their work meanwhile.
 OTHERS_PATIENCE_S = 15.0
-# What actors ask for that wait for nothing but their processes.
+# For actors that wait only for their processes.
 NO_RESOURCES = "no resources"
 
 
@@ -39,7 +39,7 @@ class Verdict(Enum):
 
     WAIT = "wait"
     MAKE_ROOM = "make room"  # end idle actors, and wait
-    SHARE_CPUS = "share CPUs"  # ask again, for no CPU
+    SHARE_CPUS = "share CPUs"  # ask again, without a CPU
     GIVE_UP = "give up"
 
 
@@ -53,14 +53,14 @@ class Placement:
         self._crowded_on: set[str] | None = None  # the nodes that there were when actors first had to share CPUs
 
     def options(self, remote_args: dict[str, Any], count: int, wanted: int) -> dict[str, Any]:
-        """What each actor is to have, but for `where`.
+        """Each actor's options, except for `where`.
 
         Args:
             remote_args: the user's options.
-            count: how many actors are to be made.
+            count: how many actors are to be created.
             wanted: how many workers this process has, including these.
         """
-        # Ray has no public answer to this one question: would more nodes start if they were asked for?
+        # Ray has no public answer to this one question: would more nodes start if they were requested?
         self._autoscaling = may_autoscale(ray)
         options: dict[str, Any] = {"enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
@@ -84,8 +84,9 @@ class Placement:
         """The option that says where an actor with these options runs, if they leave it open.
 
         It is the driver's node as long as that has room: batches take the shortest way from there, and Ray by itself
-        fills no node more than half while another one has room. Those that ask for nothing Ray spreads, which all on
-        one node would share its CPUs. Either way a placement group that Ray Tune would put them into is left alone.
+        fills no node more than half while another one has room. Actors that ask for nothing are left to Ray to spread,
+        because on one node they would all share its CPUs. Either way, they stay out of a placement group that Ray Tune
+        would use.
         """
         if "scheduling_strategy" in options:
             return {}
@@ -93,10 +94,10 @@ class Placement:
         return {"scheduling_strategy": node_first(ray, session.node_id()) if is_open else "DEFAULT"}
 
     def _cpus_per_worker(self, count: int, wanted: int) -> float:
-        """One if the cluster has, or can get, as many CPUs as this process has workers; else none, as with torch.
+        """One if the cluster has, or can get, as many CPUs as this process has workers; otherwise none, as with torch.
 
         The CPUs that this process itself holds, inside a Ray task or actor, are not available. Whether CPUs that
-        others hold become available, time will tell: see `verdict`.
+        others hold become available shows later: see `verdict`.
         """
         total = ray.cluster_resources()
         if session.OVERSUBSCRIBE_RESOURCE in total or self._others_have_the_cpus or not total:  # no node lives
@@ -133,19 +134,19 @@ class Placement:
         """What to do about actors that have not started for `waited` seconds.
 
         Args:
-            waited: seconds since they were made, or since any actor of this process got a place or started: starts
-                queue.
+            waited: seconds since they were created, or since any actor of this process got a place or started, because
+                starts queue.
             key: identifies the user's options.
             remote_args: the user's options.
-            options: the options with which the actors were made.
+            options: the options with which the actors were created.
             homeless: whether one of them has no place yet. The others hold what they asked for, however long they
                 take to start.
-            had_room: whether as many CPUs were free when they were made: then these actors may hold them already, for
-                Ray gives them out before it starts the processes.
+            had_room: whether enough CPUs were free when they were created: then these actors may hold them already,
+                because Ray assigns them before it starts the processes.
             others: whether some actors of that crew run, which can do the work until these have found a place.
         """
         limit = self.limit
-        if not homeless:  # they need time, and nothing else
+        if not homeless:  # they need only time
             return Verdict.GIVE_UP if waited >= self.limit_once_placed else Verdict.WAIT
         if "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
             patience = min(limit if had_room else CPU_PATIENCE_S, limit)
@@ -166,7 +167,7 @@ class Placement:
         return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
 
     def tell(self, number: int, of: int, homeless: int, options: dict[str, Any]) -> None:
-        """Says what is waited for, where `homeless` of a number of actors have no process yet."""
+        """Logs what the program waits for, where `homeless` of a number of actors have no process yet."""
         logger.warning(
             "rayloader: waiting for %d of %d worker processes. %s",
             number,
@@ -177,7 +178,7 @@ class Placement:
         )
 
     def gave_up(self, key: bytes, number: int, of: int, hosts: int) -> None:
-        """Notes that some actors were given up: the next ones with the same options need not wait as long."""
+        """Notes that some actors found no place: the next ones with the same options need not wait as long."""
         self._not_placed.add(key)
         logger.warning(
             "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; until there is room "
@@ -208,12 +209,12 @@ class Placement:
     def room(self, options: dict[str, Any]) -> str:
         """What each actor asks for, and what is free, in words."""
         total, free = ray.cluster_resources(), ray.available_resources()
-        # Those of placement groups say again, under names of Ray's own, what stands under the resources' names.
+        # Placement groups repeat, under Ray's own names, the amounts that stand under the resources' names.
         names = [
             n for n in sorted(total) if not n.startswith(("node:", "object_store", "bundle_")) and "_group_" not in n
         ]
         free_now = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in names) or (
-            "nothing: Ray has no node that lives, and its log says why"
+            "nothing: Ray has no live node, and its log says why"
         )
         return f"Each asks for {_in_words(options)}; free now: {free_now}"
 
@@ -235,16 +236,16 @@ class Placement:
 
     @property
     def limit_with_others(self) -> float:
-        """How long others that run wait before they do its work meanwhile, in seconds."""
+        """How long running actors wait before they do its work meanwhile, in seconds."""
         return min(self.limit, OTHERS_PATIENCE_S)
 
     @property
     def limit_once_placed(self) -> float:
-        """How long one may take to start where it has a place, in seconds."""
+        """How long an actor with a place may take to start, in seconds."""
         return self.limit if os.environ.get(START_TIMEOUT_VARIABLE) else AUTOSCALING_START_TIMEOUT_S
 
     def slow_error(self, number: int, of: int) -> WorkerStartError:
-        """The error for actors that have a place and do not start there."""
+        """The error for actors that have a place but do not start there."""
         return WorkerStartError(
             f"{number} of {of} DataLoader workers have a process in the Ray cluster that did not start within "
             f"{self.limit_once_placed:g} s: the machine is overloaded, or the process hangs, and Ray's log says where. "

@@ -50,8 +50,8 @@ from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.waiting import Answer
 from rayloader.worker.process import WorkerProcess
 
-# How long actors are kept when no loader is left that could use them, so that a loader that is made anew for each
-# epoch finds them warm. In a Ray that others use too they hold CPUs that somebody may wait for.
+# How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
+# finds them warm. In a Ray that other programs use too, they hold CPUs that others may wait for.
 GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
 
@@ -63,8 +63,8 @@ class _LoaderEntry:
     """A loader that has iterated in this session."""
 
     ref: weakref.ref[object]
-    key: bytes  # of the options that its actors are made with
-    image: Image | None = None  # of its replica, as last shipped: the next is compared with it
+    key: bytes  # of the options that its actors are created with
+    image: Image | None = None  # of its replica, as last sent: the next one is compared with it
     remembered: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,11 +78,11 @@ class Pool:
         self._placement = Placement()
         self._loaders: list[_LoaderEntry] = []
         self._lock = threading.Lock()
-        self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same ones
+        self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.output = Output()
         self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
-        self.without_lines: set[tuple[str, str]] = set()  # locations from which no worker can connect to this process
+        self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
         self.draining = Draining(functools.partial(draining_nodes, ray))
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
@@ -95,24 +95,24 @@ class Pool:
 
     @property
     def actors(self) -> list[Actor]:
-        """All that live, whoever has them."""
+        """All that live, lent or not."""
         return list(self._lifetimes.actors)
 
     def session_alive(self) -> bool:
-        """Whether Ray is still the one that these actors live in."""
+        """Whether the Ray session of these actors still lives."""
         return session.current() == self.session_name
 
     # ---- for crews
 
     def begin_lease(self, loader: object, remote_args: dict[str, Any], name: str = "") -> Lease:
-        """For the crew of an iterator of `loader`, which holds it; the actors that are lent to it come back with it.
+        """A lease for the crew of an iterator of `loader`; the actors lent to it come back with it.
 
         Args:
             loader: whose options these are, until it is gone.
             remote_args: the user's options of actors.
             name: of the loader, for the names of actors.
         """
-        self.wait()  # what finalizers have left is warm after that
+        self.wait()  # after this, actors that finalizers have left are warm
         with self._lock:
             self._register(loader, _key(remote_args))
         if self._metrics.watch(loader):
@@ -120,20 +120,20 @@ class Pool:
         return Lease(self._tidy_later, name)
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
-        """Whether so many actors are warm, or are being made so, for loaders with these options."""
+        """Whether so many actors are warm, or becoming warm, for loaders with these options."""
         key = _key(remote_args)
         return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
-        """So many actors, until the lease ends: warm ones first, the rest started side by side.
+        """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
 
-        Waits for those that are being made warm, and not until new ones run.
+        Waits for actors that are becoming warm, but not until new ones run.
         """
         self._check_lends()
         key = _key(remote_args)
         actors = [] if fresh else self._lifetimes.lend(lease, key, count)
         if len(actors) < count:
-            self._check_lends()  # again after the wait: in an ended session Ray's calls start another one
+            self._check_lends()  # again after the wait: in an ended session a Ray call starts another one
             actors += self._create(lease, remote_args, count - len(actors), key)
         return actors
 
@@ -157,7 +157,7 @@ class Pool:
             raise RaySessionError("the workers were shut down; call iter() on the loader again")
 
     def prepare(self, remote_args: dict[str, Any], count: int) -> None:
-        """Makes so many actors in advance, for whichever loader needs them first; does not wait until they run."""
+        """Creates actors in advance, for the next loaders that need them; does not wait until they run."""
         self._create(None, remote_args, count, _key(remote_args))
 
     def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
@@ -171,28 +171,28 @@ class Pool:
         self._janitor.do(functools.partial(self._lifetimes.end, lease, busy=busy, reuse=reuse))
 
     def give_back(self, actor: Actor) -> None:
-        """Takes back soon one that may be at work."""
+        """Takes back an actor that may be busy, soon."""
         self.later(functools.partial(self._lifetimes.give_back, actor, busy=True))
 
     def kill(self, actor: Actor) -> None:
-        """Ends one soon."""
+        """Ends an actor soon."""
         self.later(functools.partial(self._lifetimes.kill, actor))
 
     def is_draining(self, actor: Actor) -> bool:
-        """Whether Ray drains the node that an actor is on, which is not the driver's."""
+        """Whether Ray drains the node that an actor is on, unless it is the driver's."""
         return actor.address is not None and actor.address.node_id in self.draining
 
     def later(self, job: Callable[[], object]) -> None:
-        """Has the janitor do something; for finalizers too."""
+        """Passes a job to the janitor; for finalizers too."""
         self._janitor.later(job)
 
     def wait(self) -> None:
-        """Waits until all that was to be done soon is done. Not for finalizers, nor under a lock."""
+        """Waits until all jobs of the janitor are done. Not for finalizers, nor under a lock."""
         self._janitor.wait()
 
     def verdict(self, pending: list[Actor], remote_args: dict[str, Any], *, others: bool) -> Verdict:
-        """What is to become of actors that have not started; `others`: some of the crew have."""
-        for actor in self.actors:  # others' too: where many start at once each has to wait for its turn
+        """What to do about actors that have not started; `others`: some actors of the crew have."""
+        for actor in self.actors:  # those of other crews too: where many start at once, each has to wait for its turn
             with contextlib.suppress(RayError):
                 actor.has_started()
                 actor.is_placed()
@@ -213,16 +213,16 @@ class Pool:
         return verdict
 
     def tell(self, pending: list[Actor], of: int) -> None:
-        """Says what is waited for."""
+        """Logs what the program waits for."""
         homeless = sum(not actor.is_placed() for actor in pending)
         self._placement.tell(len(pending), of, homeless, pending[0].options)
 
     def gave_up(self, actors: list[Actor], of: int) -> None:
-        """So many actors of a crew are done without."""
+        """The crew continues without these actors."""
         self._placement.gave_up(actors[0].key, len(actors), of, of - len(actors))
 
     def start_error(self, actors: list[Actor], of: int) -> WorkerStartError:
-        """For so many actors of a crew that have found no place, or do not start there."""
+        """The error for actors of a crew that have found no place, or do not start there."""
         if all(actor.placed_at is not None for actor in actors):
             return self._placement.slow_error(len(actors), of)
         return self._placement.error(len(actors), of, actors[0].options)
@@ -230,7 +230,7 @@ class Pool:
     # ---- for iterators
 
     def image(self, loader: object, encoded: Encoded, mappings: Mappings) -> Image:
-        """The image of a loader's replica; what it has in common with the loader's last one is not written again.
+        """The image of a loader's replica; unchanged parts of the loader's last image are not written again.
 
         It is kept until the loader's end, or `shutdown`.
         """
@@ -244,7 +244,7 @@ class Pool:
         return image
 
     def remembered(self, loader: object) -> dict[str, Any]:
-        """What a loader's iterators leave to the next one; gone with the loader."""
+        """What a loader's iterators leave to the next one; dropped with the loader."""
         with self._lock:
             entry = self._entry(loader)
             return entry.remembered if entry is not None else {}
@@ -258,7 +258,7 @@ class Pool:
     # ---- ends
 
     def tidy(self) -> float | None:
-        """Ends what nobody needs any more; returns the seconds until there is more. In the janitor's thread."""
+        """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
         with self._lock:
             self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
             usable = {entry.key for entry in self._loaders}
@@ -281,7 +281,7 @@ class Pool:
     # ---- test support
 
     def live_actor_pids(self) -> set[int]:
-        """Process ids of the actors that run, whoever uses them."""
+        """Process ids of the actors that run, lent or not."""
         self.wait()
         for actor in self.actors:
             with contextlib.suppress(RayError):
@@ -305,7 +305,7 @@ class Pool:
             self._metrics.tell(at_once=True)
 
     def _look_for_drains(self) -> float | None:
-        """As `Draining.look`; actors that nobody has end with their nodes."""
+        """Calls `Draining.look`; actors that no loader uses end with their nodes."""
         if session.started_here():
             return None
         here = session.node_id()
@@ -329,7 +329,7 @@ class Pool:
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
         had_room = not self._placement.lacks_cpus(remote_args, count)
-        if not had_room:  # idle actors that these loaders can't use may have them
+        if not had_room:  # idle actors that these loaders cannot use may hold them
             self.later(functools.partial(self._lifetimes.kill_spare, but=key))
         staying = [actor for actor in self.actors if not self.is_draining(actor)]
         living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
@@ -359,15 +359,15 @@ class Pool:
 
 
 def _key(remote_args: dict[str, Any]) -> bytes:
-    """Equal for loaders that can share actors."""
+    """A key that is equal for loaders that can share actors."""
     key: bytes = cloudpickle.dumps(sorted(remote_args.items(), key=lambda item: item[0]))
     return key
 
 
 _pool: Pool | None = None
 _pool_lock = threading.Lock()
-_failure: BaseException | None = None  # of `init`, not raised yet
-_abandoned: Any = None  # what the parent of this forked process has
+_failure: BaseException | None = None  # of `init`, not yet raised
+_abandoned: Any = None  # what the parent of this forked process owns
 
 
 def _tidy() -> float | None:
@@ -378,7 +378,7 @@ _janitor = Janitor(_tidy)
 
 
 def get_pool() -> Pool:
-    """The pool of the current Ray session; joins or starts Ray where there is none.
+    """The pool of the current Ray session; joins or starts Ray if there is none.
 
     Raises:
         RaySessionError: Ray cannot be used from here.
@@ -392,19 +392,19 @@ def get_pool() -> Pool:
 
 
 def _get_pool(session_name: session.SessionName) -> Pool:
-    """The same, under the lock."""
+    """Does the work of `get_pool`, under the lock."""
     global _pool
     _janitor.start()
     if _pool is None or _pool.closed or _pool.session_name != session_name:
         if _pool is not None:
-            _pool.shutdown()  # of an ended session: no call reaches Ray
+            _pool.shutdown()  # of an ended session: it makes no call to Ray
         _pool = Pool(session_name, _janitor)
     _pool.output.start()
     return _pool
 
 
 def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, Any]) -> None:
-    """Starts Ray and so many actors in a thread that holds the lock: whoever needs the pool waits for it."""
+    """Starts Ray and actors in a thread that holds the lock: callers that need the pool wait for it."""
     session.check_names(ray_options)
     session.check_options(ray_options)
     lock, has_lock = _pool_lock, Bell()
@@ -417,7 +417,7 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
                 pool = _get_pool(session.ensure(ray_options, ahead=True))
                 if num_workers:
                     pool.prepare(remote_args, num_workers)
-            except BaseException as error:  # whatever it is, it is raised where the pool is needed
+            except BaseException as error:  # any error: it is raised where the pool is needed
                 _failure = error
 
     thread = DaemonThread(prepare, "rayloader-init")
@@ -451,16 +451,16 @@ def live_memory_files() -> set[str]:
 def _forget_after_fork() -> None:
     """A forked child has neither our threads nor Ray's: it must not touch the parent's actors."""
     global _pool, _pool_lock, _janitor, _abandoned, _failure
-    _abandoned = _pool, _janitor  # kept: to drop their references would call Ray
+    _abandoned = _pool, _janitor  # kept: dropping their references would call Ray
     _pool, _pool_lock, _janitor, _failure = None, threading.Lock(), Janitor(_tidy), None
     session.forget()
 
 
 def _at_exit() -> None:
-    """Shuts down, and keeps the exit status.
+    """Shuts down, and preserves the exit status.
 
-    CPython ends a program that Ctrl-C has ended by the same signal, so that a shell sees why. It knows that from how
-    the code ended that it compiled last from a text, and Ray's shutdown imports modules that compile some.
+    If Ctrl-C has ended a program, CPython ends the process by the same signal, so that a shell sees why. It decides
+    that by how the code ended that was compiled last from text, and Ray's shutdown imports modules that compile some.
     """
     shutdown()
     if getattr(sys, "last_type", None) is KeyboardInterrupt:
@@ -469,5 +469,5 @@ def _at_exit() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
-# Registered after Ray's own exit handler (imported above), so it runs before it, while the actors can still be reached.
+# Registered after Ray's own exit handler (imported above), so it runs before that, while actors can still be reached.
 atexit.register(_at_exit)

@@ -1,11 +1,11 @@
-"""What is done for a batch between its delivery and the user's call: a copy that is the user's to write to, or pinning.
+"""Prepares batches between their delivery and the user's call: makes writable copies, or pins them.
 
-Promise: of the first batches that are deliverable, so many and so many bytes are prepared in `rayloader-ahead`, which
-also receives; so the trainer waits for no copy that could have been made before. The thread is this object's: it starts
-where there is something to prepare, and ends with `close`.
+Promise: the first deliverable batches, up to a number and a number of bytes, are prepared in `rayloader-ahead`, which
+also receives; so the trainer does not wait for a copy that could have been made before. The thread is owned by this
+object: it starts when there is something to prepare, and ends with `close`.
 
-Without pinning only memory is copied here. The batch is put together in the user's thread, whose default device and
-inference mode it is to have, as with torch's loader.
+Without pinning, only memory is copied here. The batch is assembled in the user's thread, with that thread's default
+device and inference mode, as with torch's loader.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from rayloader.transport.recycled import Recycled
 
 # How many batches are opened and pinned before the user asks for them.
 PINNED_AHEAD = 2
-# How many are copied out of Ray's object store: enough that a trainer which takes several in a row waits for no copy.
+# How many batches are copied out of Ray's object store: enough that a trainer that takes several in a row waits for no
+# copy.
 COPIED_AHEAD = 8
 
 
@@ -54,7 +55,7 @@ class Preparer:
 
     @property
     def receives(self) -> bool:
-        """Whether the thread has started: it waits for the workers, and `wait` waits for the thread."""
+        """Whether the thread has started: then it waits for the workers, and `wait` waits for the thread."""
         return self._thread is not None
 
     def start(self) -> None:
@@ -70,12 +71,12 @@ class Preparer:
             self._thread.start()
 
     def wait(self, timeout: float) -> bool:
-        """Waits for `timeout` seconds at most until the thread has done something; whether it has."""
+        """Waits for `timeout` seconds at most until the thread has done something; returns whether it has."""
         assert self._thread is not None
         return self._thread.wait(timeout)
 
     def first(self) -> Delivery | None:
-        """The next batch as the user gets it; None if it is not there yet. It stays there until it is `taken`."""
+        """The next batch as the user gets it; None if it has not come yet. It stays the next until it is `taken`."""
         with self._tables.lock:
             first = self._tables.deliverable[0] if self._tables.deliverable else None
         if first is None:
@@ -87,20 +88,20 @@ class Preparer:
         return self._pinned[first[0].task_id] if self._pin is not None else opened(*first)
 
     def taken(self, task: Task) -> None:
-        """The user has it."""
+        """The user has taken the batch."""
         self._pinned.pop(task.task_id, None)
 
     def undone(self, from_task: int) -> None:
-        """The tasks from this one on come again."""
+        """The tasks from this one on will be built again."""
         self._pinned = {task_id: pinned for task_id, pinned in self._pinned.items() if task_id < from_task}
 
     @property
     def leased_bytes(self) -> int:
-        """Of copies that are ready, or that the user keeps. Any thread may ask."""
+        """Bytes of copies that are ready, or that the user keeps. Any thread may ask."""
         return self._copies.leased_bytes
 
     def close(self, *, wait: bool) -> None:
-        """Ends the thread, and waits for it if so asked. Not under the lock of the tables."""
+        """Ends the thread; with `wait`, waits for its end. Not under the lock of the tables."""
         self._pinned.clear()
         if self._thread is not None:
             self._thread.close(wait=wait)
@@ -109,7 +110,7 @@ class Preparer:
     # ---- in the thread
 
     def _work(self) -> bool:
-        """Prepares a batch, or waits for one; False if as many are prepared as may be."""
+        """Prepares a batch, or waits for one; False if as many are prepared as allowed."""
         tables = self._tables
         with tables.lock:
             if tables.schedule.closed:
@@ -123,13 +124,13 @@ class Preparer:
             return False
         if full:
             self._receiver.wait(0.0, ahead=True)
-            tables.flush()  # the workers' next tasks, which follow what has come
+            tables.flush()  # the workers' next tasks, because of what has come
             return False
         self._receiver.wait(TICK_S, ahead=True)
         return True
 
     def _next(self) -> tuple[tuple[Task, Result] | None, bool]:
-        """The first batch that is not prepared and may be; and whether it is the bound that leaves none."""
+        """The first batch that may be prepared and is not; and whether only the limit prevents one."""
         most, nbytes = COPIED_AHEAD if self._pin is None else PINNED_AHEAD, 0
         for index, (task, result) in enumerate(self._tables.deliverable):
             nbytes += result.nbytes

@@ -1,4 +1,4 @@
-"""Ray calls: the channel to an actor that no line leads to.
+"""Ray calls: the channel to an actor that no line reaches.
 
 Promise: that of channel.py.
 """
@@ -22,7 +22,7 @@ from rayloader.waiting import NONE_YET
 
 
 class RayCalls(Channel):
-    """A Ray call for each, whose answers are told to `Answers`; batches travel through Ray's object store."""
+    """One Ray call per message, whose answers go to `Answers`; batches travel through Ray's object store."""
 
     @property
     @override
@@ -61,7 +61,7 @@ class RayCalls(Channel):
 
     @override
     def drop(self, after_call: int, from_task: int) -> None:
-        pass  # what Ray was told it carries out
+        pass  # Ray cannot withdraw calls
 
     @override
     def pause(self) -> None:

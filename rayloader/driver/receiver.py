@@ -1,6 +1,6 @@
-"""Waits for what the workers send, over any channel, and takes it in.
+"""Waits for the workers' messages, over any channel, and handles them.
 
-Promise: any thread may receive, one at a time. What it means that an actor is lost is left to the user's thread.
+Promise: any thread may receive, one at a time. The loss of an actor is left to the user's thread.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ TICK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """An actor that will answer no more."""
+    """An actor that will not answer any more."""
 
     actor: Actor
     cause: str
-    suspect: int | None = None  # the task that ended it, if it said so itself
+    suspect: int | None = None  # the task that ended it, if the actor reported it
 
 
 class Receiver:
-    """Of one epoch.
+    """The receiver of one epoch.
 
     Args:
         tables: of the epoch.
-        recovery: goes on with workers that build again what they had built.
-        position: counts the samples that are skipped.
-        max_skipped: samples.
+        recovery: continues with workers that rebuild batches.
+        position: counts the skipped samples.
+        max_skipped: how many samples may be skipped.
 
     Attributes:
-        lost: for the user's thread.
+        lost: lost actors, for the user's thread.
         last_arrival: when something came last, time.monotonic().
         waited: seconds of the last `wait` in which nothing came.
     """
@@ -62,17 +62,18 @@ class Receiver:
         self._recovery = recovery
         self._position = position
         self._max_skipped = max_skipped
-        self._doubted = False  # a batch of a dataset that is believed
+        self._doubted = False  # whether the warning about a batch of a trusted dataset was logged
         self.lost: deque[Lost] = deque()
         self.last_arrival = 0.0
         self.waited = 0.0
 
     def wait(self, timeout: float, *, ahead: bool = False) -> bool:
-        """Waits for `timeout` seconds at most until something has come, and takes it in; whether something has.
+        """Waits for `timeout` seconds at most until something has come, and handles it; returns whether something has.
 
         Args:
-            timeout: likewise.
-            ahead: this is a thread that no signal handler interrupts, and the user's is not to wait while it reads.
+            timeout: in seconds.
+            ahead: the caller is a thread that no signal handler interrupts, and the user's must not wait while it
+                reads.
         """
         self.tables.flush()
         began = time.perf_counter()
@@ -85,7 +86,7 @@ class Receiver:
 
     @changes
     def take(self, *, all_channels: bool = True, was_read: bool = False) -> None:
-        """Takes in what has come; not what a lost actor means. The arguments are those of `Crew.receive`."""
+        """Handles what has come, except for the loss of actors. The arguments are those of `Crew.receive`."""
         crew = self.tables.crew
         arrived = crew.receive(all_channels=all_channels, was_read=was_read)
         if arrived:
@@ -108,7 +109,7 @@ class Receiver:
             return
         call = slot.calls[0] if slot.calls else None
         if call is None or call.actor is not actor or call.number != number:
-            return  # closed meanwhile, or the worker was given up: a late answer is nobody's
+            return  # the epoch was closed or the worker was abandoned, so a late answer is ignored
         self._take_answer(slot, call, Answer(*content))
 
     def _take_answer(self, slot: WorkerSlot, call: Call, answer: Answer) -> None:
@@ -125,9 +126,9 @@ class Receiver:
         if answer.doubt is not None and not self._doubted:
             self._doubted = True
             logger.warning(
-                "rayloader: batch %d of worker %d was built again and is not what it was. Its dataset has state_dict() "
-                "and is believed; if that leaves something out, such as a shuffle buffer, samples are lost or repeated "
-                "from here on. If the batch shows the time or the process, all is well",
+                "rayloader: batch %d of worker %d was rebuilt and differs from the original. It is accepted, because "
+                "its dataset has state_dict(); if that leaves something out, such as a shuffle buffer, samples are "
+                "lost or repeated from here on. If the batch only shows the time or the process, nothing is wrong",
                 *(answer.doubt, slot.worker_id),
             )
         if answer.full:
@@ -136,7 +137,7 @@ class Receiver:
             call.actor.lane.refused(answer.no_arena)
         if result is None:
             self._recovery.go_on(slot, *answer.replay)
-        elif result.kind == ResultKind.EXHAUSTED:  # it writes nothing any more, and will say nothing new
+        elif result.kind == ResultKind.EXHAUSTED:  # it writes nothing any more, and has nothing new to report
             slot.drop_calls()
             slot.journal.exhausted()
         elif (pace := slot.pace) is not None:
@@ -147,7 +148,7 @@ class Receiver:
         self.tables.feed(slot)
 
     def _record(self, slot: WorkerSlot, call: Call, task_id: int, answer: Answer) -> None:
-        """Has the tally count what the worker did."""
+        """Lets the tally count what the worker did."""
         tally = self.tables.tally
         worker, log = tally.workers[slot.worker_id], tally.answers
         log.append(answer.spent)

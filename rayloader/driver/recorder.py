@@ -1,7 +1,7 @@
 """Measures a loader while it works, for `DataLoader.stats()`.
 
-Promise: costs about a microsecond a batch, and memory that does not grow. Any thread may read, without a lock: see NOTE
-[logs] in histogram.py. Nothing here refers to an iterator, to batches or to actors.
+Promise: costs about a microsecond per batch, and memory that does not grow. Any thread may read, without a lock: see
+NOTE [logs] in histogram.py. Nothing here refers to an iterator, to batches or to actors.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rayloader.spent import Spent, pack
 from rayloader.stats import Period, SlowBatch, WorkerStats
 from rayloader.trace import Trace, Tracing
 
-# How many entries of a log are folded together: with fewer NumPy's calls would cost more than the entries.
+# How many entries of a log are folded together: with fewer, NumPy's calls would cost more than the entries.
 FOLD = 2048
 # How many of the slowest batches are named.
 SLOWEST = 5
-# A batch that takes more than so many times the median is slow.
+# A batch that takes more than this many times the median is slow.
 SLOW = 4.0
 
 
 class WorkerTally:
-    """What else is known of one worker; see `WorkerStats`."""
+    """Further measurements of one worker; see `WorkerStats`."""
 
     __slots__ = ("arena", "depth", "lane", "settled")
 
@@ -36,10 +36,10 @@ class WorkerTally:
         self.depth = 0
         self.lane = ""
         self.arena: bool | None = None  # whether its last batch had room in one; None before the first
-        self.settled = False  # what it says of its idleness is of the time since the first batch of the epoch
+        self.settled = False  # its idle time now counts from the first batch of the epoch
 
     def merge(self, other: WorkerTally) -> None:
-        """All that was done there was done here."""
+        """Adds the other tally to this one."""
         self.depth = max(self.depth, other.depth)
         self.lane = other.lane or self.lane
 
@@ -48,20 +48,20 @@ _SUMS = "batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "bl
 
 
 class Tally:
-    """What one epoch of one iterator brought; see `Period`.
+    """The measurements of one epoch of one iterator; see `Period`.
 
     Args:
-        num_workers: that build its batches.
-        processes: that host them.
-        depth: batches of each worker that may be under way; None if that is automatic.
+        num_workers: how many workers build its batches.
+        processes: how many processes host them.
+        depth: batches of each worker that may be under way; None if automatic.
 
     Attributes:
         wait: seconds inside `next`.
         step: seconds between two calls of it.
-        answers: the log of what the workers spent, to be appended to with each answer: see NOTE [logs] in histogram.py.
+        answers: the log of the workers' times, to be appended to with each answer: see NOTE [logs] in histogram.py.
         cpu_use: since its first batch.
-        slow: seconds; a batch that takes longer is one of the slowest, or is to be traced.
-        trace: while one is on.
+        slow: seconds; a batch that takes longer is one of the slowest, or is traced.
+        trace: the trace in progress, if any.
     """
 
     def __init__(self, num_workers: int = 0, processes: int = 0, depth: int | None = None) -> None:
@@ -75,15 +75,15 @@ class Tally:
         self.slow = -1.0
         self.cpu_use: CpuUse | None = None
         self.trace: Trace | None = None
-        self._attend = 0  # the number of the batch from which on more is to be done than to add its times
-        self._batch = 0  # that `gave` was told last, if it is traced
+        self._attend = 0  # the number of the batch from which on more must be done than adding its times
+        self._batch = 0  # the last one passed to `gave`, if it is traced
         # perf_counter(): when `next` returned (0: it has raised since), and when it first did.
         self._left, self._began = 0.0, math.inf
-        self.fold_at = max(FOLD, 8 * num_workers)  # answers: to fold them takes time for each worker
+        self.fold_at = max(FOLD, 8 * num_workers)  # answers: folding takes time for each worker
         self._keep(Work.nothing(num_workers))
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Where to tell what happens, from now on. Any thread may call this."""
+        """Sets where to report events from now on. Any thread may call this."""
         self.trace = trace
         self._attend = 0
         self.slow = self._fifth_slowest
@@ -91,7 +91,7 @@ class Tally:
     # ---- in the user's thread
 
     def gave(self, asked: float, batch: int, samples: int, nbytes: int) -> None:
-        """`next` was called at perf_counter(), and is about to return this batch."""
+        """`next` was called at `asked` (perf_counter()), and is about to return this batch."""
         now = perf_counter()
         if self.batches < self._attend:
             self.step.add(asked - self._left)
@@ -104,7 +104,7 @@ class Tally:
         self._left = now
 
     def raised(self, asked: float) -> None:
-        """`next` was called at perf_counter(), and has returned nothing; what that took is neither wait nor step."""
+        """`next` was called at `asked` (perf_counter()), and returned nothing; that time is neither wait nor step."""
         if 0.0 < self._left < asked:
             self.step.add(asked - self._left)
             if self.trace is not None:
@@ -112,14 +112,14 @@ class Tally:
         self._left, self._attend = 0.0, 0
 
     def _attend_to(self, batch: int, asked: float, now: float) -> None:
-        """The first batch, one in `FOLD`, one after an error, and each that is traced."""
+        """Handles the first batch, one in `FOLD`, one after an error, and each that is traced."""
         if self._left:
             self.step.add(asked - self._left)
         if self.batches:
             self.wait.add(now - asked)
         else:
             self.first_wait = now - asked
-            self.blocked = self.behind = self.drawing = 0.0  # these were part of it
+            self.blocked = self.behind = self.drawing = 0.0  # the first batch's wait included these
             self.cpu_use = CpuUse()
             self._began = now
         self.wait.fold()
@@ -148,7 +148,7 @@ class Tally:
         self._work = folded, self.answers
 
     def settle(self, worker: WorkerTally, spent: bytes) -> bytes:
-        """The same without idleness before the first batch: the worker waited for others that started."""
+        """`spent` without idleness before the first batch: the worker waited for others to start."""
         worker.settled = bool(self.batches)
         told = Spent.unpack(spent)
         return pack(*told._replace(idle=max(0.0, min(told.idle, perf_counter() - self._began))))
@@ -168,13 +168,13 @@ class Tally:
 
     @property
     def work(self) -> Work:
-        """All that the workers did."""
+        """The work of all workers."""
         folded, log = self._work
         return folded.plus(log.copy())
 
     @classmethod
     def of(cls, tallies: Sequence[Tally]) -> Tally:
-        """All of them together."""
+        """The sum of several tallies."""
         whole = cls()
         wait, step, work = Histogram(), Histogram(), Work.nothing(0)
         for tally in tallies:
@@ -192,7 +192,7 @@ class Tally:
         return whole
 
     def period(self) -> Period:
-        """The same, for the user."""
+        """The measurements, for the user."""
         work = self.work
         build = Histogram()
         workers = []
@@ -226,16 +226,16 @@ class Tally:
 
 
 class Recorder:
-    """What all epochs of one loader brought. The loader owns it and its iterators write to their `Tally`."""
+    """The measurements of all epochs of one loader. The loader owns it and its iterators write to their `Tally`."""
 
     def __init__(self) -> None:
-        # What has ended, in one, and the tallies that iterators still write to, the latest last. Replaced as a whole:
-        # another thread may be reading it.
+        # One tally of all that has ended, and the tallies that iterators still write to, the latest last. Replaced as a
+        # whole, because another thread may be reading it.
         self._tallies: tuple[Tally, list[tuple[weakref.ref[object], Tally]]] = Tally(), []
         self._trace: Trace | None = None
 
     def begins(self, iterator: object, num_workers: int, processes: int = 0, depth: int | None = None) -> Tally:
-        """An iterator of the loader begins an epoch; the one before, if it had one, has ended. See `Tally`."""
+        """An iterator of the loader begins an epoch; its previous one, if any, has ended. See `Tally`."""
         past, live = self._tallies
         ended = [tally for ref, tally in live if ref() in (None, iterator)]
         others = [(ref, tally) for ref, tally in live if ref() not in (None, iterator)]
@@ -245,7 +245,7 @@ class Recorder:
         return new
 
     def traced(self, path: Path, title: str) -> Tracing:
-        """Traces what the iterators do from now on; see `DataLoader.trace`."""
+        """Traces the iterators from now on; see `DataLoader.trace`."""
         if self._trace is not None:
             raise RayloaderError("this loader is being traced already; end that trace first")
         if not path.parent.is_dir():
@@ -253,18 +253,18 @@ class Recorder:
         return Tracing(self, path.absolute(), title)
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Where to tell what happens, from now on."""
+        """Sets where to report events from now on."""
         self._trace = trace
         for _, tally in self._tallies[1]:
             tally.set_trace(trace)
 
     def tell(self) -> tuple[Tally, Tally]:
-        """Of the epoch that began last, and of all."""
+        """The tallies of the epoch that began last, and of all epochs."""
         past, live = self._tallies
         return self.latest, Tally.of([past, *(tally for _, tally in live)])
 
     @property
     def latest(self) -> Tally:
-        """Of the epoch that began last; zeros before the first one."""
+        """The tally of the epoch that began last; zeros before the first one."""
         past, live = self._tallies
         return live[-1][1] if live else past

@@ -1,7 +1,7 @@
-"""How an epoch goes on without a process that it had: what is lost, who is to blame, and what is built again.
+"""Continues an epoch after the loss of a process: what is lost, what is to blame, and what is rebuilt.
 
-Promise: a worker's tasks go with it to its next process, in its order; what the driver has already is built again there
-for what that changes in the worker. See NOTE [Proof] in journal.py and NOTE [blame] in schedule.py.
+Promise: a worker's tasks move with it to its next process, in order; batches that the driver already has are rebuilt
+there for their effect on the worker. See NOTE [Proof] in journal.py and NOTE [blame] in schedule.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rayloader.state.journal import Resumed
 
 logger = logging.getLogger("rayloader")
 
-# After how many seconds of building batches again that is said, and again each time that it has taken twice as long.
+# Rebuilding is reported after this many seconds, and again each time the elapsed time has doubled.
 REPLAY_PATIENCE_S = 10.0
 
 
 class Recovery:
-    """Of one epoch."""
+    """The recovery of one epoch."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -31,11 +31,11 @@ class Recovery:
 
     @changes
     def give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
-        """Goes on without an actor; all that it has sent was taken in. `suspect`: the task that it said ended it."""
+        """Continues without an actor, whose messages were all handled. `suspect`: the task that it said ended it."""
         if actor.lost:
             return
         slots = self._crew.moving.hosted_by(actor)
-        # It makes one call after the other.
+        # An actor carries out one call after the other.
         at_work = min((slot for slot in slots if slot.calls), key=_oldest_call, default=None)
         admitted = suspect is not None
         if suspect is None and at_work is not None and self._crew.has_begun(at_work):
@@ -51,19 +51,19 @@ class Recovery:
 
     @changes
     def have_moved(self, slots: list[WorkerSlot]) -> None:
-        """Takes in that these workers are to go on in other processes."""
+        """These workers will continue in other processes."""
         for slot in slots:
             slot.drop_calls()
             self.tables.handle(WorkerLost(slot.worker_id, "it moves to another process", blameless=True))
 
     @changes
     def revive(self) -> None:
-        """Sends lost tasks again where there is a process for them."""
+        """Sends lost tasks again, if there is a process for them."""
         self.have_moved(self._crew.moving.spread())
         while self.tables.failure is None:
             try:
                 ready = self._crew.revive()
-            except ActorLost as lost:  # another one
+            except ActorLost as lost:  # another one is lost
                 self.give_up(lost.actor, str(lost))
                 continue
             for slot in ready:
@@ -71,7 +71,7 @@ class Recovery:
             break
 
     def tell_again(self, slot: WorkerSlot) -> None:
-        """Brings a worker that was started from its last snapshot to where it is to be."""
+        """Brings a worker that was started from its last snapshot to its position."""
         entries, tasks = slot.journal.entries, slot.journal.tasks
         for entry in entries[: len(entries) - len(tasks)]:
             if isinstance(entry, Resumed):
@@ -83,7 +83,7 @@ class Recovery:
         self.tables.replay(slot, known)
 
     def go_on(self, slot: WorkerSlot, done: int, total: int) -> None:
-        """The worker has built a part of what it must build again."""
+        """The worker has rebuilt a part of its batches."""
         replay, now = slot.replay, time.monotonic()
         assert replay is not None
         if replay.began is None:  # the process runs by now, however long it took to start
@@ -93,8 +93,8 @@ class Recovery:
                 seconds = now - replay.began
                 replay.news_at = now + max(REPLAY_PATIENCE_S, seconds)
                 logger.warning(
-                    "rayloader: worker %d builds again what it had built before: %d of %d batches in %.0f s, %.1f a "
-                    "second; a dataset with state_dict() and load_state_dict() need not be read again",
+                    "rayloader: worker %d is rebuilding earlier batches: %d of %d in %.0f s, %.1f a second; a dataset "
+                    "with state_dict() and load_state_dict() need not be read again",
                     *(slot.worker_id, done, total, seconds, (done - replay.first) / max(seconds, 1e-9)),
                 )
             self.tables.replay(slot, [])
@@ -105,7 +105,7 @@ class Recovery:
 
     @changes
     def move_homeless(self) -> bool:
-        """Has workers whose actor found no place go on in the others."""
+        """Moves workers whose actor found no place to the other actors."""
         try:
             moved = self._crew.moving.check_started()
         except ActorLost as lost:
@@ -116,7 +116,7 @@ class Recovery:
 
     @changes
     def tell_what_waits(self) -> None:
-        """Workers that still build again what they had built are told at once what torch's have been given by now."""
+        """Workers that are still rebuilding are sent at once all that torch's have been given by now."""
         for slot in self._crew.slots:
             if slot.replay is not None:
                 slot.replay = None

@@ -3,12 +3,12 @@
 Promise: a pure state machine. Standard library only; no Ray, no torch, no clock, no thread, no I/O. Two
 rules govern it:
 
-1. Everything that happened comes in through `Schedule.handle` as an event; everything to be done goes out as the
+1. Everything that happened comes in through `Schedule.handle` as an event; everything to be done goes out in the
    list of commands that it returns. Nothing else changes the state.
 2. A task's state changes only along `TRANSITIONS` (messages.py).
 
-It runs under whatever lock its caller holds. The assignment of tasks to workers is torch's (see NOTE [round-robin]),
-for the workers' random streams, and with them random augmentation, depend on it.
+It runs under its caller's lock. The assignment of tasks to workers is torch's (see NOTE [round-robin]),
+because the workers' random streams, and with them random augmentation, depend on it.
 """
 
 from __future__ import annotations
@@ -55,29 +55,30 @@ from rayloader.driver.messages import (
 
 # NOTE [round-robin]
 # Map-style: task i goes to worker i mod W. Iterable: to the next worker in the cycle that is not exhausted. Without
-# order (`in_order=False`) a worker is passed over while it holds its share of the window. Per worker at most
-# `prefetch_factor` tasks are in the table, W * prefetch_factor in all: they are drawn when the epoch opens, then one
-# for each batch that is taken, which are the moments at which torch draws. In order, an exhausted worker's places in
-# the window go with it, so the others keep their own bound. Without order the others' shares grow (torch's rule), and
-# the places are drawn anew: else the one worker left could be without a task, and with nothing to take nothing would
-# ever be drawn.
+# order (`in_order=False`) a worker is passed over while it holds its share of the window. At most `prefetch_factor`
+# tasks per worker are in the table, W * prefetch_factor in all: they are drawn when the epoch opens, then one
+# for each batch that is taken, which is when torch draws. In order, an exhausted worker's places in
+# the window are dropped, so the others keep their own limit. Without order the others' shares grow (torch's rule), and
+# the places are drawn again: otherwise the last worker could be left without a task, and with nothing to take nothing
+# would ever be drawn.
 #
 # NOTE [elastic]
-# Where the depth is automatic the window is as deep as the quickest worker's tasks need it (`Paced`), and torch's at
-# least. Where it shrinks, batches that are taken are not replaced until it fits again.
+# If the depth is automatic, the window is as deep as the fastest worker needs (`Paced`), and at least torch's.
+# When it shrinks, taken batches are not replaced until the table fits again.
 #
 # NOTE [dynamic]
-# Where nothing depends on who builds a batch, tasks queue for any worker: whoever has the fewest gets the next ones,
-# so that a slow sample holds up what its worker has been given and nothing else. It gets so many before it has
-# answered, or as `Paced` says: what it is at, and what it does next.
+# If batches do not depend on their worker, tasks queue for any worker: the one with the fewest gets the next ones,
+# so that a slow sample delays only what its worker has been given. A worker gets this many before it has
+# answered, or as many as `Paced` says: the one in progress, and the next.
 AHEAD = 2
 #
 # NOTE [blame]
-# What killed a process is not known: Ray says the same of a crash in the task and of a kill from outside. So a worker
-# may die `max_restarts` times in a row without finishing anything, whatever it was at; one more death ends the epoch.
-# However large that number is, a task ends it that was at work at so many deaths:
+# The cause of a death is not known: Ray reports a crash in the task and a kill from outside in the same way. So a
+# worker may die `max_restarts` times in a row without finishing anything, whatever it was doing; one more death ends
+# the epoch. Whatever `max_restarts` is, a task that was running at this many deaths ends the epoch:
 DEATHS = 5
-# And one whose process said itself that the task ended it (SystemExit), so that chance has no part in it, at so many:
+# If the process itself reported that the task ended it (SystemExit), so that chance has no part in it, so does a task
+# with this many:
 KILLS = 2
 
 # How many events an error shows.
@@ -86,15 +87,15 @@ RECENT_EVENTS = 20
 
 @dataclass(slots=True)
 class _Worker:
-    """What the schedule knows of a worker: what events have said, for it knows nothing of the driver's `WorkerSlot`."""
+    """The schedule's record of a worker: what events have said, without the driver's `WorkerSlot`."""
 
-    active: bool = True  # its stream has not ended, and it is not lost for good
+    active: bool = True  # its stream has not ended, and it is not permanently lost
     lost: bool = False  # its process is, and no `WorkerReady` has come since
     held: int = 0  # tasks in the table
     unanswered: int = 0  # those of them that are OUTSTANDING
     restarts: int = 0  # since it last finished a task
     exhausted_at: int | None = None  # task
-    depth: int = 0  # of the window, as its pace wants it
+    depth: int = 0  # of the window, as its pace requires
     ahead: int = AHEAD  # see NOTE [dynamic]
 
 
@@ -103,13 +104,13 @@ class Schedule:
 
     Args:
         num_workers: number of workers, at least 1.
-        prefetch_factor: tasks per worker submitted and not yet taken by the user, at least 1; if `elastic`, torch's.
+        prefetch_factor: tasks per worker submitted and not yet taken by the user, at least 1; torch's if `elastic`.
         in_order: deliver in task order; otherwise as tasks finish.
         elastic: whether the window follows the workers' pace.
-        dynamic: any worker takes the next task (map-style datasets only).
-        max_restarts: how often in a row a worker is replaced that has not finished a task.
-        first_task_id: where the epoch goes on: the tasks before are done.
-        first_worker_id: whose turn it is.
+        dynamic: any worker may take the next task (map-style datasets only).
+        max_restarts: how often in a row a worker that has not finished a task is replaced.
+        first_task_id: where the epoch continues: the tasks before it are done.
+        first_worker_id: which worker's turn it is.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Schedule:
         self.in_order = in_order
         self.elastic = elastic
         self.dynamic = dynamic
-        self._grows = elastic  # still
+        self._grows = elastic  # whether the window may still grow
         self._prefetch_factor = prefetch_factor
         self._depth = prefetch_factor  # of the window, per worker
         self._surplus = 0  # tasks in the table beyond the window, after it shrank
@@ -140,13 +141,13 @@ class Schedule:
         self._head_id = first_task_id  # no task below it is undelivered
         self._next_task_id = first_task_id
         self._next_worker_id = first_worker_id
-        self.owed_draws = 0  # asked for and not reported
-        self.taken = first_task_id  # batches; those that are skipped among them
+        self.owed_draws = 0  # requested and not reported
+        self.taken = first_task_id  # batches, including skipped ones
         self._opened = False
         self._sampler_exhausted = False
-        self._failed = False  # a worker is lost for good
+        self._failed = False  # whether a worker is permanently lost
         self.closed = False
-        self._finished = False  # when it was closed
+        self._finished = False  # as it was when the epoch was closed
         self._recent: deque[Event] = deque(maxlen=RECENT_EVENTS)
         self._handlers: dict[type, Callable[[Any], list[Command]]] = {
             Opened: self._open,
@@ -177,7 +178,7 @@ class Schedule:
 
     @property
     def torch_draws(self) -> int:
-        """How often torch's loader would have asked the sampler by now."""
+        """How many times torch's loader would have drawn from the sampler by now."""
         return self._prefetch_factor * len(self._workers) + self.taken
 
     @property
@@ -197,39 +198,39 @@ class Schedule:
 
     @property
     def outstanding(self) -> tuple[Task, ...]:
-        """The tasks that workers have not answered, in task order; also those that still queue, or are lost."""
+        """Tasks without an answer, in task order, including those that are queued or lost."""
         unanswered = (QUEUED, OUTSTANDING, LOST)
         return tuple(task for task in self._tasks.values() if task.state in unanswered)
 
     def task(self, task_id: int) -> Task | None:
-        """The one of this number, if it is in the task table."""
+        """The task with this number, if it is in the task table."""
         return self._tasks.get(task_id)
 
     def has(self, task: Task) -> bool:
-        """Whether it is in the task table; another one of its number may be."""
+        """Whether it is in the task table; another task with its number may be."""
         return self._tasks.get(task.task_id) is task
 
     @property
     def finished(self) -> bool:
-        """Whether every batch there is has been taken. An epoch that is closed before will never be finished."""
+        """Whether all batches have been taken. An epoch that is closed before that will never be finished."""
         return self._finished if self.closed else (self._opened and not self._tasks and not self.owed_draws)
 
     def handle(self, event: Event) -> list[Command]:
-        """Takes in what happened and returns what is to be done, in order.
+        """Takes an event, and returns what is to be done, in order.
 
         Raises:
-            RuntimeError: the event contradicts the state (a fault in the caller).
+            RuntimeError: the event contradicts the state (a fault of the caller).
         """
         if self.closed:
-            return []  # late news of an epoch that nobody listens to
+            return []  # late news of a closed epoch
         self._recent.append(event)
         return self._handlers[type(event)](event)
 
     def validate(self) -> None:
-        """Checks what must hold between any two events.
+        """Checks the invariants that must hold between any two events.
 
         Raises:
-            RuntimeError: something does not (a fault in this module); says after which events.
+            RuntimeError: one does not hold (a fault of this module); says after which events.
         """
         tasks = self.tasks
         queued = [task for task in tasks if task.state is QUEUED]
@@ -239,7 +240,7 @@ class Schedule:
             "what is GONE is not in the table": all(task.state is not GONE for task in tasks),
             "the queue holds what is QUEUED": list(self._queued) == queued,
             "only a dynamic schedule has a queue": self.dynamic or not queued,
-            "what queues is nobody's": all(task.is_anybodys == (task.state is QUEUED) for task in tasks),
+            "QUEUED means no worker": all(task.is_anybodys == (task.state is QUEUED) for task in tasks),
             "no undelivered task is below the head": all(task.task_id >= self._head_id for task in undelivered),
             "in order, what is READY waits for the head": not self.in_order
             or not undelivered
@@ -248,7 +249,7 @@ class Schedule:
             "what is closed holds nothing": not self.closed or not (tasks or self.owed_draws),
             "the table fits the window": len(tasks) + self.owed_draws <= self.window + self._surplus
             or self._sampler_exhausted
-            # The places of a worker that is exhausted go with it, though its tasks may wait for the head yet.
+            # An exhausted worker's places are dropped, although its tasks may still wait for the head.
             or not all(worker.active for worker in self._workers),
             "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
             "lost tasks are of lost workers": self._failed
@@ -358,7 +359,7 @@ class Schedule:
         return []
 
     def _draws_undone(self, event: DrawsUndone) -> list[Command]:
-        """Without the tasks from this one on; their workers are told anew what they have to do."""
+        """Drops the tasks from this one on; their workers are told again what they have to do."""
         if self._failed:
             return []
         gone = [task for task in self._tasks.values() if task.task_id >= event.from_task]
@@ -400,7 +401,7 @@ class Schedule:
     # ---- delivering
 
     def _done(self, event: TaskDone) -> list[Command]:
-        """A task that was dropped meanwhile, or answered before, is passed over: telling it twice does no harm."""
+        """Ignores a task that was dropped meanwhile, or answered before: reporting it twice does no harm."""
         task = self._tasks.get(event.task_id)
         if task is None or task.state is not OUTSTANDING:
             return []
@@ -436,7 +437,7 @@ class Schedule:
     # ---- ends
 
     def _worker_exhausted(self, event: WorkerExhausted) -> list[Command]:
-        """A worker's answers may be told in any order: its tasks before this one may still bring batches."""
+        """A worker's answers may be reported in any order: its tasks before this one may still bring batches."""
         if event.task_id not in self._tasks:
             return []
         worker_id = self._tasks[event.task_id].worker_id
@@ -459,7 +460,7 @@ class Schedule:
         lost = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is OUTSTANDING]
         lost_before = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is LOST]
         if self._failed or not (lost or lost_before or worker.active):
-            return []  # told before, or its work was done
+            return []  # reported before, or its work was done
         for task in lost:
             self._move(task, WorkerLost)
         suspect = self._tasks.get(event.suspect) if event.suspect is not None else None
@@ -471,7 +472,7 @@ class Schedule:
         if hopeless or worker.restarts > self._max_restarts:
             self._failed = True
             self._set_active(worker, False)
-            self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with what is there
+            self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with the batches that have come
             return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
         worker.lost = True
         return [ReplaceWorker(worker_id, event.cause)]
@@ -484,7 +485,7 @@ class Schedule:
         return self._feed_any()
 
     def _close(self, event: Closed) -> list[Command]:
-        """Possible in every state, also in one that a Ctrl-C left half-changed."""
+        """Works in any state, even one that Ctrl-C left half changed."""
         self._finished = self.finished
         commands: list[Command] = self._drop_surplus() if event.resuming else []
         if self._tasks:
@@ -497,7 +498,7 @@ class Schedule:
         return commands
 
     def _drop_surplus(self) -> list[Command]:
-        """Of each worker's tasks in the table torch's would have the first `prefetch_factor`."""
+        """Keeps each worker's first `prefetch_factor` tasks in the table, which torch's would have."""
         commands: list[Command] = []
         for worker_id in range(len(self._workers) if self.elastic else 0):
             held = [task.task_id for task in self._tasks.values() if task.worker_id == worker_id]
@@ -506,7 +507,7 @@ class Schedule:
         return commands
 
     def _move(self, task: Task, step: type) -> None:
-        """Changes a task's state, and what is counted by state."""
+        """Changes a task's state, and the counts by state."""
         before = task.state
         try:
             state = TRANSITIONS[before][step]

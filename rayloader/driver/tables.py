@@ -1,22 +1,23 @@
-"""What is under way in one epoch: events go into the schedule here, and its commands are carried out.
+"""The tasks and results of one epoch: events go into the schedule here, and its commands are carried out.
 
-Promise: decides nothing. All that changes the tables happens under one lock, and is marked as it begins and ends.
+Promise: decides nothing. All changes of the tables happen under one lock, and are marked at their beginning and end.
 
 NOTE [interrupts]
-In the main thread a signal handler, Ctrl-C's for one, may raise at almost any line. Six rules keep `next()` right:
-1. A batch stays the next one until `EpochIterator.__next__` notes, as the last thing that it does, that the user has
-   it (`Position.handed`). CPython runs handlers when a call returns, when a function is entered and in loops, and
-   between that note and the user there is none of these. All that comes before may be done again, or is marked as done.
-2. What changes the tables is marked before and after (`changes`). Where an exception breaks it off that is not ours,
-   the epoch is `broken`: `next()` says so, and the next `iter()` starts with fresh workers. The position is right
-   nevertheless, for it counts what was handed over and nothing else.
-3. Locks that the user's thread takes are C's own, and waits are one call of `select.poll`.
-4. No generator is left before its end, by `any` or `next` for instance: what a handler raises while Python closes it is
-   printed and dropped. Hence lists where a generator would do.
-5. An exception from the opening of a batch is the data's only if opening it again raises as well. In `__del__` Python
-   prints and drops what a handler raises, as it does everywhere.
-6. An `Exception` while the sampler draws is the sampler's, whoever raised it: no one can tell a handler's from it. It
-   comes in place of a batch, as with torch's loader, which is why handlers are better off with a `BaseException`.
+In the main thread a signal handler, for instance that of Ctrl-C, may raise at almost any line. Six rules keep `next()`
+correct:
+1. A batch remains the next one until `EpochIterator.__next__` notes, in its very last step, that the user has it
+   (`Position.handed`). CPython runs handlers when a call returns, when a function is entered and in loops, and between
+   that note and the user there is none of these. Everything before may be repeated, or is marked as done.
+2. Changes of the tables are marked before and after (`changes`). If a foreign exception interrupts one, the epoch is
+   `broken`: `next()` says so, and the next `iter()` starts with fresh workers. The position is right nevertheless,
+   because it counts only batches that were handed over.
+3. Locks that the user's thread takes are implemented in C, and waits are one call of `select.poll`.
+4. No generator is left before its end, by `any` or `next` for instance: an exception that a handler raises while Python
+   closes it is printed and dropped. That is why lists are used where generators would do.
+5. An exception from opening a batch is attributed to the data only if opening it again raises as well. In `__del__`
+   Python prints and drops a handler's exception, as it does everywhere.
+6. An `Exception` raised while the sampler draws counts as the sampler's, because a handler's cannot be told from it. It
+   takes the place of a batch, as with torch's loader, which is why handlers should raise a `BaseException`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def changes(method: _Method) -> _Method:
             except BaseException as error:
                 ours = isinstance(error, (RayloaderError, ActorLost))
                 if ours or threading.current_thread() is not threading.main_thread():
-                    tables.ended += 1  # no interrupt: nothing was left half done
+                    tables.ended += 1  # no interrupt: no change was left half done
                 raise
             tables.ended += 1
             return result
@@ -81,8 +82,8 @@ class Tables:
     """The tables of one epoch.
 
     Args:
-        crew: its workers are told what to do.
-        schedule: says what.
+        crew: carries out the commands.
+        schedule: gives them.
         lock: guards all of this.
         tally: counts what happens.
 
@@ -91,8 +92,8 @@ class Tables:
         unanswered: tasks that were submitted, and neither answered nor forgotten.
         results: not delivered, by task.
         deliverable: delivered and not taken, in that order.
-        unsent: tasks that workers were told since the last `flush`.
-        failure: what the epoch ends with once all that is deliverable was taken.
+        unsent: tasks given to workers since the last `flush`.
+        failure: the error that ends the epoch once all deliverable batches were taken.
         on_change: called after each change.
     """
 
@@ -116,29 +117,29 @@ class Tables:
 
     @property
     def broken(self) -> bool:
-        """Whether a change was broken off."""
-        if self.ended == self.begun:  # read in this order: no change that another thread ends meanwhile hides one
+        """Whether a change was interrupted."""
+        if self.ended == self.begun:  # in this order: a change that another thread ends meanwhile hides none
             return False
         with self.lock:
             return self.begun != self.ended
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something is to come from the workers."""
+        """Whether the workers still have something to send."""
         return bool([slot for slot in self.slots if slot.calls] or self.crew.moving.awaited)
 
     @property
     def untaken(self) -> list[Result]:
-        """What has come, and was not taken. Any thread may ask."""
+        """The results that have come, and were not taken. Any thread may ask."""
         return [*list(self.results.values()), *[result for _, result in self.deliverable.copy()]]
 
     @changes
     def handle(self, event: Event) -> None:
-        """Tells the schedule what happened, and carries out what it answers."""
+        """Reports an event to the schedule, and carries out its commands."""
         self.take_in(event)
 
     def take_in(self, event: Event) -> None:
-        """The same as a part of a change."""
+        """Does the work of `handle`, as a part of a change."""
         for command in self.schedule.handle(event):
             match command:
                 case Submit(task):
@@ -146,7 +147,7 @@ class Tables:
                 case Deliver(task):
                     self.deliverable.append((task, self.results.pop(task.task_id)))
                 case DrawIndices():
-                    pass  # owed: the sampler belongs to the user's thread
+                    pass  # owed: only the user's thread may draw from the sampler
                 case Forget(task_ids):
                     for task_id in task_ids:
                         self.unanswered.discard(task_id)
@@ -169,12 +170,12 @@ class Tables:
 
     @changes
     def flush(self) -> None:
-        """Sends off what the workers were told."""
+        """Sends the messages to the workers."""
         self.unsent.clear()
         self.crew.flush()
 
     def taken(self, task: Task) -> None:
-        """The user has its batch; as a part of a change."""
+        """The user has taken the task's batch; as a part of a change."""
         slot = self.slots[task.worker_id]
         self.take_in(BatchTaken(task.task_id))
         self._gone(slot, task.task_id)
@@ -189,12 +190,12 @@ class Tables:
         self.unanswered.discard(result.task_id)
 
     def feed(self, slot: WorkerSlot) -> None:
-        """Has a worker build what waits, as far as it is allowed; see NOTE [bytes] in allowance.py."""
+        """Gives a worker its waiting tasks, as far as its allowance permits; see NOTE [bytes] in allowance.py."""
         while slot.waiting and (slot.allowance is None or slot.allowance.allows(slot.unanswered)):
             self.run(slot, slot.waiting.popleft())
 
     def run(self, slot: WorkerSlot, told: Told) -> None:
-        """Has a worker build a task's batch."""
+        """Makes a worker build a task's batch."""
         self.unsent.append(told.task_id)
         lent = self.crew.run(slot, told)
         slot.calls.append(Call(slot.host, slot.host.calls, told.task_id, lent))
@@ -204,12 +205,12 @@ class Tables:
             slot.allowance.gone(task_id)
 
     def replay(self, slot: WorkerSlot, tasks: list[Told]) -> None:
-        """Has a worker build tasks again."""
+        """Makes a worker rebuild tasks."""
         self.crew.replay(slot, tasks)
         slot.calls.append(Call(slot.host, slot.host.calls, None, None))
 
     def run_unanswered(self, slot: WorkerSlot) -> None:
-        """Has a worker build all that it owes."""
+        """Gives a worker all tasks that it owes."""
         slot.waiting = deque(told for told in slot.journal.tasks if told.task_id in self.unanswered)
         self.feed(slot)
 
@@ -222,7 +223,7 @@ class Tables:
             self.feed(slot)
 
     def describe(self, task: Task) -> str:
-        """Which batch, where, of what."""
+        """Names batch, worker and indices."""
         return describe(task, None if task.is_anybodys else self.crew.address(self.slots[task.worker_id]))
 
     def _worker_died(self, fail: Fail) -> WorkerDiedError:
@@ -238,7 +239,7 @@ class Tables:
 
 
 def _briefly(cause: str) -> str:
-    """Of a traceback, the error that it ends with; of what Ray says, neither the actor's fields nor general advice."""
+    """Of a traceback, the error at its end; of Ray's text, neither the actor's fields nor general advice."""
     lines = [line for line in cause.splitlines() if line.strip()]
     if "Traceback" in cause:
         return lines[-1]

@@ -1,7 +1,7 @@
-"""Which way leads to an actor: a local line, one by TCP, or Ray calls.
+"""Which kind of channel leads to an actor: a local line, one by TCP, or Ray calls.
 
-Promise: what keeps one worker of another machine from connecting keeps all of them, and is said once; workers are not
-asked to try again. The memory for what the network brings is this object's, and a crew's.
+Promise: a failure to connect from one worker of another machine applies to all of them, and is reported once; they do
+not try again. This object owns the memory for data from the network, one for each crew.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from rayloader.transport import memory_file
 from rayloader.transport.line import LineError
 from rayloader.transport.recycled import Recycled
 
-# Whether workers on this machine are reached by local sockets; the tests have them reached as those on others are.
+# Whether local sockets are used on this machine; tests switch them off, to reach workers as on other machines.
 LOCAL_LINES = True
 
 logger = logging.getLogger("rayloader")
 
 
 class Ways:
-    """The ways to the actors of one crew.
+    """The channels to the actors of one crew, and the memory for what they receive.
 
     Args:
-        pool: that the actors are from.
-        answers: where those of Ray's calls are waited for.
+        pool: where the actors come from.
+        answers: where the answers to Ray calls are awaited.
         lines: whether lines are wanted.
 
     Attributes:
-        uses_store: whether batches of some come through Ray's object store, or came.
-        copies: whether batches of some have to be copied by this process: from there, or from the network.
+        uses_store: whether some batches come, or came, through Ray's object store.
+        copies: whether this process has to copy some batches: from there, or from the network.
     """
 
     def __init__(self, pool: Pool, answers: Answers, *, lines: bool) -> None:
         self._pool = pool
         self._answers = answers
         self._lines = lines
-        self._memory = Recycled()  # for what the network brings
+        self._memory = Recycled()  # for data from the network
         self.uses_store = self.copies = False
 
     def channel_to(self, actor: Actor) -> Channel:
-        """A new one."""
+        """Opens a new channel to an actor."""
         line = self._line_to(actor)
         self.uses_store |= line is None
         self.copies |= line is None or isinstance(line, TcpCalls)
         if not is_near(actor):
-            self._pool.later(self._pool.tidy)  # which asks from now on whether its node is drained
+            self._pool.later(self._pool.tidy)  # from now on, it asks whether the actor's node is drained
         return line or RayCalls(actor, self._answers)
 
     def _line_to(self, actor: Actor) -> LineCalls | None:
@@ -67,7 +67,7 @@ class Ways:
         return None
 
     def do_without_line(self, actor: Actor, reason: str) -> None:
-        """From here on; that is said, of the workers of another machine once."""
+        """Uses no line to the actor from now on; logs that, once for the workers of another machine."""
         actor.no_line = reason
         location = _location_of(actor)
         if location is not None:
@@ -78,16 +78,16 @@ class Ways:
 
     @property
     def leased_bytes(self) -> int:
-        """Of what the network has brought, and is in use. Any thread may ask."""
+        """Bytes of data from the network that are in use. Any thread may ask."""
         return self._memory.leased_bytes
 
     def close(self) -> None:
-        """Gives up the memory; what is in use stays until its last view has died."""
+        """Gives up the memory; parts in use stay until their last view has died."""
         self._memory.close()
 
 
 def is_near(actor: Actor) -> bool:
-    """Whether it is on this machine and can open our files."""
+    """Whether the actor is on this machine and can open our files."""
     where = actor.address
     if where is None:
         return all_see_us()
@@ -95,10 +95,10 @@ def is_near(actor: Actor) -> bool:
 
 
 def all_see_us() -> bool:
-    """In a Ray of our own all actors are on this machine and can open our files: it need not be asked."""
+    """Whether all actors are known to be on this machine and to open our files: so it is in a Ray of our own."""
     return session.started_here() and memory_file.others_may_open()
 
 
 def _location_of(actor: Actor) -> tuple[str, str] | None:
-    """Where an actor is that local sockets do not reach."""
+    """The location of an actor that local sockets do not reach."""
     return None if is_near(actor) or actor.address is None else actor.address.location

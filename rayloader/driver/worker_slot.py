@@ -1,7 +1,7 @@
-"""All that the driver knows of one worker.
+"""Everything that the driver knows about one worker.
 
-Promise: data only. A crew makes the slots and says where their workers are; what a worker has to answer belongs to the
-epoch that asked for it.
+Promise: data only. A crew creates the slots and says where their workers are; a worker's answers belong to the epoch
+that asked for them.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ class Call:
 
     actor: Actor
     number: int  # counts the actor's calls
-    task_id: int | None  # that it is to build; None: what was built before, again
+    task_id: int | None  # to build; None: batches that were built before are rebuilt
     lent: Lent | None  # room for its batch
 
 
 @dataclass(slots=True)
 class Replay:
-    """What a worker that was restored builds again, before it is told anything else."""
+    """What a restored worker rebuilds, before it is given anything else."""
 
     began: float | None = None  # time.monotonic() of its first answer
     first: int = 0  # batches that had been built by then
-    news_at: float = math.inf  # when to say how far it is
+    news_at: float = math.inf  # time.monotonic(): when to report its progress
 
 
 @dataclass(eq=False, slots=True)
 class WorkerSlot:
-    """One worker, wherever it is at the moment.
+    """One worker, wherever it runs at the moment.
 
     Attributes:
         worker_id: from 0 on, torch's.
-        setup: what it is told when it starts.
-        journal: what it was told since its last snapshot, and that snapshot; the iterator's position has it too.
-        host: the actor that is, or is to be, this worker.
-        away: its host was not told yet that it is this worker.
+        setup: sent to it when it starts.
+        journal: its last snapshot, and the calls since then; the iterator's position has it too.
+        host: the actor that is, or will be, this worker.
+        away: its host has not been told yet that it is this worker.
         started: the answer to `WorkerProcess.start`.
         told_at: when its host was told that it is this worker, time.monotonic().
         began_at: after which call of its host its epoch began.
         calls: unanswered, oldest first.
-        waiting: tasks that it is to be given once `allowance` allows it, in order.
-        pace: how deep to go; None: that is the user's to say.
-        allowance: how much of it may be under way; None: all that the schedule submits.
-        replay: under way, if there is one.
-        dropped: its first task that nobody wants any more of the epoch that was closed, if there is one.
+        waiting: tasks that it will be given once `allowance` permits, in order.
+        pace: sets the depth; None: the user sets it.
+        allowance: how many tasks may be under way; None: all that the schedule submits.
+        replay: the rebuilding in progress, if any.
+        dropped: of the epoch that was closed, its first task that is not wanted any more, if any.
     """
 
     worker_id: int
@@ -76,12 +76,12 @@ class WorkerSlot:
 
     @property
     def unanswered(self) -> int:
-        """How many tasks it has not answered; what it builds again comes first, and is none of them."""
+        """How many tasks it has not answered; batches that it rebuilds come first, and do not count."""
         again = bool(self.calls) and self.calls[0].task_id is None
         return len(self.calls) - again
 
     def drop_calls(self) -> None:
-        """Whatever it answers to what it was asked so far is nobody's, and what waits is not told."""
+        """Discards the answers to all calls made so far, and the tasks that are still waiting."""
         self.calls.clear()
         self.waiting.clear()
         self.replay = None

@@ -1,7 +1,7 @@
-"""What Ray starts for each worker process: has the fork server make that process, or becomes it.
+"""The program that Ray starts for each worker process: asks the fork server for a fork, or becomes the worker itself.
 
-It has the name of Ray's own script, by which Ray's tools know its processes. It is run by path and needs the standard
-library only. See NOTE [fork server] in owner.py.
+It has the name of Ray's own script, by which Ray's tools recognize its processes. It is run by path and needs only the
+standard library. See NOTE [fork server] in owner.py.
 """
 
 import json
@@ -15,16 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 VARIABLE = "RAYLOADER_FORK_SERVER"  # the name of the fork server's local socket
-# Strings have one hash in all worker processes, in each run: what a dataset does with sets of strings can be built
-# again. 0 would show in `sys.flags`.
+# Strings have the same hash in all worker processes, in each run, so that batches that depend on sets of strings can be
+# rebuilt. 0 would show in `sys.flags`.
 HASH_SEED = {"PYTHONHASHSEED": "1"}
-SEEDED = "RAYLOADER_SEEDED"  # this variable says that the process has it for that alone
+SEEDED = "RAYLOADER_SEEDED"  # marks a process that has it only for this reason
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 LENGTH = struct.Struct("<Q")
 
 
 def is_hash_seed_chosen() -> bool:
-    """Whether this process's environment says which hash strings are to have."""
+    """Whether this process's environment sets the hash seed of strings."""
     return os.environ.get("PYTHONHASHSEED", "") not in ("", "random")
 
 
@@ -37,7 +37,7 @@ def folder() -> str | None:
 
 
 def ask(name: str) -> bool:
-    """Has the fork server of this name make the worker process, and waits for its end; False if it does not."""
+    """Asks the fork server of this name for the worker process, and waits for its end; False if it forks none."""
     told = json.dumps(
         {
             "executable": [sys.executable, sys.prefix, list(sys.flags)],
@@ -63,12 +63,12 @@ def ask(name: str) -> bool:
             while server.recv(1):
                 pass
         except OSError:
-            return False  # there is none, or it has died before it has forked: else its end would have been read
+            return False  # there is none, or it has died before it has forked; otherwise the end would have been read
     return True
 
 
 def run() -> None:
-    """Is the worker process; begins anew if it has not the hash seed of the others."""
+    """Runs the worker process; starts again if its hash seed differs from that of the others."""
     if os.environ.pop(SEEDED, None):
         for variable in HASH_SEED:
             del os.environ[variable]

@@ -1,10 +1,10 @@
-"""The fork server: imports what worker processes import, and forks one for each `default_worker.py` that asks.
+"""The fork server: imports the workers' modules, and forks a worker for each `default_worker.py` that asks.
 
     python rayloader/forkserver/server.py DESCRIPTOR OWNER [VARIABLE ...]
 
-DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. VARIABLEs of
-the environment are this process's alone. It runs no thread of its own and keeps nothing but its connections. It is run
-by path: see NOTE [fork server] in owner.py.
+DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. VARIABLEs are
+environment variables for this process alone. It runs no thread of its own and keeps nothing but its connections. It is
+run by path: see NOTE [fork server] in owner.py.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 LENGTH = struct.Struct("<Q")
 PR_SET_PDEATHSIG = 1
-# What differs from one worker of a Ray to the next, and is looked at only when a worker runs.
+# These differ from one worker of a Ray to the next, and are read only while a worker runs.
 OF_ONE_WORKER = {"RAY_JOB_ID", "SPT_NOENV", "PWD", "OLDPWD", "SHLVL", "_"}
 
 
@@ -35,10 +35,10 @@ class Request:
     """A process that wants to be replaced by a fork.
 
     Args:
-        connection: to it.
+        connection: to that process.
 
     Attributes:
-        told: what it has told of itself, once that is whole.
+        told: what the process has sent about itself, once that is complete.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -49,7 +49,7 @@ class Request:
         self._read = b""
 
     def read(self) -> bool:
-        """Takes in what has come; False if the other end has gone."""
+        """Reads what has come; False if the other end has gone."""
         try:
             if self._read:
                 part = self.connection.recv(1 << 20)
@@ -65,27 +65,27 @@ class Request:
         return bool(part)
 
     def close_streams(self) -> None:
-        """The fork has copies of them."""
+        """Closes the streams, of which the fork has copies."""
         for descriptor in self._streams:
             os.close(descriptor)
         self._streams = []
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Closes the connection."""
         self.close_streams()
         self.connection.close()
 
     def become(self) -> NoReturn:
-        """In the fork: is from here on the process that Ray has started."""
+        """In the fork: takes over the role of the process that Ray has started."""
         assert self.told is not None
         told = self.told
         for descriptor, copy in enumerate(self._streams):
             os.dup2(copy, descriptor)
         shim = credentials(self.connection)[0]
         try:
-            self.connection.sendall(b"f")  # by this process itself: who hears of it knows that there is one
+            self.connection.sendall(b"f")  # sent by this process itself: its arrival proves that the fork exists
         except OSError:
-            os._exit(0)  # it was killed meanwhile
+            os._exit(0)  # the other process was killed meanwhile
         self.close()
         os.environ.clear()
         os.environ.update(told["environment"])
@@ -96,7 +96,7 @@ class Request:
             lambda: os.sched_setaffinity(0, told["cpus"]),
             lambda: Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{shim}/oom_score_adj").read_text()),
         ):
-            with contextlib.suppress(OSError):  # it may not have what the other has
+            with contextlib.suppress(OSError):  # it may lack what the other process has
                 adopt()
         signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
         run(told["arguments"])
@@ -107,7 +107,7 @@ def run(arguments: list[str]) -> NoReturn:
     import numpy as np
     import torch
 
-    np.random.seed()  # else all worker processes would draw the same; Python's own generator is seeded by the fork
+    np.random.seed()  # otherwise all workers would draw the same; Python's own generator is reseeded by the fork
     torch.seed()
     script = rays_script()
     sys.argv = [str(script), *arguments]
@@ -116,17 +116,17 @@ def run(arguments: list[str]) -> NoReturn:
 
 
 class NoContext:
-    """In place of Ray's serialization context, for what Ray imports to register there when the first message comes."""
+    """Replaces Ray's serialization context, with which Ray's modules would register on the first message."""
 
     def _register_cloudpickle_serializer(self, *args: Any, **options: Any) -> None:
         pass
 
 
 class Server:
-    """Forks for whoever asks, one after the other.
+    """Forks for each process that asks, one after the other.
 
     Args:
-        listener: where they ask.
+        listener: the socket where they ask.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -134,11 +134,11 @@ class Server:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._requests: dict[int, Request] = {}  # by descriptor of the connection
-        self._children: dict[int, Request] = {}  # by descriptor of the process
-        self._environment: dict[str, str] | None = None  # that of the first worker
+        self._children: dict[int, Request] = {}  # by descriptor of the forked process
+        self._environment: dict[str, str] | None = None  # of the first worker
 
     def serve(self) -> Request:
-        """Returns in each child, with what it is to become."""
+        """Returns in each child, with the request that it must fulfil."""
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor == self._listener.fileno():
@@ -151,7 +151,7 @@ class Server:
                         self._gone(descriptor)
                     elif request.told is not None and not request.child:
                         if not self._suits(request.told):
-                            self._gone(descriptor)  # it starts without us
+                            self._gone(descriptor)  # that process starts without us
                         elif self._fork(request):
                             return request
 
@@ -164,13 +164,13 @@ class Server:
         self._poll.register(connection, select.POLLIN)
 
     def _suits(self, told: dict[str, Any]) -> bool:
-        """Whether what is imported here is what that process would import."""
+        """Whether the modules imported here are those that the process would import."""
         if told["executable"] != [sys.executable, sys.prefix, list(sys.flags)]:
             return False
         environment = of_all_workers(told["environment"])
         if self._environment is None:
             if without_rays(environment) != without_rays(of_all_workers(os.environ)):
-                return False  # what is set for Ray itself could not be known
+                return False  # variables for Ray itself could not be known
             self._environment = environment
             os.environ.update(told["environment"])
             import_the_rest()
@@ -179,7 +179,7 @@ class Server:
     def _fork(self, request: Request) -> bool:
         """Whether this is the child."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of OpenBLAS' threads, which it ends before a fork and starts again after
+            warnings.simplefilter("ignore")  # about OpenBLAS' threads, which end before a fork and start again after it
             child = os.fork()
         if not child:
             self._leave(request)
@@ -192,7 +192,7 @@ class Server:
         return False
 
     def _gone(self, descriptor: int) -> None:
-        """Who asked has gone, or is told to start by itself. What was forked for it ends with it."""
+        """The process that asked has gone, or is told to start by itself. Its fork ends with it."""
         request = self._requests.pop(descriptor)
         self._poll.unregister(descriptor)
         for process, other in self._children.items():
@@ -201,7 +201,7 @@ class Server:
         request.close()
 
     def _ended(self, process: int) -> None:
-        """A child has."""
+        """A child has ended."""
         request = self._children.pop(process)
         self._poll.unregister(process)
         os.close(process)
@@ -211,7 +211,7 @@ class Server:
             self._gone(descriptor)
 
     def _leave(self, request: Request) -> None:
-        """In a child: nobody is to find the server's descriptors in it."""
+        """In a child: closes the server's descriptors."""
         self._listener.close()
         for process in self._children:
             os.close(process)
@@ -221,12 +221,12 @@ class Server:
 
 
 def of_all_workers(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of it is the same for all workers of a Ray, unless the program gives one an environment of its own."""
+    """The variables that are the same for all workers of a Ray, unless the program gives one its own environment."""
     return {key: value for key, value in environment.items() if key not in OF_ONE_WORKER}
 
 
 def without_rays(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same without what is set for Ray, or by it."""
+    """The environment without variables that are set for Ray, or by it."""
     return {key: value for key, value in environment.items() if not key.startswith("RAY")}
 
 
@@ -236,35 +236,35 @@ def credentials(connection: socket.socket) -> tuple[int, ...]:
 
 
 def rays_script() -> Path:
-    """Where Ray's script for worker processes is."""
+    """The path of Ray's script for worker processes."""
     import ray
 
     return Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py"
 
 
 def import_the_rest() -> None:
-    """What all workers import that depends on whose workers they are."""
+    """Imports the rest of the workers' modules: those that depend on which Ray they belong to."""
     root = str(Path(__file__).parents[2])
-    sys.path[0] = root  # as when it is run by path, also where nothing is installed
+    sys.path[0] = root  # as when it is run by path, even if nothing is installed
     import rayloader.worker.process  # noqa: F401
 
-    with contextlib.suppress(Exception):  # it is Ray's, and may be another one's tomorrow
+    with contextlib.suppress(Exception):  # Ray's private code, which may change
         serialization_addons = importlib.import_module("ray.util.serialization_addons")
         serialization_addons.apply(NoContext())
-    # As if Ray's script had been run. Ray has put a folder of its own before it.
+    # As if Ray's script had been run. Ray has inserted a folder of its own before it.
     sys.path[sys.path.index(root)] = str(rays_script().parent)
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to all of these pages
+    gc.freeze()  # a garbage collection in a worker would write to all of these pages
 
 
 def main() -> Request:
-    """Serves; returns in each child."""
+    """Runs the server; returns in each child."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for variable in sys.argv[3:]:
         del os.environ[variable]
     if os.getppid() != int(sys.argv[2]):
-        sys.exit("the program had ended before this process could hear of it")
-    os.close(os.pidfd_open(os.getpid()))  # raises where the kernel has no such thing, before anybody relies on it
+        sys.exit("the program ended before this process started to watch it")
+    os.close(os.pidfd_open(os.getpid()))  # raises now, before any process relies on it, if the kernel has no such call
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
     import torch  # noqa: F401

@@ -1,1 +1,1 @@
-"""What runs in the keeper, a process of its own: one Ray for several others. It knows nothing else of the package."""
+"""The keeper, a process of its own: holds one Ray for several others. It imports nothing else of the package."""

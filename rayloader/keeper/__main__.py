@@ -1,14 +1,14 @@
-"""The keeper of a Ray: starts it, tells its address to each process that connects, and ends it after the last of them.
+"""The keeper of a Ray: starts it, sends its address to each process that connects, and ends it after the last one.
 
     python rayloader/keeper DESCRIPTOR SETTINGS
 
-DESCRIPTOR is a listening local socket in whose queue the first process waits already; SETTINGS are the arguments of
-`ray.init`, as JSON. Each process is told one line of JSON, {"address": ...} or {"error": ...}, and counts until its
-connection ends, by whatever. A keeper that is about to end closes the socket before it ends Ray: who comes too late for
-this Ray is never told of it, and begins again; see NOTE [one keeper] in torchrun.py.
+DESCRIPTOR is a listening local socket in whose queue the first process already waits; SETTINGS are the arguments of
+`ray.init`, as JSON. Each process is sent one line of JSON, {"address": ...} or {"error": ...}, and counts until its
+connection ends, for whatever reason. A keeper that is about to end closes the socket before it ends Ray: a process that
+comes too late for this Ray is never sent its address, and begins again; see NOTE [one keeper] in torchrun.py.
 
 It is run by path, and must not import torch, which would take more memory than all the rest: of rayloader it imports
-what starts Ray, without the package's `__init__`.
+only what starts Ray, without the package's `__init__`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def keep(listener: socket.socket, settings: dict[str, Any]) -> None:
-    """Holds a Ray for those that connect."""
+    """Holds a Ray for the processes that connect."""
     listener.setblocking(False)
     try:
         import ray
@@ -34,9 +34,9 @@ def keep(listener: socket.socket, settings: dict[str, Any]) -> None:
         owner = import_owner()
         fork_server = owner.ForkServer()
         owner.start_ray(ray, fork_server, settings)
-    except BaseException as error:  # whatever it is, it is raised where Ray was asked for
+    except BaseException as error:  # any error: it is raised in the process that asked for Ray
         disappointed = let_in(listener)
-        listener.close()  # who tries again finds no trace of this Ray
+        listener.close()  # a process that tries again finds no trace of this Ray
         for member in disappointed:
             tell(member, {"error": str(error)})
         return
@@ -56,7 +56,7 @@ def import_owner() -> ModuleType:
 
 
 def serve(listener: socket.socket, answer: dict[str, str]) -> None:
-    """Lets in and answers all that come, until none is left."""
+    """Accepts and answers all connections, until none is left."""
     members: dict[int, socket.socket] = {}
     poll = select.poll()
     poll.register(listener, select.POLLIN)
@@ -74,7 +74,7 @@ def serve(listener: socket.socket, answer: dict[str, str]) -> None:
 
 
 def let_in(listener: socket.socket) -> list[socket.socket]:
-    """Those that wait in the queue."""
+    """The connections that wait in the queue."""
     members = []
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -94,7 +94,7 @@ def tell(member: socket.socket, answer: dict[str, str]) -> None:
 
 
 def has_left(member: socket.socket) -> bool:
-    """Whether a connection that can be read has ended: nothing is ever sent over it."""
+    """Whether a readable connection has ended: nothing is ever sent over it."""
     try:
         return not member.recv(1)
     except OSError:
@@ -105,5 +105,5 @@ if __name__ == "__main__":
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)  # Ray's processes outlive this one for a while
     if os.fork():
-        os._exit(0)  # the process that started this one, and now goes on, has no child that it must wait for
+        os._exit(0)  # the process that started this one continues, and has no child to wait for
     keep(listener, json.loads(sys.argv[2]))

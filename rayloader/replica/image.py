@@ -1,18 +1,19 @@
-"""Images: what the workers of a node open their replica from, in one copy.
+"""Images: the bytes from which the workers of a node open their replica, in one copy.
 
 Promise: an `Image` is immutable. It consists of memory files, which hold the skeleton and all buffers that had to be
-copied, and of regions of the user's own files (mapped.py). Workers open it by its address (image.py).
+copied, and of regions of the user's own files (mapped.py). Workers open it by its address (opening.py).
 
-Driver: `Image.write`, `Image.updated`; the image holds the descriptors that its address names. A node elsewhere:
-`image_from_contents`, the same files filled from what came through Ray. Any thread may call; two threads,
-`rayloader-image`, live while a big image is compared. Ray is unknown here.
+Driver: `Image.write`, `Image.updated`; the image holds the descriptors that its address names. On another node:
+`image_from_contents`, which fills the same files with contents that came through Ray. Any thread may call; two threads,
+`rayloader-image`, live while a big image is compared. This module does not import Ray.
 
-NOTE [Sealed]. A private mapping sees later writes to pages of the file that it has not touched itself. So the writer
-unmaps the file and seals it against writing before anybody gets its address.
+NOTE [Sealed]. A private mapping sees later writes to pages of the file that it has not written to itself. So the writer
+unmaps the file and seals it against writing before its address is passed on.
 
-NOTE [Items]. An item is what an image stores in one piece: item 0 is the skeleton, then come the buffers that are no
-file's, then the written pages of private mappings. The table, in the newest file, says for each buffer where it is:
-file or region, offset, bytes. Buffers that are put together when they are read have the addresses -1, -2, ...
+NOTE [Items]. An item is what an image stores in one piece: item 0 is the skeleton, then come the buffers that do not
+belong to a file, then the written pages of private mappings. The table, in the newest file, says for each buffer where
+it
+is: file or region, offset, bytes. Buffers that are assembled when they are read have the addresses -1, -2, ...
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ if TYPE_CHECKING:
 
 _ALIGN = 64  # bytes; as the codec's spans
 _CHUNK = 1 << 20  # bytes copied or compared at a time
-_THREADED = 1 << 23  # bytes from which on two threads are worth their start
-_LARGE = 1 << 16  # bytes a chunk: below it threads only hinder each other
-_OLDER_FILES = 8  # an updated image keeps: each is a descriptor here and a mapping in every worker
+_THREADED = 1 << 23  # bytes from which two threads are worth their start
+_LARGE = 1 << 16  # bytes per chunk: below this, threads only hinder each other
+_OLDER_FILES = 8  # how many an updated image keeps: each is a descriptor here and a mapping in every worker
 
 _Numbers = np.ndarray[Any, Any]  # int64
 
 
 class Image:
-    """The files of an image, open; and what it takes to see later what has changed."""
+    """The open files of an image, and what is needed to see later what has changed."""
 
     def __init__(self, files: tuple[MemoryFile, ...], address: ImageAddress, record: _Record | None = None) -> None:
         self._files = files
@@ -56,22 +57,22 @@ class Image:
 
     @classmethod
     def write(cls, encoded: Encoded, mappings: Mappings | None = None) -> Image:
-        """Makes an image of an encoded object.
+        """Creates an image of an encoded object.
 
         Args:
             encoded: its buffers must be as they were encoded until this returns.
             mappings: of this process, from just before the object was encoded.
 
         Raises:
-            ReplicaMemoryError: there is not memory enough; the error says what to do.
+            ReplicaMemoryError: there is not enough memory; the error says what to do.
             MemoryFileError: this system has no memory files.
         """
         return cls._made(_Contents(encoded, mappings or Mappings(), {}), None)
 
     def updated(self, encoded: Encoded, mappings: Mappings | None = None) -> Image:
-        """The image of an object that may have changed: this one if it has not, else one that shares what is equal.
+        """The image of an object that may have changed: this one if it has not, else one that shares the equal parts.
 
-        Args and raises as `write`.
+        Arguments and exceptions are those of `write`.
         """
         assert self._record is not None, "an image from contents can't be updated"
         contents = _Contents(encoded, mappings or Mappings(), self._record.regions)
@@ -119,12 +120,13 @@ class Image:
         return cls(tuple(files), address, _Record(new, origins))
 
     def _unchanged(self, new: _Contents) -> _Numbers:
-        """For each new item the item of this image that it equals, or -1."""
+        """For each new item, the item of this image that it equals, or -1."""
         record = self._record
         assert record is not None
         by_source = {key: item for item, key in enumerate(record.keys)}
         keys = list(zip(new.addresses.tolist(), new.sizes.tolist(), strict=True))
-        # From the same memory if that was stored, else the item of the same number if it has the same size.
+        # Compare with the item from the same memory if that was stored, else the one of the same number if its size is
+        # equal.
         candidates = [by_source.get(key, -1) for key in keys]
         candidates[0] = 0  # the skeleton
         for item, candidate in enumerate(candidates):
@@ -138,7 +140,7 @@ class Image:
         chunks = []
         for item, old in pairs:
             (source, nbytes), (file, offset) = keys[item], origins[old]
-            for done in range(0, nbytes, _CHUNK):  # what has no address is in one chunk
+            for done in range(0, nbytes, _CHUNK):  # an item without an address is one chunk
                 chunks.append((item, source + done, starts[file] + offset + done, min(_CHUNK, nbytes - done)))
 
         def compare(some: Sequence[tuple[int, int, int, int]]) -> None:
@@ -172,9 +174,9 @@ class Image:
         )
 
     def _worth_keeping(self, new: _Contents, kept: _Numbers) -> tuple[_Numbers, list[MemoryFile]]:
-        """Files and offsets of what need not be written anew, -1 for the rest, and the files that hold it.
+        """Files and offsets of the items that need not be written again, -1 for the rest, and the files that hold them.
 
-        A file stays while half of it is used; of those the ones that hold most.
+        A file stays while at least half of it is used; among those, the ones that hold most.
         """
         record = self._record
         assert record is not None
@@ -184,14 +186,14 @@ class Image:
             used[number] = int(new.sizes[origins[:, 0] == number].sum())
         worth = [n for n, nbytes in used.most_common() if nbytes and 2 * nbytes >= self._files[n].address.nbytes]
         worth = sorted(worth[:_OLDER_FILES])
-        numbers = np.full(len(self._files) + 1, -1, np.int64)  # the last for -1
+        numbers = np.full(len(self._files) + 1, -1, np.int64)  # the last entry is for -1
         numbers[worth] = np.arange(len(worth))
         origins[:, 0] = numbers[origins[:, 0]]
         return origins, [self._files[number] for number in worth]
 
     def contents(self) -> list[memoryview]:
         """The bytes of each file, for `image_from_contents` elsewhere."""
-        # Private: older kernels refuse to map a sealed file shared, though only for reading.
+        # Private, because older kernels refuse to map a sealed file as shared, even for reading only.
         return [
             memoryview(mmap.mmap(file.fd, file.address.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
             for file in self._files
@@ -199,10 +201,10 @@ class Image:
 
 
 class _Contents:
-    """What an image of an encoded object consists of; see NOTE [Items]."""
+    """The contents of an image of an encoded object; see NOTE [Items]."""
 
     def __init__(self, encoded: Encoded, mappings: Mappings, known: dict[Region, tuple[Region, Held | None]]) -> None:
-        self._encoded = encoded  # keeps what the addresses point to
+        self._encoded = encoded  # keeps the memory that the addresses point to
         gathered = [-1 - number for number in range(len(encoded.gathered))]
         addresses = np.array([*map(address_of_buffer, encoded.buffers), *gathered], np.int64)
         sizes = [*(buffer.nbytes for buffer in encoded.buffers), *(buffer.nbytes for buffer in encoded.gathered)]
@@ -223,7 +225,7 @@ class _Contents:
         self.patches = [(region, start, first + n) for n, (region, start, *_) in enumerate(patches)]
 
     def read(self, address: int) -> tuple[int, object]:
-        """Where the bytes of an item are, whose address this is, and what keeps them there."""
+        """Returns where the bytes of the item with this address are, and an object that keeps them there."""
         if address >= 0:
             return address, None
         content = self._encoded.gathered[-1 - address].content()
@@ -232,7 +234,7 @@ class _Contents:
     def _refer(
         self, mappings: Mappings, addresses: _Numbers, known: dict[Region, tuple[Region, Held | None]]
     ) -> list[tuple[int, int, int, int]]:
-        """Fills in the regions; gives the written pages: region, start in it, address, bytes."""
+        """Fills in the regions; returns the written pages: region, start in it, address, bytes."""
         patches = []
         found = mappings.find(addresses, self.buffer_sizes)
         for index in np.unique(found[found >= 0]).tolist():
@@ -246,7 +248,7 @@ class _Contents:
             region, held = known.get(region.named, (region, held))
             pages = [] if region.shared else written_pages(start, region.nbytes)
             if 4 * sum(nbytes for _, nbytes in pages) > int(self.buffer_sizes[inside].sum()):
-                continue  # more the program's own than the file's
+                continue  # most of it is the program's own, not the file's
             self.home[inside] = -1 - len(self.regions)
             self.region_offsets[inside] = addresses[inside] - start
             patches += [(len(self.regions), offset, start + offset, nbytes) for offset, nbytes in pages]
@@ -256,7 +258,7 @@ class _Contents:
 
 
 class _Record:
-    """What an image remembers of its contents, without keeping them: only their numbers."""
+    """What an image remembers of its contents: only their numbers, so that it does not keep them alive."""
 
     def __init__(self, contents: _Contents, origins: _Numbers) -> None:
         self.keys = list(zip(contents.addresses.tolist(), contents.sizes.tolist(), strict=True))
@@ -267,10 +269,10 @@ class _Record:
 
 
 def image_from_contents(address: ImageAddress, contents: Sequence[Buffer]) -> Image:
-    """Makes the image anew on another node, for the workers there.
+    """Recreates the image on another node, for the workers there.
 
     Raises:
-        ReplicaMemoryError: there is not memory enough.
+        ReplicaMemoryError: there is not enough memory.
         MemoryFileError: this system has no memory files.
     """
     views = [memoryview(content) for content in contents]
@@ -289,13 +291,13 @@ def _fill(
     offsets: Sequence[int],
     read: Callable[[int], tuple[int, object]],
 ) -> None:
-    """Copies what is at some addresses into a file, for good; see NOTE [Sealed] and `_Contents.read`."""
+    """Copies the memory at some addresses into a file, permanently; see NOTE [Sealed] and `_Contents.read`."""
     small = []
     for (source, nbytes), offset in zip(sources, offsets, strict=True):
         if nbytes < _CHUNK:
             small.append((source, offset, nbytes))
             continue
-        # Written, not copied into a mapping: no page is filled with zeros first, and none costs a fault.
+        # Written, not copied into a mapping: no page is filled with zeros first, and none causes a page fault.
         for done in range(0, nbytes, _CHUNK):
             piece = (ctypes.c_char * min(_CHUNK, nbytes - done)).from_address(source + done)
             if os.pwrite(file.fd, piece, offset + done) != len(piece):

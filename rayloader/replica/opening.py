@@ -1,11 +1,11 @@
-"""What an image is to those who open it: its address, and the mapping.
+"""The reader's side of an image: its address, and the mapping.
 
-Promise: `open_image` maps memory files private and writable, so that pages are shared until a worker writes, and the
-write stays its own; that is what a fork gives torch's workers. Regions of the user's files it maps in their own mode.
-What was opened stays valid for as long as something refers to it, whatever becomes of the image. No descriptor is kept,
-but for those that torch keeps of its shared memory.
+Promise: `open_image` maps memory files private and writable, so that pages are shared until a worker writes, and its
+writes stay its own; that is what a fork gives torch's workers. Regions of the user's files are mapped in their own
+mode. Opened memory stays valid for as long as something refers to it, even after the end of the image. No descriptor is
+kept, except for those that torch keeps of its shared memory.
 
-Images are made by replica.py. No state; any thread may call. Ray is unknown here.
+Images are created by image.py. No state; any thread may call. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _PAGE = mmap.PAGESIZE
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux's, the same on all its common machines
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux, the same on all its common machines
 
 libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -41,7 +41,7 @@ libc.memcpy.restype = ctypes.c_void_p
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of one of an image's files."""
+    """A range of bytes in one of an image's files."""
 
     file: int
     offset: int
@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Pages of a private mapping that the driver had written: they go over the region's, at `start`."""
+    """Pages of a private mapping that the driver had written: they replace those of the region, at `start`."""
 
     region: int
     start: int
@@ -59,7 +59,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class ImageAddress:
-    """All that a worker needs to open an image."""
+    """Everything that a worker needs to open an image."""
 
     files: tuple[FileAddress, ...]
     regions: tuple[Region, ...]
@@ -69,7 +69,7 @@ class ImageAddress:
 
     @property
     def name(self) -> str:
-        """Of the image: another one for each change."""
+        """The image's name, which changes with every change."""
         return self.files[-1].name
 
 
@@ -80,8 +80,8 @@ def open_image(
 
     Args:
         address: of the image.
-        here: whether this is the node of the driver, and its files.
-        contents: of the files, where they can't be opened: they are copied.
+        here: whether this is the driver's node, with its files.
+        contents: of the files, if they can't be opened: they are copied.
 
     Raises:
         MemoryFileError: a memory file can't be opened here.
@@ -91,12 +91,12 @@ def open_image(
         check_room(sum(file.nbytes for file in address.files), "for this worker's own copy of the dataset")
     sizes = [*(file.nbytes for file in address.files), *(region.nbytes for region in address.regions)]
     starts = [0, *np.cumsum([-(-size // _PAGE) * _PAGE for size in sizes]).tolist()]
-    # One range of addresses for all, that goes when nothing refers to it any more. Mappings that replace parts of it
+    # One range of addresses for everything, which is freed with the last reference. Mappings that replace parts of it
     # need no descriptor.
     whole = memoryview(mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | _MAP_NORESERVE))
     base = address_of_buffer(whole)
     parts = []
-    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of a part: it, and where in the region it starts
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of a part: it, and its start in the region
     for number, (start, size) in enumerate(zip(starts, sizes, strict=False)):
         part = whole[start : start + size]
         if number >= len(address.files):
@@ -148,7 +148,7 @@ def _cut_storage(
 
 
 def _map(fd: int, address: int, nbytes: int, offset: int, shared: bool, writable: bool) -> None:
-    """Maps a file over what is at an address."""
+    """Maps a file over the memory at an address."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED | _MAP_NORESERVE
     if libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
@@ -156,6 +156,6 @@ def _map(fd: int, address: int, nbytes: int, offset: int, shared: bool, writable
 
 
 def address_of_buffer(buffer: Any) -> int:
-    """Where a buffer's memory is; 0 for an empty one."""
+    """The address of a buffer's memory; 0 for an empty one."""
     view = np.frombuffer(buffer, np.uint8)
     return int(view.__array_interface__["data"][0]) if view.size else 0

@@ -1,4 +1,4 @@
-"""Says which part of a replica or a batch cannot be pickled, for the error's text. Never raises, never hangs."""
+"""Names the part of a replica or a batch that cannot be pickled, for the error's text. Never raises, never hangs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def explain(obj: object, name: str) -> str | None:
     """Names the part of a replica that can't be pickled, and the remedy.
 
     Args:
-        obj: What `codec.encode` failed on.
-        name: What the user calls it.
+        obj: the object that `codec.encode` failed on.
+        name: the user's name for it.
 
     Returns:
         `dataset.lock: _thread.lock can't be sent to a worker (reason); remedy`, or None if nothing was found.
@@ -45,7 +45,7 @@ def explain(obj: object, name: str) -> str | None:
 
 
 def note_batch(error: Exception, batch: object, encode: _Encode) -> None:
-    """Adds a note to what `encode` has raised: which part of the batch can't be pickled, and the remedy."""
+    """Adds a note to an error of `encode`: which part of the batch can't be pickled, and the remedy."""
     found = _search(batch, "batch", encode)
     if found is not None:
         add_note(
@@ -58,7 +58,7 @@ def note_batch(error: Exception, batch: object, encode: _Encode) -> None:
 def _search(obj: object, name: str, encode: _Encode) -> _Culprit | None:
     try:
         return _culprit(obj, name, 6, iter(range(2000)), [], encode)
-    except Exception:  # the user's objects may raise anything, and this only helps an error that is on its way
+    except Exception:  # the user's objects may raise anything, and this only adds to an error that is already raised
         return None
 
 
@@ -72,7 +72,7 @@ def _culprit(
         return None
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(Exception):  # what can't even be taken apart is the culprit itself
+    with contextlib.suppress(Exception):  # an object that can't even be taken apart is the culprit itself
         for suffix, part in _parts(obj) if depth else ():
             if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj], encode):
                 return found
@@ -81,7 +81,7 @@ def _culprit(
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, object]]:
-    """What pickling an object pickles in turn, each with what it adds to the path."""
+    """The objects that pickling an object pickles in turn, each with its addition to the path."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r:.40}]", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple, set, frozenset, deque)):
@@ -95,7 +95,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, object]]:
         yield ".__self__", obj.__self__
     elif isinstance(obj, type):
         yield from ((f".{name}", value) for name, value in vars(obj).items())
-    else:  # by its reduction, not its attributes, since __getstate__ may drop some
+    else:  # through its reduction, not its attributes, because __getstate__ may drop some
         _, args, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         states = rest[0] if rest and isinstance(rest[0], tuple) else rest[:1]
         for state in (*states, args):

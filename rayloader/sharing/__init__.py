@@ -1,1 +1,1 @@
-"""One pipeline for many consumers: who has read how far, the process that hosts the loader, and the way to it."""
+"""One pipeline for many consumers: how far each has read, the process that hosts the loader, and the link to it."""

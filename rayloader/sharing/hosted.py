@@ -1,10 +1,10 @@
-"""A shared loader in the producer's process, and what becomes of its batches.
+"""A shared loader in the producer's process, and how its batches are stored.
 
 Promise: the batches are those that the loader would have given in the program that shared it. A large batch is put into
 Ray's object store once, from where all consumers of a node copy it; a small one travels with each reply. An error of
-the loader's takes the place of its batch.
+the loader takes the place of its batch.
 
-All methods run in one thread of the producer's, which is not that of its event loop.
+All methods run in one thread of the producer, which is not that of its event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rayloader.transport import codec
 from rayloader.transport.lanes import fits_in_band, to_wire
 from rayloader.transport.memory_file import MemoryFileError
 
-# Batches up to so many bytes travel with each consumer's reply, which Ray then keeps out of its object store.
+# Batches up to this many bytes travel with each consumer's reply, which Ray then keeps out of its object store.
 INLINE_BYTES = 50_000
 # The share of its time that the producer may spend on states of the loader, for the consumers' `state_dict()`.
 STATE_SHARE = 0.01
@@ -42,10 +42,10 @@ class HostedLoader:
     """The loader of one share.
 
     Attributes:
-        length: of an epoch, in batches; or why it has none.
+        length: batches in an epoch; or why there is no length.
         pinning: its pin_memory and pin_memory_device, which the consumers carry out.
-        states: of the loader at places, or the error in place of one; oldest first. From the newest before the slowest
-            consumer's place on.
+        states: of the loader at some places, or the error in place of one; oldest first. They start with the newest
+            that is not after the slowest consumer's place.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,10 +55,10 @@ class HostedLoader:
         self.states: dict[Place, Any] = {}
         self._loader: Any = None
         self._iterator: Iterator[Any] = iter(())
-        self._began = self._spent = 0.0  # seconds: time.perf_counter(); on states
+        self._began = self._spent = 0.0  # time.perf_counter(); seconds spent on states
 
     def open(self, pipeline: Pipeline) -> bool:
-        """Opens the loader; False if that takes the image's contents. Raises what unpickling it raises."""
+        """Opens the loader; False if that requires the image's contents. Raises the errors of unpickling it."""
         own = {key for key in os.environ if key.startswith("RAY_")}
         here = pipeline.process.node_id == session.node_id()
         Baseline(session.node_id(), own).adopt(pipeline.process)
@@ -69,7 +69,7 @@ class HostedLoader:
             return False
         self._loader = loader = codec.decode(*opened, pipeline.carried)
         self.pinning = bool(loader.pin_memory), loader.pin_memory_device
-        loader.pin_memory = False  # the consumers do it
+        loader.pin_memory = False  # the consumers pin batches
         pipeline.random.restore([])
         try:
             self.length = len(self._loader)
@@ -80,26 +80,26 @@ class HostedLoader:
         return True
 
     def begin(self, epoch: int, sampler_epoch: int | None) -> tuple[Any, int] | None:
-        """Begins to iterate; the error that came of it, as for a batch."""
+        """Begins to iterate; returns the error if that fails, in the form of a batch."""
         loader = self._loader
         try:
             if sampler_epoch is not None:
                 loader.set_epoch(sampler_epoch)
             self._iterator = iter(loader)
-        except Exception as error:  # what the user's objects raise, or the loader: it is the consumers'
+        except Exception as error:  # of the user's objects or the loader: the consumers get it
             self._iterator = iter(())
             return self._as_error(error)
         self._note_state(Place(epoch, 0))
         return None
 
     def next(self, front: Place, lowest: Place) -> tuple[Any, int] | None:
-        """What the consumers get at the front, and its bytes; None behind the last batch."""
+        """The consumers' batch at the front, and its bytes; None after the last batch."""
         try:
             batch = next(self._iterator)
         except StopIteration:
             self._note_state(Place(front.epoch + 1, 0))
             return None
-        except Exception as error:  # as above
+        except Exception as error:  # of the user's objects or the loader
             found = self._as_error(error)
         else:
             found = self._as_batch(batch)
@@ -114,14 +114,14 @@ class HostedLoader:
         began = time.perf_counter()
         try:
             self.states[place] = self._loader.state_dict()
-        except Exception as error:  # it is told to who asks
+        except Exception as error:  # raised in the consumer that asks for it
             self.states[place] = error if isinstance(error, StateError) else StateError(str(error))
         self._spent += time.perf_counter() - began
 
     def _as_batch(self, batch: Any) -> tuple[Any, int]:
         try:
             encoded = codec.encode(batch, carry=CARRY)
-        except Exception as error:  # the user's own pickling
+        except Exception as error:  # of the user's own pickling
             unpicklable.note_batch(error, batch, functools.partial(codec.encode, carry=CARRY))
             return self._as_error(error)
         wire = to_wire(encoded)
@@ -130,12 +130,12 @@ class HostedLoader:
         return (Kind.STORED, [ray.put(wire)]), encoded.nbytes
 
     def _as_error(self, error: Exception) -> tuple[Any, int]:
-        if self._loader.num_workers == 0:  # workers have put the traceback into the text
+        if self._loader.num_workers == 0:  # with workers, the traceback is in the text already
             add_note(error, "".join(traceback.format_tb(error.__traceback__)))
         text = f"Caught {type(error).__name__} in the producer of the share {self._name!r}: {error}"
         try:
             pickled = cloudpickle.dumps(error)
             pickle.loads(pickled)
-        except Exception:  # its type's own pickling may raise anything
+        except Exception:  # the pickling of its type may raise anything
             pickled = pickle.dumps(RuntimeError(text))
         return (Kind.ERROR, pickled), len(pickled)

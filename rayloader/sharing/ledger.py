@@ -1,11 +1,11 @@
-"""Who has read how far, and what follows from it: what is produced, who may read what, what is kept and who holds up.
+"""How far each consumer has read, and what follows: what to produce and to keep, who may read what, who waits for whom.
 
 Promise: pure. Batches of one loader are produced one after the other, epoch after epoch, and each consumer reads all of
 them in this order. A batch is kept until the last consumer has taken it, and nothing is produced while `buffer` batches
-are kept: nobody is farther ahead of the slowest consumer. No Ray, no clock, no threads; standard library only.
+are kept: no consumer gets further ahead of the slowest. No Ray, no clock, no threads; standard library only.
 
-NOTE [Places]. A place (epoch, number) stands before the batch of that number: whoever is there has taken all before it.
-Places only grow, but for `seek`. The front is the place of the next batch to be produced.
+NOTE [Places]. A place (epoch, number) is before the batch of that number: a consumer at this place has taken all
+batches before it. Places only grow, except by `seek`. The front is the place of the next batch to be produced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
-    """Before a batch of an epoch; see NOTE [Places]."""
+    """A place before a batch of an epoch; see NOTE [Places]."""
 
     epoch: int
     number: int
@@ -26,7 +26,7 @@ START, NOWHERE = Place(0, 0), Place(-1, 0)
 
 
 class Step(Enum):
-    """What is to be produced next."""
+    """What to do next."""
 
     BEGIN = "begin the next epoch"
     PRODUCE = "produce a batch"
@@ -34,20 +34,20 @@ class Step(Enum):
 
 
 class End(Enum):
-    """What is found in place of a batch behind the last of an epoch."""
+    """Takes the place of a batch after the last of an epoch."""
 
     END = "end"
 
 
 class Passed(Exception):
-    """A consumer is to go to where batches are no longer kept."""
+    """A consumer requests a place whose batches are no longer kept."""
 
 
 @dataclass(slots=True)
 class _Consumer:
     place: Place = START
-    asked: Place = NOWHERE  # the last batch that it has asked for; it takes them in order
-    gone: str = ""  # why it reads no more
+    asked: Place = NOWHERE  # the last batch that it has requested; it takes them in order
+    gone: str = ""  # why it no longer reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class _Kept:
 
 
 class Ledger:
-    """All of them; its attributes belong together, and only its methods change them.
+    """The ledger of one share; its attributes belong together, and only its methods change them.
 
     Args:
         consumers: how many there are.
-        buffer: batches that are kept at most.
-        buffer_bytes: from so many bytes on nothing is produced either, once two batches are kept.
+        buffer: how many batches are kept at most.
+        buffer_bytes: from this many bytes on nothing is produced either, once two batches are kept.
     """
 
     def __init__(self, consumers: int, buffer: int, buffer_bytes: int) -> None:
@@ -71,24 +71,24 @@ class Ledger:
         self._kept: dict[Place, _Kept] = {}  # in order, without gaps within an epoch
         self._nbytes = 0
         self._front = NOWHERE
-        self._lengths: dict[int, int] = {-1: 0}  # of the epochs that are over, as far back as somebody reads
+        self._lengths: dict[int, int] = {-1: 0}  # of finished epochs, as far back as some consumer reads
 
     # ---- the producer
 
     @property
     def front(self) -> Place:
-        """Of the next batch to be produced; epoch -1 before the first."""
+        """The place of the next batch to be produced; epoch -1 before the first."""
         return self._front
 
     @property
     def lowest(self) -> Place:
-        """Where the slowest consumer is; the front where nobody reads any more."""
+        """The place of the slowest consumer; the front if no consumer reads any more."""
         return min((consumer.place for consumer in self._reading()), default=self._front)
 
     def step(self) -> Step:
-        """What to produce next."""
+        """What to do next."""
         after = Place(self._front.epoch + 1, 0)
-        over = self._front.epoch in self._lengths or self.lowest >= after  # the latter: all have broken it off
+        over = self._front.epoch in self._lengths or self.lowest >= after  # the second: all have broken it off
         if over:
             return Step.BEGIN if any(consumer.asked >= after for consumer in self._reading()) else Step.WAIT
         return Step.PRODUCE if self._has_room() and any(self._reading()) else Step.WAIT
@@ -100,7 +100,7 @@ class Ledger:
         self._forget()
 
     def add(self, batch: Any, nbytes: int) -> None:
-        """The batch at the front was produced."""
+        """Adds the batch at the front, which was produced."""
         self._kept[self._front] = _Kept(batch, nbytes)
         self._nbytes += nbytes
         self._front = self._front._replace(number=self._front.number + 1)
@@ -111,7 +111,7 @@ class Ledger:
         self._lengths[self._front.epoch] = self._front.number
 
     def held_up_by(self) -> list[int]:
-        """The consumers without which a batch that another one has asked for could be produced."""
+        """The consumers that must read on before a batch that another one has requested can be produced."""
         if self.step() is not Step.WAIT or self._has_room():
             return []
         if not any(consumer.asked >= consumer.place >= self._front for consumer in self._reading()):
@@ -122,31 +122,31 @@ class Ledger:
     # ---- the consumers
 
     def place_of(self, rank: int) -> Place:
-        """Where a consumer goes on: in the next epoch if it has taken all of one."""
+        """Where a consumer continues: in the next epoch if it has taken all batches of one."""
         place = self._consumers[rank].place
         return Place(place.epoch + 1, 0) if self._lengths.get(place.epoch) == place.number else place
 
     def why_gone(self, rank: int) -> str:
-        """Why a consumer reads no more; empty if it does."""
+        """Why a consumer no longer reads; empty if it does."""
         return self._consumers[rank].gone
 
     def gone(self) -> dict[int, str]:
-        """The consumers that read no more, and why."""
+        """The consumers that no longer read, and why."""
         return {rank: consumer.gone for rank, consumer in enumerate(self._consumers) if consumer.gone}
 
     def reach(self, rank: int, place: Place) -> None:
-        """A consumer has taken all before this place."""
+        """A consumer has taken all batches before this place."""
         consumer = self._consumers[rank]
         consumer.place = max(consumer.place, place)
         self._forget()
 
     def ask(self, rank: int, place: Place) -> None:
-        """A consumer wants the batch at this place."""
+        """A consumer requests the batch at this place."""
         consumer = self._consumers[rank]
         consumer.asked = max(consumer.asked, place)
 
     def find(self, place: Place) -> Any:
-        """The batch at a place; `End.END` behind the last of its epoch, None if it is not produced yet."""
+        """The batch at a place; `End.END` after the last of its epoch, None if it is not produced yet."""
         kept = self._kept.get(place)
         if kept is not None:
             return kept.batch
@@ -155,10 +155,10 @@ class Ledger:
         return End.END if (is_over and place.number >= length) or place < self.lowest else None
 
     def seek(self, rank: int, place: Place) -> None:
-        """A consumer goes on at this place, as if it had taken all before it and nothing after it.
+        """A consumer continues at this place, as if it had taken everything before it and nothing after it.
 
         Raises:
-            Passed: batches from there on are not kept any more.
+            Passed: batches from there on are no longer kept.
         """
         oldest = min(self._kept, default=self._front)
         if place < min(oldest, self.place_of(rank)):
@@ -167,7 +167,7 @@ class Ledger:
         self._forget()
 
     def leave(self, rank: int, why: str) -> None:
-        """A consumer reads no more, and nobody waits for it."""
+        """A consumer stops reading, and the others no longer wait for it."""
         self._consumers[rank].gone = why
         self._forget()
 
@@ -187,7 +187,7 @@ class Ledger:
             del self._lengths[epoch]
 
     def validate(self) -> None:
-        """Raises AssertionError unless what is known fits together."""
+        """Raises AssertionError unless the invariants hold."""
         assert len(self._kept) <= self._buffer
         assert self._nbytes == sum(kept.nbytes for kept in self._kept.values())
         assert list(self._kept) == sorted(self._kept)

@@ -1,8 +1,8 @@
-"""The way to the producer of a share: started by its owner, found by name, asked by consumers.
+"""The connection to the producer of a share: its owner starts it, consumers find it by name and call it.
 
 Promise: a producer ends with the process that started it, with `close` of its share, and with `rayloader.shutdown()`.
-Nothing here calls Ray once its session is gone (NOTE [sessions] in session.py). What Ray says of a dead producer
-becomes a `ShareError`, and what the producer refuses is raised as it says.
+Nothing here calls Ray once its session is gone (NOTE [sessions] in session.py). Ray's errors about a dead producer
+become a `ShareError`, and errors of the producer are raised unchanged.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from rayloader.transport import codec
 from rayloader.transport.mapped import Mappings
 from rayloader.waiting import NONE_YET, wait_for
 
-# After so many seconds of waiting for others a consumer tells for whom.
+# After this many seconds of waiting for others, a consumer logs which ones it waits for.
 NOTICE_S = 60.0
-# How often a share that is not there yet is looked for, in seconds.
+# How often to look for a share that does not exist yet, in seconds.
 LOOK_EVERY_S = 0.2
 
 logger = logging.getLogger("rayloader")
@@ -47,11 +47,11 @@ _owned: list[tuple[session.SessionName, Any]] = []  # producers that this proces
 
 
 def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
-    """Starts the producer of a loader, in a process of its own; gives the actor.
+    """Starts the producer of a loader, in a process of its own; returns the actor.
 
     Raises:
-        ShareError: there is a share of that name.
-        Exception: what pickling the loader raises, or unpickling it there.
+        ShareError: there is a share with that name.
+        Exception: pickling the loader raises it, or unpickling it there.
     """
     name = session.ensure()
     pipeline, image = _pipeline(loader)
@@ -61,7 +61,7 @@ def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
         producer = _remote_producer.options(name=terms.name, namespace=NAMESPACE, **options).remote(terms)
     except ValueError as error:
         if not _is_there(terms.name):
-            raise  # of the options
+            raise  # about the options
         raise ShareError(
             f"there is a share {terms.name!r} in this Ray already; read it with rayloader.shared({terms.name!r}, "
             "rank=...), close it, or choose another name"
@@ -84,8 +84,8 @@ def _opened(producer: Any, name: str, pipeline: Pipeline) -> bool:
             return bool(_answer(opening))
         except GetTimeoutError:
             logger.warning(
-                "rayloader: the producer of the share %r has not opened the loader within %.0f s, and is waited for; "
-                "if Ray has no place for it, change ray_remote_args",
+                "rayloader: the producer of the share %r has not opened the loader within %.0f s; still waiting. If "
+                "Ray has no place for it, change ray_remote_args",
                 name,
                 NOTICE_S,
             )
@@ -96,7 +96,7 @@ def _opened(producer: Any, name: str, pipeline: Pipeline) -> bool:
 
 
 def _answer(ref: Any) -> Any:
-    """What `ray.get` gives after NOTICE_S at most, or raises."""
+    """The result of `ray.get`, or its error, within NOTICE_S."""
     (answer,) = wait_for([ref], 1, NOTICE_S)
     if answer is NONE_YET:
         raise GetTimeoutError(f"no answer within {NOTICE_S} s")
@@ -115,13 +115,13 @@ def _gone(name: str, error: RayError) -> ShareError:
 
 
 def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
-    """The loader as it travels; the image must live until it was opened."""
+    """The loader in the form that is sent; the image must live until it was opened."""
     shared = copy.copy(loader)
-    shared._iterator = None  # of persistent workers, which are this process's
+    shared._iterator = None  # of persistent workers, which belong to this process
     mappings = Mappings()
     try:
         encoded = codec.encode(shared, carry=CARRY, mapped=mappings)
-    except Exception as error:  # the user's objects may raise anything: name the culprit and pass it on
+    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
         if (explanation := unpicklable.explain(shared.__dict__, "loader")) is not None:
             add_note(error, f"It cannot be sent to the producer: {explanation}")
         raise
@@ -148,7 +148,7 @@ def end_all() -> None:
 
 
 def find(name: str, timeout: float) -> Any:
-    """The producer of that name, as soon as there is one.
+    """The producer of that name, as soon as it exists.
 
     Raises:
         ShareError: there is none within `timeout` seconds.
@@ -161,7 +161,7 @@ def find(name: str, timeout: float) -> Any:
         if time.monotonic() - began >= timeout:
             raise ShareError(
                 f"there is no share {name!r} in this Ray within {timeout:g} s; some process of the same Ray must call "
-                f"rayloader.share(loader, consumers=..., name={name!r}) and live as long as it is read"
+                f"rayloader.share(loader, consumers=..., name={name!r}) and keep running while it is read"
             )
         time.sleep(LOOK_EVERY_S)
 
@@ -188,7 +188,7 @@ class Link:
         self.connection = Connection(*self._get(self._producer.connect.remote(rank)).payload)
 
     def begin(self, epoch: int, taken: int, sampler_epoch: int | None) -> Any:
-        """`Producer.begin`; what this and `take` give is for `result`."""
+        """Calls `Producer.begin`; pass the return value of this method and of `take` to `result`."""
         return self._call("begin", epoch, taken, sampler_epoch)
 
     def take(self, epoch: int, taken: int, wanted: int) -> Any:
@@ -196,7 +196,7 @@ class Link:
         return self._call("take", epoch, taken, wanted)
 
     def state(self, epoch: int, taken: int) -> tuple[int, int, Any, int]:
-        """`Producer.state`: the place, the loader's state, and the batches in between."""
+        """Calls `Producer.state`: the place, the loader's state, and the number of batches between them."""
         return tuple(self.result(self._call("state", epoch, taken)).payload)
 
     def seek(self, epoch: int, taken: int) -> None:
@@ -208,10 +208,10 @@ class Link:
         self.result(self._call("leave"))
 
     def result(self, ref: Any) -> Reply:
-        """The reply to a call, once it is there; may be asked for again.
+        """The reply to a call, once it has come; may be requested again.
 
         Raises:
-            RayloaderError: the producer refuses, is gone, or so is Ray.
+            RayloaderError: the producer refuses, or it or Ray is gone.
             ValueError: it refuses an argument.
         """
         reply = self._get(ref)
@@ -223,7 +223,7 @@ class Link:
         return reply
 
     def stored(self, ref: Any) -> Any:
-        """An object of Ray's that came with a reply."""
+        """An object in Ray's store that came with a reply."""
         return self._guarded(lambda: self._wait(ref))
 
     def fetch(self, call: Any, came: Callable[[Any], None]) -> None:
@@ -271,7 +271,7 @@ class Link:
                     )
 
     def _holders(self) -> list[int]:
-        """Whom the producer waits for, or nobody if it does not say."""
+        """The consumers that the producer waits for; none if it does not answer."""
         with contextlib.suppress(GetTimeoutError):
             holders: list[int] = _answer(self._producer.held_up_by.remote())
             return holders

@@ -1,4 +1,4 @@
-"""What the producer of a share, its owner and its consumers say to each other; data only."""
+"""The messages between the producer of a share, its owner and its consumers; data only."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rayloader.replica.opening import ImageAddress
 from rayloader.state.process_state import ProcessState
 from rayloader.state.random_state import RandomState
 
-# Of the actors that are producers, whatever the namespaces of the programs that meet in one Ray.
+# Of producers' actors, independent of the namespaces of the programs that meet in one Ray.
 NAMESPACE = "rayloader-shares"
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the program that shares a loader has said."""
+    """The arguments of the program that shares a loader."""
 
     name: str
     consumers: int
     buffer: int  # batches
     buffer_bytes: int
     consumer_timeout: float | None  # seconds
-    origin: Any  # seal of the state that was loaded into the loader; None: none was
+    origin: Any  # seal of the state that was loaded into the loader; None: no state was
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +32,29 @@ class Pipeline:
 
     image: ImageAddress
     carried: list[Any]
-    contents: list[Any] | None  # Ray's object with the image's bytes, where its files cannot be opened
+    contents: list[Any] | None  # Ray's object with the image's bytes, if its files cannot be opened
     process: ProcessState
     random: RandomState
 
 
 class Kind(Enum):
-    """Of a reply."""
+    """The kind of a reply."""
 
     INLINE = 0  # a batch: its wire, pickled
     STORED = 1  # a batch: Ray's object, in a list
-    ERROR = 2  # what the loader raised in place of a batch: pickled
+    ERROR = 2  # the loader's error in place of a batch: pickled
     END = 3  # of the epoch
     REFUSED = 4  # the share's own error
-    DONE = 5  # what was asked for otherwise
+    DONE = 5  # any other request
 
 
 class Reply(NamedTuple):
-    """To a consumer.
+    """A reply to a consumer.
 
     Attributes:
         kind: what `payload` is.
-        payload: by kind.
-        gone: consumers that the others do not wait for any more, and why.
+        payload: depends on `kind`.
+        gone: consumers that the others no longer wait for, and why.
     """
 
     kind: Kind
@@ -63,14 +63,14 @@ class Reply(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """What a consumer is told when it connects."""
+    """What a consumer receives when it connects."""
 
     share: str  # unique
     number: int  # of this connection of the rank: a newer one ends it
     consumers: int
     epoch: int
     taken: int  # batches of that epoch
-    length: int | str  # of an epoch; or why it has none
+    length: int | str  # of an epoch; or why there is no length
     pin_memory: bool
     pin_memory_device: str
     origin: Any  # as in `Terms`

@@ -1,7 +1,7 @@
-"""The process that hosts a shared loader: has each batch produced once, and gives it to every consumer.
+"""The process that hosts a shared loader: produces each batch once, and gives it to every consumer.
 
-Promise: what is produced when, and what is kept, the ledger decides. Whoever waits is answered: with a batch, the end
-of the epoch, or an error.
+Promise: the ledger decides what is produced when, and what is kept. Every waiting consumer gets an answer: a batch, the
+end of the epoch, or an error.
 
 Threads: Ray runs the methods on the event loop, which alone touches the ledger. The loader lives on one further thread,
 `rayloader-producer`; see hosted.py.
@@ -30,15 +30,15 @@ class Producer:
     """The actor of one share."""
 
     def __init__(self, terms: Terms) -> None:
-        # Blocking calls are made in the thread alone, which Ray does not see.
+        # Blocking calls are made only in the thread, which Ray does not see.
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
         self._terms = terms
         self._share = uuid.uuid4().hex
         self._ledger = Ledger(terms.consumers, terms.buffer, terms.buffer_bytes)
-        self._connections = [0] * terms.consumers  # number of the newest
+        self._connections = [0] * terms.consumers  # number of the newest one
         self._sampler_epochs: dict[int, int | None] = {}  # by epoch: what the first consumer had set
         self._changed = asyncio.Event()  # replaced with each change
-        self._failure: BaseException | None = None  # of this file's own code: nothing goes on
+        self._failure: BaseException | None = None  # of this file's own code: then everything stops
         self._opened = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # produces
         self._hosted = HostedLoader(terms.name)  # only in the thread
@@ -47,7 +47,7 @@ class Producer:
     # ---- for the owner
 
     async def open(self, pipeline: Pipeline) -> bool:
-        """Opens the loader; False if that takes the image's contents. Raises what unpickling it raises."""
+        """Opens the loader; False if that requires the image's contents. Raises the errors of unpickling it."""
         if not await self._in_thread(self._hosted.open, pipeline):
             return False
         self._task = asyncio.get_running_loop().create_task(self._produce())
@@ -57,7 +57,7 @@ class Producer:
     # ---- for the consumers
 
     async def connect(self, rank: int) -> Reply:
-        """Makes the caller this consumer, in place of whoever was it; waits until the loader is open."""
+        """Makes the caller this consumer, and replaces the previous one; waits until the loader is open."""
         await self._opened.wait()
         if not is_whole(rank) or not 0 <= rank < self._terms.consumers:
             number = self._terms.consumers
@@ -82,7 +82,7 @@ class Producer:
         return self._done(tuple(connection))
 
     async def begin(self, rank: int, connection: int, epoch: int, taken: int, sampler_epoch: int | None) -> Reply:
-        """The consumer iterates from this place on. What it has set for the sampler must be what the others have."""
+        """The consumer iterates from this place on. Its epoch for the sampler must equal that of the others."""
         if (refusal := self._refusal(rank, connection)) is not None:
             return refusal
         first = self._sampler_epochs.setdefault(epoch, sampler_epoch)
@@ -100,7 +100,7 @@ class Producer:
         return self._done()
 
     async def take(self, rank: int, connection: int, epoch: int, taken: int, wanted: int) -> Reply:
-        """The consumer has taken so many batches of the epoch; waits for the one that it wants."""
+        """The consumer has taken this many batches of the epoch; waits for the batch that it wants."""
         place = Place(epoch, wanted)
         if self._refusal(rank, connection) is None:
             self._ledger.reach(rank, Place(epoch, taken))
@@ -121,9 +121,9 @@ class Producer:
         return self._ledger.held_up_by()
 
     async def state(self, rank: int, connection: int, epoch: int, taken: int) -> Reply:
-        """The newest state of the loader from before a place of the consumer's, and how many batches lie in between.
+        """The newest state of the loader that is not after a consumer's place, and how many batches lie between them.
 
-        With it comes that place, as `Ledger.place_of` has it.
+        Also returns that place, in the form of `Ledger.place_of`.
         """
         while (refusal := self._refusal(rank, connection)) is None:
             self._ledger.reach(rank, Place(epoch, taken))
@@ -140,7 +140,7 @@ class Producer:
         return refusal
 
     async def seek(self, rank: int, connection: int, epoch: int, taken: int) -> Reply:
-        """The consumer goes on at this place."""
+        """The consumer continues at this place."""
         if (refusal := self._refusal(rank, connection)) is not None:
             return refusal
         try:
@@ -150,8 +150,8 @@ class Producer:
                 Kind.REFUSED,
                 StateError(
                     f"the state is of batch {taken} of epoch {epoch}, which all consumers have taken and the producer "
-                    "does not keep any more; to go back that far, load the state's entry 'loader' into the loader and "
-                    "share it again"
+                    "no longer keeps; to go back that far, load the state's entry 'loader' into the loader and share "
+                    "it again"
                 ),
             )
         self._tell()
@@ -165,7 +165,7 @@ class Producer:
         return self._done()
 
     def _refusal(self, rank: int, connection: int) -> Reply | None:
-        """Why the consumer gets nothing."""
+        """The reason why the consumer gets nothing, if there is one."""
         name = self._terms.name
         if self._failure is not None:
             text = "".join(traceback.format_exception(self._failure))
@@ -195,7 +195,7 @@ class Producer:
     # ---- producing
 
     def _tell(self) -> None:
-        """Something has changed: wakes all who wait."""
+        """Something has changed: wakes all waiting calls."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -207,13 +207,13 @@ class Producer:
             while True:
                 await self._go_on()
                 self._tell()
-        except BaseException as error:  # else the consumers would wait for ever
+        except BaseException as error:  # otherwise the consumers would wait for ever
             self._failure = error
             self._tell()
             raise
 
     async def _go_on(self) -> None:
-        """Does what is due, or waits until something is."""
+        """Does the next step, or waits until there is one."""
         ledger = self._ledger
         step = ledger.step()
         if step is Step.WAIT:
@@ -229,11 +229,11 @@ class Producer:
             found = await self._in_thread(self._hosted.next, ledger.front, ledger.lowest)
         if found is not None:
             ledger.add(*found)
-        if found is None if step is Step.PRODUCE else found is not None:  # the last; or `iter()` has raised
+        if found is None if step is Step.PRODUCE else found is not None:  # the last one; or `iter()` has raised
             ledger.end()
 
     async def _wait(self) -> None:
-        """Until something changes; drops those consumers that have been waited for too long."""
+        """Waits until something changes; drops consumers that have kept the others waiting for too long."""
         timeout, changed = self._terms.consumer_timeout, self._changed
         if timeout is None or not self._ledger.held_up_by():
             await changed.wait()

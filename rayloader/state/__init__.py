@@ -1,1 +1,1 @@
-"""What it takes to go on elsewhere: snapshots, journals, states."""
+"""What is needed to continue elsewhere: snapshots, journals, states."""

@@ -1,8 +1,8 @@
-"""Where the user is in a loader's stream: `state_dict` and back.
+"""The user's position in a loader's stream: saved as a state, and loaded again.
 
-Promise: a state is made of plain types and tensors (but for what a dataset's or sampler's own `state_dict` gives), and
-says all that it takes to go on with the same stream: the generators of this process from before the epoch, how much of
-it the user has taken, and a snapshot of each worker. What does not fit is refused.
+Promise: a state consists of plain types and tensors (except for the results of a dataset's or sampler's own
+`state_dict`), and contains everything needed to continue the same stream: the generators of this process from before
+the epoch, how much of it the user has taken, and a snapshot of each worker. A state that does not fit is refused.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rayloader.state.worker_parts import new_worker
 
 FORMAT, VERSION = "rayloader", 10
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
-# Batches taken of the epoch that is under way, by torchdata's name: Accelerate lowers it where it has fetched batches
+# Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 TAKEN = "_num_yielded"
-# What a state and a loader must have in common: with another value of these, the stream is another one.
+# What a state and a loader must have in common: other values of these mean another stream.
 _FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
 _FITTING = operator.attrgetter(*_FITS)
 
@@ -39,12 +39,12 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     """The state of a loader.
 
     Args:
-        loader: whose.
+        loader: the loader.
         position: of its last iterator; None: it has not begun one.
-        num_workers: of the loader's own next epoch.
+        num_workers: the number of workers of the loader's next epoch.
 
     Raises:
-        StateError: the dataset or the sampler could not tell its state.
+        StateError: the state of the dataset or the sampler could not be saved.
     """
     packed, stateful = None, False
     if position is None:
@@ -81,10 +81,10 @@ def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _program(loader: Any, samplers: Samplers, parts: Parts, *, stateful: bool, asked: bool) -> dict[str, Any]:
-    """What is the program's own: the generators and samplers as they are now; without workers the dataset too."""
+    """The program's own part: the current generators and samplers; without workers the dataset too."""
     own, now, tells = samplers.own_state(), samplers.random(), stateful or samplers.is_stateful(None)
     if own.error:
-        raise StateError(f"the sampler could not tell its state:\n{own.error}")
+        raise StateError(f"the sampler could not save its state:\n{own.error}")
     return {
         "now": parts.part("now", now, now.pack, RandomState.equals),
         "sampler": parts.part(
@@ -104,12 +104,12 @@ def _program(loader: Any, samplers: Samplers, parts: Parts, *, stateful: bool, a
 
 
 def _now(state: dict[str, Any]) -> Moment:
-    """What the samplers were when the state was saved."""
+    """The state of the samplers when the state was saved."""
     return Moment.unpack((state["now"], state["sampler"]["attributes"]))
 
 
 def load(loader: Any, state: Any) -> dict[str, Any]:
-    """Puts what is the program's own to where it was when the state was saved; see NOTE [What a state moves].
+    """Restores everything that is the program's own; see NOTE [What a state moves].
 
     Returns:
         The state, for the next `iter()`.
@@ -137,7 +137,7 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
 
 
 def _warn_of_more(loader: Any, samplers: Samplers) -> None:
-    """In the middle of an epoch a sampler that does not draw the same again is an error; here nothing is drawn."""
+    """In the middle of an epoch a sampler that does not reproduce its draws is an error; here nothing is drawn."""
     if samplers.keep_more(loader.dataset, [] if loader.num_workers else local_state.generators_of(loader)):
         warnings.warn(
             f"the sampler ({samplers.name}) gives another order each time that it is asked, with the same random "
@@ -149,11 +149,11 @@ def _warn_of_more(loader: Any, samplers: Samplers) -> None:
 
 
 def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tuple[dict[str, Any] | None, int]:
-    """What a loader of `num_workers` goes on with of the position in a state, and with how many workers.
+    """The part of a state's position that a loader of `num_workers` continues, and with how many workers.
 
-    The rest of an epoch is that of the workers that began it. The next epoch has new workers, of the loader's own
-    number; persistent ones of the same number go on. Where the batches do not depend on the workers, it is the
-    loader's own number at once.
+    The rest of an epoch depends on the workers that began it. The next epoch has new workers, of the loader's own
+    number; persistent ones of the same number continue. If the batches do not depend on the workers, the loader's
+    own number applies at once.
     """
     if state is not None:
         _check_workers(loader, state, num_workers)
@@ -172,14 +172,14 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
 
 
 def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None:
-    """Raises StateError where a state with workers is for a loader without, or the other way round, and that matters.
+    """Raises StateError if a state with workers is for a loader without, or vice versa, and that matters.
 
     Without workers the samples draw from the program's own generators.
     """
     if bool(state["num_workers"]) == bool(num_workers):
         return
     what = f"the state is of a loader with num_workers={state['num_workers']}, this one has {num_workers}"
-    remedy = "make the loader with workers, or without, as the one that was saved"
+    remedy = "create the loader with workers, or without, like the one that was saved"
     if loader.seeding != "batch":
         raise StateError(
             f"{what}: without workers the samples draw from the program's own random generators, and with workers each "
@@ -197,7 +197,7 @@ def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None
 
 
 def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
-    """One state for this rank, of those of all ranks, which may have been another number.
+    """One state for this rank, from those of all ranks, whose number may have been different.
 
     Raises:
         StateError: they do not belong together, or not to this loader.
@@ -224,13 +224,13 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
     if loader._dataset_kind or not is_outermost or any(state["sampler"]["tells"] for state in states):
         raise StateError(
             f"the states are of {len(states)} ranks, and this loader is one of {own['num_replicas']}: the number can "
-            "change where the loader itself deals a sampler's samples or batches out (num_replicas and rank, or "
+            "change where the loader itself divides a sampler's samples or batches (num_replicas and rank, or "
             "torch's DistributedSampler), and the sampler has no state_dict(). Other loaders, those of iterable "
-            "datasets too, go on with as many ranks"
+            "datasets too, continue only with as many ranks"
         )
     positions = [state["position"] for state in states]
     state = make_state(loader, None, states[0]["num_workers"])
-    # One that has asked the sampler knows what that has drawn from its generators, which is the same in all ranks.
+    # A rank that has read the sampler knows what it has drawn from its generators, which is the same in all ranks.
     lead = next((rank for rank, position in enumerate(positions) if position is not None and position["draws"]), 0)
     state["now"], state["sampler"]["attributes"] = samplers.of_this_rank(_now(states[lead])).pack()
     for name in ("progress", "asked"):
@@ -242,7 +242,7 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
     assert part is not None
     _, stages = _epoch_of(positions[lead])
     if not stages and not any(position["draws"] for position in positions):
-        return sealed(state, KEYS)  # the epoch begins when the sampler is asked
+        return sealed(state, KEYS)  # the epoch begins when the sampler is read
     first = Start.unpack(positions[lead]["begin"]["starts"][0])
     start = samplers.of_this_rank(first.drawing or first.moment)
     with samplers.at(start):
@@ -260,9 +260,9 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
             checksums.add(indices)
         if not checksums.as_expected:
             raise StateError(
-                f"the sampler does not give the same indices again that rank {rank} got before its state was saved; "
-                "make dataset and sampler (seed, shuffle, drop_last) as those that were saved. If they are: the ranks "
-                "had drawn different orders, by random generators of the sampler's that were seeded differently"
+                f"the sampler did not reproduce its indices, those that rank {rank} got before its state was saved; "
+                "create dataset and sampler (seed, shuffle, drop_last) like those that were saved. If they are alike, "
+                "the ranks had drawn different orders, by generators of the sampler that were seeded differently"
             )
     taken = [
         [(0, p["next_task"] * (size or 1)), *((t * (size or 1), (t + 1) * (size or 1)) for t in p["ahead"])]
@@ -277,10 +277,10 @@ def _epoch_of(position: dict[str, Any]) -> tuple[int | None, list[list[redeal.Ra
 
 
 def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list[str]]:
-    """Raises StateError unless the state fits the loader; it may be another rank's with `any_rank`.
+    """Raises StateError unless the state fits the loader; with `any_rank` it may be another rank's.
 
     Returns:
-        Of each of the loader's samplers the attributes that the state puts to what they were.
+        For each of the loader's samplers, the attributes that the state restores.
     """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise StateError(f"this is not a state of a rayloader.DataLoader: {reprlib.repr(state)}")
@@ -292,7 +292,7 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
     taken = _taken(state["position"])
     if (dispatched := state[TAKEN]) != taken:
         raise StateError(
-            f"the state tells {taken} batches that were taken, and {TAKEN}={dispatched!r} that were dispatched: with "
+            f"the state says that {taken} batches were taken, and {TAKEN}={dispatched!r} dispatched: with "
             "dispatch_batches=True (Accelerate's default for iterable datasets) one process fetches the batches of "
             "all; use dispatch_batches=False, or save between two epochs"
         )
@@ -302,7 +302,7 @@ def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list
         if saved.get(name) != value and not (any_rank and name in RANK):
             raise StateError(
                 f"the state is of a loader with {name}={saved.get(name)!r}, this one has {value!r}: its batches would "
-                "not be the rest of the same stream; make the loader as the one that was saved"
+                "not be the rest of the same stream; create the loader like the one that was saved"
                 + (", or load the list of all ranks' states" if name in RANK else "")
             )
     sampler = state["sampler"]
@@ -330,6 +330,6 @@ def _length(loader: Any) -> int | None:
 
 
 def _ranks(loader: Any, samplers: Samplers) -> dict[str, int]:
-    """Which of how many ranks the loader is; nothing if it is not one of several."""
+    """The loader's rank and number of ranks; empty if it is not one of several."""
     told: Any = samplers.part if samplers.part is not None else loader._ranks
     return {} if told is None else {name: getattr(told, name) for name in RANK}

@@ -1,8 +1,9 @@
-"""A checksum of a batch, for the question whether a batch that was built again is the one that was delivered.
+"""A checksum of a batch, to tell whether a rebuilt batch is the one that was delivered.
 
 Promise: equal batches have equal digests, in any process. Different ones have different digests unless they differ only
-where nobody looks: a large buffer, a long list is sampled, and of what is neither data nor a container nor has
-attributes only the type counts. It never raises, calls no code of the user's, and takes microseconds.
+in parts that are not read: large buffers and long lists are sampled, and of objects that are neither data nor
+containers nor have attributes only the type counts. It never raises, calls no code of the user's, and takes
+microseconds.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from rayloader.transport import plain
 from rayloader.transport.codec import Encoded
 from rayloader.transport.raw import memory
 
-_ALL = 2048  # bytes: a buffer up to this size is looked at as a whole
-_SAMPLES = 256  # bytes of a larger one
-_ITEMS = 64  # of a list
-_BUDGET = 512  # objects of a batch
+_ALL = 2048  # bytes: a buffer up to this size is read completely
+_SAMPLES = 256  # bytes read of a larger one
+_ITEMS = 64  # items read of a list
+_BUDGET = 512  # objects read of a batch
 _DEPTH = 20
 _WHOLE_NUMBER = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
 
 
 def chain(checksum: int, before: int) -> int:
-    """The checksum of several batches, of that of the last and that of those before it."""
+    """The checksum of several batches, from that of the last and that of those before it."""
     return zlib.crc32(checksum.to_bytes(4, "little"), before)
 
 
 def digest(batch: Any, encoded: Encoded | None = None) -> int:
-    """The checksum of a batch, what `collate_fn` gave; where it was encoded, always or never, that spares time."""
-    if encoded is not None and encoded.skeleton[0] == plain.MARK:  # its skeleton says all but the data
+    """The checksum of a batch from `collate_fn`. Pass `encoded` always or never: it saves time."""
+    if encoded is not None and encoded.skeleton[0] == plain.MARK:  # its skeleton describes everything except the data
         checksum = zlib.crc32(encoded.skeleton)
         for buffer in encoded.buffers:
             checksum = zlib.crc32(_sample(buffer), checksum)
         return checksum
-    # A pickle also says which of its parts are the same object: that may depend on what a dataset has cached.
+    # A pickle also records which of its parts are the same object: that may depend on what a dataset has cached.
     try:
         return _Walk().of(batch, 0, 0)
-    except Exception:  # an object that does not even tell its attributes
+    except Exception:  # an object that does not even reveal its attributes
         return zlib.crc32(type(batch).__qualname__.encode())
 
 
@@ -53,7 +54,7 @@ class _Walk:
         self.left = _BUDGET
 
     def of(self, obj: Any, before: int, depth: int) -> int:  # noqa: C901 # for each part of a batch, without a call more
-        """The checksum of an object and of what came before it."""
+        """The checksum of an object and of everything before it."""
         kind = type(obj)
         if kind is torch.Tensor:
             return _tensor(obj, before)
@@ -136,7 +137,7 @@ def _bytes(content: np.ndarray[Any, Any], before: int) -> int:
 
 
 def _sample(content: Any) -> Any:
-    """All of it, or bytes from all over it: of numbers as well the lower bytes as the higher ones."""
+    """All of it, or bytes sampled from all over it: of numbers, the lower bytes as well as the higher ones."""
     nbytes = len(content)
     if nbytes <= _ALL:
         return content

@@ -1,8 +1,8 @@
-"""What the sampler gives for a task: as it was when it was drawn, and a checksum of the values.
+"""The sampler's indices for a task: as they were when they were drawn, and a checksum of the values.
 
-Promise: a sampler may reuse and overwrite what it yields, as one that yields views of one array does; a worker gets
-what was drawn, whenever it is told, and told again. The checksum depends on all values and on nothing else: not on
-what lies beside them in memory.
+Promise: a sampler may reuse and overwrite what it yields, for instance views of one array; a worker still gets
+the drawn values, whenever and however often it is told. The checksum depends on all values and on nothing else: not on
+data beside them in memory.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Drawn(NamedTuple):
 
     @property
     def indices(self) -> Any:
-        """The object that the sampler gave, made again."""
+        """The sampler's object, created again."""
         return decoded(self.encoded)
 
 
 def decoded(encoded: codec.Encoded) -> Any:
-    """What was encoded, made again in memory of its own."""
+    """The encoded object, created again in memory of its own."""
     return codec.decode(encoded.skeleton, raw.writable_copies(encoded.buffers), encoded.carried)
 
 
 def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:
-    """Takes down what the sampler gave.
+    """Records the indices that the sampler yielded.
 
     Args:
         indices: anything that can be pickled.
@@ -47,14 +47,14 @@ def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:
     if not encoded.buffers:
         return Drawn(encoded, zlib.crc32(encoded.skeleton, before))
     encoded = encoded._replace(buffers=[memoryview(bytes(buffer)) for buffer in encoded.buffers])
-    # The skeleton says where in its memory a tensor lies, and the buffers hold what lies beside it.
+    # The skeleton contains a tensor's place in memory, and the buffers contain the data beside it.
     values = io.BytesIO()
     _Values(values, protocol=5).dump(indices)
     return Drawn(encoded, zlib.crc32(values.getbuffer(), before))
 
 
 class _Values(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles tensors as what they hold."""
+    """Pickles tensors by their values."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized and not obj.is_nested:

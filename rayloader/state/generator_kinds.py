@@ -1,6 +1,6 @@
-"""The random generators of Python, NumPy and torch: which there are, their states, and how one is made from a state.
+"""The random generators of Python, NumPy and torch: their kinds, their states, and how to create one from a state.
 
-Promise: a state that `state_of` gives, set by `set_state` in a generator that it suits, makes the same draws.
+Promise: a state from `state_of`, set by `set_state` in a generator that it suits, leads to the same draws.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 import numpy as np
 import torch
 
-_SEED = "seed_seq"  # beside what NumPy has in a state
+_SEED = "seed_seq"  # added to NumPy's own state
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 
 
 def engine(generator: Any) -> Any:
-    """What holds a generator's state: NumPy's generators may share one."""
+    """The object that holds a generator's state: NumPy's generators may share one."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator
     return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator
 
 
 def engines(generators: Iterable[Any]) -> set[int]:
-    """The identities of what holds their states."""
+    """The identities of the objects that hold their states."""
     return {id(engine(generator)) for generator in generators}
 
 
 def state_of(generator: Any) -> Any:
-    """A generator's state as it tells it."""
+    """A generator's state as it reports it."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
         bits = engine(generator)
-        # How many generators were spawned of it is in what it was seeded with.
+        # The number of generators spawned from it is in its seed sequence.
         has_seed = type(bits.seed_seq) is np.random.SeedSequence
         return {**bits.state, _SEED: _plain_seed(bits.seed_seq)} if has_seed else bits.state
     if isinstance(generator, np.random.RandomState):
@@ -58,7 +58,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _plain_seed(seed: np.random.SeedSequence) -> dict[str, Any]:
-    """Its state, equal to that of another one that gives the same, whatever kinds of numbers it was made of."""
+    """Its state, equal for sequences that give the same numbers, whatever kinds of numbers they were made from."""
     return {**seed.state, "entropy": _plain(seed.entropy), "spawn_key": _plain(seed.spawn_key)}
 
 
@@ -69,24 +69,24 @@ def _plain(numbers: Any) -> Any:
 
 
 def _set_seed(seed: Any, state: dict[str, Any]) -> None:
-    """In place, for the program may hold it too; which NumPy itself does where it is unpickled."""
+    """Sets it in place, because the program may hold it too; NumPy itself does so when unpickling."""
     if type(seed) is np.random.SeedSequence:
         seed.__setstate__(np.random.SeedSequence(**state).__reduce__()[2])  # type: ignore[attr-defined]
 
 
 def suit(generators: list[Any], states: Sequence[Any]) -> bool:
-    """Whether these states can be of these generators: of as many, each of its kind."""
+    """Whether these states can belong to these generators: the same number, each of its kind."""
     return len(generators) == len(states) and all(map(suits, generators, states))
 
 
 def suits(generator: Any, state: Any) -> bool:
-    """Whether this state can be of a generator of this kind."""
+    """Whether this state can belong to a generator of this kind."""
     own = state_of(generator)
     return type(own) is type(state) and (type(own) is not dict or own["bit_generator"] == state["bit_generator"])
 
 
 def distinct(found: Iterable[Any]) -> list[Any]:
-    """The generators to be followed: each state once, without the global ones and those that can't tell their state."""
+    """The generators to follow: each state once, without the global ones and those that do not reveal their state."""
     chosen: dict[int, Any] = {}
     shared = {id(engine(obj)) for obj, *_ in global_generators()}
     for generator in found:
@@ -100,7 +100,7 @@ def distinct(found: Iterable[Any]) -> list[Any]:
 
 
 def global_generators() -> tuple[tuple[Any, Any, str], ...]:
-    """Those that draw for the functions of their modules, each with where it is bound, and as what."""
+    """The generators that the functions of their modules draw from, each with where it is bound, and by which name."""
     numpy = np.random.mtrand
     return (
         (random._inst, random, "_inst"),
@@ -111,18 +111,18 @@ def global_generators() -> tuple[tuple[Any, Any, str], ...]:
 
 
 def generator_types() -> set[type]:
-    """`KINDS` and the classes below them that there are by now."""
+    """`KINDS` and all their current subclasses."""
     return set().union(*map(with_subclasses, KINDS))
 
 
 def with_subclasses(kind: type) -> set[type]:
-    """This class and all below it."""
+    """This class and all its subclasses."""
     below: list[type] = type.__subclasses__(kind)
     return {kind}.union(*map(with_subclasses, below))
 
 
 def kind_of(generator: Any) -> str:
-    """What `make_generator` makes such a one of; empty: it can't."""
+    """The `kind` with which `make_generator` creates such a generator; empty: it can't."""
     kind = type(generator)
     if kind in (random.Random, np.random.Generator, np.random.RandomState):
         return kind.__name__
@@ -132,10 +132,10 @@ def kind_of(generator: Any) -> str:
 
 
 def make_generator(kind: str, state: Any) -> Any:
-    """A generator that a state suits, not yet with that state.
+    """Creates a generator that a state suits, not yet in that state.
 
     Raises:
-        TypeError: only the program can make such a one.
+        TypeError: only the program can create such a one.
     """
     match kind:
         case "Random":
@@ -149,5 +149,5 @@ def make_generator(kind: str, state: Any) -> Any:
 
 
 def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
-    """As `isinstance`, which asks objects of the user's what they claim to be."""
+    """Like `isinstance`, but without asking the user's objects what they claim to be."""
     return issubclass(type(obj), kinds)

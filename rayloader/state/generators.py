@@ -1,17 +1,17 @@
-"""Random generators that user code holds: found in an object, in a replica, and where its code makes them later.
+"""Random generators that user code holds: found in an object, in a replica, and where its code creates them later.
 
 Promise: `find_generators` lists the generators that an object holds, however many and however deep. A worker's
-`Generators` also knows those that were made after its replica was opened, by the paths that lead to them, and puts
-their states back in another process that has the same replica.
+`Generators` also knows those that were created after its replica was opened, by the paths that lead to them, and
+restores their states in another process that has the same replica.
 
-NOTE [Given and later]. The pickler that ships a replica meets each generator in it, and `reduce_generator` has the
-worker's unpickler note each one: these are *given*, in an order that is the same in every worker, and need no search.
-The *later* ones (made by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample) are found among
-the objects that Python's collector tracks and those that names of modules are bound to anew, and the paths to them by a
-walk from the replica and from the modules that were imported since the process started. In another process a later one
-is looked up by its path and given its state; if it is not there yet it is made. A generator that no path leads to (in
-the frame of an iterator, for instance) is not followed: batches that are built again are compared with what was
-delivered (digest.py).
+NOTE [Given and later]. The pickler of a replica meets each generator in it, and `reduce_generator` makes the
+worker's unpickler record each one: these are *given*, in an order that is the same in every worker, and need no search.
+The *later* ones (created by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample) are found
+among the objects that Python's garbage collector tracks and those newly bound to names in modules, and the paths to
+them by a walk from the replica and from the modules that were imported since the process started. In another process a
+later one is looked up by its path and given its state; if it does not exist yet it is created. A generator that no path
+leads to (in the frame of an iterator, for instance) is not followed: rebuilt batches are compared with the delivered
+ones (digest.py).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from rayloader.state.module_globals import is_own_module, is_own_name
 from rayloader.state.namespaces import namespace_of
 from rayloader.state.object_paths import Node, Path, follow, in_words, put, walk
 
-_OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that is nobody else's
+_OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that nothing else refers to
 
 
 def find_generators(obj: Any) -> list[Any]:
-    """The random generators that an object holds, in an order that depends on nothing but the object.
+    """The random generators that an object holds, in an order that depends only on the object.
 
-    Of classes that the program has not written, only what is bound to their own names and to those of their bases.
+    Of classes that the program has not written, only attributes of themselves and of their bases are searched.
     """
     kinds: dict[int, type] = {}
     walked = walk(
@@ -74,7 +74,7 @@ _noted: list[Any] | None = None
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Any]]:
-    """Gives a list of the generators that are unpickled meanwhile, in the process's one thread that unpickles."""
+    """Yields a list that collects the generators unpickled meanwhile, in the process's one thread that unpickles."""
     global _noted
     _noted = []
     try:
@@ -84,9 +84,9 @@ def noting() -> Iterator[list[Any]]:
 
 
 def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
-    """How a replica's pickler reduces a generator: as usual (`reduced`), and noted where it is unpickled.
+    """How a replica's pickler reduces a generator: as usual (`reduced`), and recorded when it is unpickled.
 
-    The global ones are pickled by name: what is bound to one of them in the driver is bound to the worker's there, as
+    The global ones are pickled by name: a reference to one of them in the driver becomes one to the worker's, as
     after a fork.
     """
     for one, owner, name in global_generators():
@@ -118,12 +118,12 @@ def _note(make: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Later(NamedTuple):
-    """The state of a generator that was made after the replica was opened."""
+    """The state of a generator that was created after the replica was opened."""
 
     paths: tuple[Path, ...]
-    kind: str  # what to make where it is missing; empty: that is not known
+    kind: str  # what to create if it is missing; empty: unknown
     state: Any
-    lasting: bool  # it was not made anew since the last look: what it gives next depends on its state
+    lasting: bool  # it was not replaced since the last look: its next draws depend on its state
 
 
 class Generators:
@@ -131,14 +131,15 @@ class Generators:
 
     Args:
         replica: the objects of the replica, by name.
-        noted: the generators that were met when it was unpickled.
-        before: those that lived in the process before: what other loaders have left in its modules is not followed.
+        noted: the generators that were recorded when it was unpickled.
+        before: those that existed in the process before: those that other loaders have left in modules are not
+            followed.
         placed: those of the program's modules.
-        alone: no other worker of this process follows these.
+        alone: whether no other worker of this process follows these.
 
     Attributes:
-        given: of the replica.
-        settled: whether the last look found none that the one before it had not.
+        given: those of the replica.
+        settled: whether the last look found no new ones.
     """
 
     def __init__(
@@ -158,9 +159,9 @@ class Generators:
         self._others = [*noted, *before]  # keeps their identities
         self._known = engines(self._others) - engines(followed.values())
         self._later: list[tuple[tuple[Path, ...], Any, bool]] = [(*one, True) for one in followed.items()]
-        self._waiting: list[Later] = []  # of modules that are not imported yet
-        self._in_vain: list[Any] = []  # to which no path led, not from any module
-        # What modules have made while the replica was opened: in another process they make it again.
+        self._waiting: list[Later] = []  # for modules that are not imported yet
+        self._in_vain: list[Any] = []  # that no path leads to, from any module
+        # Those that modules created while the replica was opened: in another process they create them again.
         self._at_start: dict[int, tuple[Any, bytes]] = {}
         for one in living_generators() if replica else []:
             if id(engine(one)) not in self._known:
@@ -169,7 +170,7 @@ class Generators:
         _in_this_process.add(self)
 
     def look(self, *, new_last: bool = True) -> tuple[Later, ...]:
-        """The later ones as they are now; `new_last`: those that are seen for the first time count as lasting."""
+        """The current later ones; `new_last`: those that are seen for the first time count as lasting."""
         self._in_vain = [generator for generator in self._in_vain if sys.getrefcount(generator) > _OWN_REFERENCES]
         followed = []
         for paths, before, _ in self._later:
@@ -183,7 +184,7 @@ class Generators:
             elif is_a(generator := self._at((paths := _those_there_first(one.paths))[0]), KINDS):
                 followed.append((paths, generator, one.lasting))
         seen = engines(generator for _, generator, _ in followed)
-        others = set().union(*(worker._known for worker in _in_this_process))  # whose replicas are beside this one
+        others = set().union(*(worker._known for worker in _in_this_process))  # whose replicas are in this process too
         living = living_generators()
         unknown = engines(living) - others - seen
         known = len(followed)
@@ -202,21 +203,21 @@ class Generators:
         found = []
         for paths, generator, lasting in followed:
             state = state_of(generator)
-            # Else another process has it as the driver has, or as its module has made it.
+            # Otherwise another process has it in the driver's state, or as its module has created it.
             if not self._placed.is_untouched(generator, state) and not self._is_as_made(paths, generator, state):
                 found.append(Later(paths, kind_of(generator), state, lasting))
         return (*found, *self._waiting)
 
     def _is_as_made(self, paths: tuple[Path, ...], generator: Any, state: Any) -> bool:
-        """Whether nobody has drawn from one since the start that no path leads to in another process."""
+        """Whether one that no path leads to in another process has not been drawn from since the start."""
         made = self._at_start.get(id(generator))
         return all(None in path for path in paths) and made is not None and made[1] == pickle.dumps(state)
 
     def put_back(self, later: tuple[Later, ...]) -> None:
-        """Gives the later ones the states that they had in another process.
+        """Restores the states that the later ones had in another process.
 
         Raises:
-            ReplayError: one is not there, and can't be made.
+            ReplayError: one does not exist, and can't be created.
         """
         self._later, self._waiting = [], []
         given = engines(self.given)
@@ -229,7 +230,7 @@ class Generators:
             generator = self._at(paths[0])
             fits = is_a(generator, KINDS) and id(engine(generator)) not in self._known
             if not fits and is_a(generator, KINDS) and paths[0][0] is not None and paths[0][0][0] == "module":
-                # A worker that this process has hosted before has imported the module: workers share what it holds.
+                # A worker that this process hosted before has imported the module: workers share its contents.
                 fits = id(engine(generator)) not in given
                 self._known -= {id(engine(generator))} - given
             try:
@@ -240,7 +241,7 @@ class Generators:
                 set_state(generator, state)
             except Exception as error:
                 if not lasting:
-                    continue  # made anew for each sample: nothing depends on its state
+                    continue  # created again for each sample: nothing depends on its state
                 raise ReplayError(
                     f"the random generator at {in_words(paths[0])} was made while loading, and can't be made again in "
                     "another process; make it in __init__ or in worker_init_fn, or give the dataset state_dict() and "
@@ -249,7 +250,7 @@ class Generators:
             self._later.append((paths, generator, lasting))
 
     def _reached(self, wanted: set[int], others: Iterable[tuple[Node, Any]]) -> dict[tuple[Path, ...], Any]:
-        """Those of the wanted generators that are reached from the replica and others, by the paths to each."""
+        """The wanted generators that are reached from the replica and others, by the paths to each."""
         reached: dict[int, tuple[list[Path], Any]] = {}
         for path, generator in walk(itertools.chain(self._replica_roots(), others)):
             if id(engine(generator)) in wanted:
@@ -261,9 +262,9 @@ class Generators:
             yield (None, ("root", name)), obj
 
     def _module_roots(self, deep: Callable[[types.ModuleType], bool]) -> Iterator[tuple[Node, Any]]:
-        """What modules hold: of those for which `deep` says no, only the generators that they or their classes name.
+        """The contents of modules: if `deep` says no, only the generators that they or their classes name.
 
-        Of modules that were there when the process started, only those that they name themselves.
+        Of modules that existed when the process started, only those that they name themselves.
         """
         kinds = generator_types()
         classes: set[int] = set()
@@ -284,7 +285,7 @@ class Generators:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether the module that a path leads from is imported, if it is one."""
+    """Whether the module that a path starts from is imported, if it starts from one."""
     return path[0] is None or path[0][0] != "module" or path[0][1] in sys.modules
 
 

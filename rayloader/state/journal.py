@@ -1,13 +1,13 @@
-"""What one worker was told, what it answered, and its snapshots: enough to go on with it in another process.
+"""The calls made to one worker, its answers, and its snapshots: enough to continue it in another process.
 
-Promise: pure bookkeeping. A worker that starts from `state` and is told `entries` again is where the lost one was to
-be; one that starts from `base` and builds the tasks in `replay` again is where the user is.
+Promise: pure bookkeeping. A worker that starts from `state` and is told `entries` again reaches the position of the
+lost one; a worker that starts from `base` and rebuilds the tasks in `replay` reaches the user's position.
 
-NOTE [Proof]. Whether a worker can be brought to where another process was shows when it builds something again that was
-delivered: the digests of the two batches must be equal. So `state` and `base` are snapshots from before the last task
-that was answered, or taken, and at least that one is built again. In an epoch of which nothing was answered, or taken,
-that is one of the epoch before: the snapshot of the epoch's start proves nothing. A dataset that tells its own state is
-believed; and of a stream that has ended nothing can be built.
+NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuilds a delivered batch: the digests
+of the two must be equal. So `state` and `base` are snapshots from before the last task
+that was answered, or taken, and at least that one is rebuilt. If nothing of an epoch was answered, or taken,
+it is one of the previous epoch: the snapshot of the epoch's start proves nothing. A dataset with a state of its own is
+trusted; and for a stream that has ended nothing can be built.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Told:
 
     task_id: int
     indices: Encoded
-    digest: int | None = None  # of what it answered; None: it has not
+    digest: int | None = None  # of the batch that it answered; None: it has not
 
 
 class Resumed(NamedTuple):
@@ -48,7 +48,7 @@ class Before(NamedTuple):
 
     @property
     def proves(self) -> bool:
-        """Whether that can be done again, and on the way something is built that was delivered."""
+        """Whether that can be repeated, and a delivered batch is rebuilt on the way."""
         error = "" if self.state is None else self.state.error
         known = [entry for entry in self.entries if isinstance(entry, Told) and entry.digest is not None]
         return not error and bool(known)
@@ -58,13 +58,13 @@ _NOTHING = Before()
 
 
 class Journal:
-    """Of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
+    """The journal of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
 
     def __init__(self) -> None:
-        self.base: WorkerState | None = None  # newest snapshot that the user has got past; None: as `start` makes it
+        self.base: WorkerState | None = None  # newest snapshot that the user has passed; None: as `start` makes it
         self._snapshots: deque[WorkerState] = deque()  # after `base`, oldest first
         self._told: dict[int, Told] = {}  # after `base`, by task, ascending
-        # Those of them that the user has taken. It is only added to: where some leave, it is another dict.
+        # Those that the user has taken. Only added to: to remove some, another dict takes its place.
         self.replay: dict[int, Told] = {}
         self._last_answered = -1
         self.last_taken = -1  # task
@@ -72,7 +72,7 @@ class Journal:
         self._shared_seed: int | None = None  # of this epoch, if that is not the first
         self.begun = True  # `base` is of this epoch
         self.rewinds = False  # tasks that the user has not taken may yet have to be undone: `state` is before them
-        self.resumed: Any = None  # until it is: where the snapshot of the epoch's start will come from
+        self.resumed: Any = None  # until the epoch's first snapshot has come: where that will come from
 
     @property
     def state(self) -> WorkerState | None:
@@ -86,12 +86,12 @@ class Journal:
 
     @property
     def shared_seed(self) -> int | None:
-        """Of the epoch of `state`, if that is not the first."""
+        """The shared seed of the epoch of `state`, if that is not the first."""
         return self._before.shared_seed if self._starts_before else self._shared_seed
 
     @property
     def before(self) -> Before | None:
-        """Where the worker that is at `base` must be started to prove that it is; None: at `base` itself."""
+        """Where a worker must be started to prove that it reaches `base`; None: at `base` itself."""
         return self._before if self._before.entries and self.last_taken < 0 else None
 
     @property
@@ -100,35 +100,35 @@ class Journal:
 
     @property
     def newest(self) -> WorkerState | None:
-        """The newest snapshot, for what it says of the worker at all; None if there is none."""
+        """The newest snapshot, for information about the worker; None if there is none."""
         return self._snapshots[-1] if self._snapshots else self.base
 
     @property
     def entries(self) -> list[Told | Resumed]:
-        """What it was told after `state`."""
+        """The calls after `state`."""
         return [*self._before.entries, *self.tasks] if self._starts_before else [*self.tasks]
 
     @property
     def tasks(self) -> list[Told]:
-        """Those of `entries` that are of the current epoch."""
+        """The tasks in `entries` that are of the current epoch."""
         state = None if self._starts_before else self.state
         done = -1 if state is None else state.last_task
         return [told for told in self._told.values() if told.task_id > done]
 
     @property
     def remembers(self) -> bool:
-        """Whether what the worker builds depends on what it has built, though each batch is seeded anew."""
+        """Whether the worker's batches depend on its earlier ones, even if each batch is seeded by itself."""
         state = self.newest
         if state is None:
-            return bool(self.replay)  # it has not told what its dataset holds
+            return bool(self.replay)  # it has not reported what its dataset holds
         return bool(state.dataset or state.iterator or state.random.others or state.random.later)
 
     def told(self, task: Told) -> None:
-        """The worker was given something more to do."""
+        """The worker was given another task or epoch."""
         self._told[task.task_id] = task
 
     def untell(self, from_task: int) -> bool:
-        """Back to before it was told this task of the current epoch, or a later one; whether it was."""
+        """Goes back to before it was told this task of the current epoch, or a later one; returns whether it was."""
         kept = {task_id: told for task_id, told in self._told.items() if task_id < from_task}
         if len(kept) == len(self._told):
             return False
@@ -139,10 +139,10 @@ class Journal:
         return True
 
     def begins(self, resumed: Resumed, *, undoes: bool = True) -> None:
-        """A new epoch begins; `undoes`: what was built from `undo_from` on must leave no trace."""
+        """A new epoch begins; `undoes`: tasks from `undo_from` on must have no effect."""
         state, entries = self.state, self.entries
         if undoes and resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
-            # What is to be undone can't be told to another process any more.
+            # Another process can no longer be told what to undo.
             state = state._replace(error="it died between an epoch that was broken off and the next")
         self._before = Before(state, (*entries, resumed), self.shared_seed)
         self._shared_seed = resumed.shared_seed
@@ -153,7 +153,7 @@ class Journal:
         self._last_answered = self.last_taken = -1
 
     def reached_begin(self, state: WorkerState) -> None:
-        """The snapshot of the epoch's start has come, a whole one."""
+        """The snapshot of the epoch's start has come, a complete one."""
         self.begun, self.resumed = True, None
         self.base = state
         if not state.is_to_be_proven or not self._before.proves:
@@ -169,19 +169,19 @@ class Journal:
         """A snapshot has come with the answer to a call."""
         state = state.over(self.newest)
         if self._snapshots and self._snapshots[-1].last_task == state.last_task:
-            self._snapshots[-1] = state  # the one before may never be got past: see NOTE [Proof]
+            self._snapshots[-1] = state  # the one before may never be passed: see NOTE [Proof]
         else:
             self._snapshots.append(state)
         self._advance()
 
     def exhausted(self) -> None:
-        """The worker's stream has ended: what it was told and has not built it never will."""
+        """The worker's stream has ended: its remaining tasks will not be built."""
         self._told = {task_id: told for task_id, told in self._told.items() if told.digest is not None}
 
     def taken(self, task_id: int) -> None:
         """The user has this task's batch; a worker's batches are taken in the order in which it built them.
 
-        Telling it twice does no harm, also after an interrupt in the midst of it, see `_advance`.
+        Calling it twice does no harm, not even after an interrupt in the middle of it, see `_advance`.
         """
         if (told := self._told.get(task_id)) is not None:
             self.replay[task_id] = told
@@ -190,18 +190,18 @@ class Journal:
         self._advance()
 
     def starts_before(self, before: Before) -> None:
-        """The worker goes on from the start of an epoch of another run's, of which the user had taken nothing."""
+        """The worker continues from the start of an epoch of another run, of which the user had taken nothing."""
         self._before, self.begun = before, False
 
     def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:
-        """The worker goes on from where another run's was, with what the user had taken since."""
+        """The worker continues from where another run's was, with the tasks that the user had taken since."""
         self.base = base
         for told in replay:
             self._told[told.task_id] = self.replay[told.task_id] = told
             self._last_answered = self.last_taken = told.task_id
 
     def _advance(self) -> None:
-        # Python lets signal handlers run when a call returns: none comes between what belongs together here.
+        # Python lets signal handlers run when a call returns: none comes between steps that belong together here.
         while self._snapshots and _is_before(self._snapshots[0], self.last_taken):
             self.base = self._snapshots[0]
             del self._snapshots[0]
@@ -213,5 +213,5 @@ class Journal:
 
 
 def _is_before(state: WorkerState, task_id: int) -> bool:
-    """Whether to go on from this snapshot where everything up to a task is known; see NOTE [Proof]."""
+    """Whether this snapshot may be used if everything up to a task is known; see NOTE [Proof]."""
     return state.last_task < task_id or (state.last_task == task_id and not state.is_to_be_proven)

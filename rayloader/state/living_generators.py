@@ -1,7 +1,7 @@
-"""The random generators that live in this process, wherever they are held.
+"""The random generators that exist in this process, whatever holds them.
 
-Promise: `living_generators` gives those that were made, or bound to a name, since the process started and since
-`freeze`, in a time that hardly grows with what the process has imported.
+Promise: `living_generators` returns those that were created, or bound to a name, since the process started and since
+`freeze`, in a time that hardly grows with the number of imported modules.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from rayloader.state.generator_kinds import distinct, generator_types, is_a, with_subclasses
 from rayloader.state.namespaces import namespace_of
 
-_CHUNK = 100_000  # objects whose referents are looked at in one go
+_CHUNK = 100_000  # objects whose referents are examined together
 
 MODULES_AT_START: set[str] = set()
 _GLOBALS_AT_START: list[dict[str, Any]] = []  # of these modules
-_SIZES_AT_START: list[int] = []  # how many each had
+_SIZES_AT_START: list[int] = []  # how many globals each had
 
 
 def note_modules() -> None:
-    """The process has imported what it needs: generators in these modules are nobody's but theirs."""
+    """The process has imported what it needs: generators in these modules belong to them alone."""
     modules = {name: module for name, module in list(sys.modules.items()) if is_a(module, types.ModuleType)}
     MODULES_AT_START.update(modules)
     _GLOBALS_AT_START[:] = map(namespace_of, modules.values())
@@ -35,26 +35,26 @@ def note_modules() -> None:
 
 
 def is_imported(kind: type) -> bool:
-    """Whether a class belongs to a module that was there when the process started; its attributes are constants."""
+    """Whether a class belongs to a module that existed when the process started; its attributes are constants."""
     return kind.__module__ in MODULES_AT_START or kind.__module__ == "builtins"
 
 
 class _Namespaces:
-    """Of the modules that were imported since the process started, and of their classes: what is bound there.
+    """The bindings in modules that were imported since the process started, and in their classes.
 
-    The collector tells nothing of what was frozen, and nothing of a generator of torch's: in one of these it is found
+    The garbage collector does not report frozen objects, nor torch's generators: here they are found
     because another object was bound to the name before.
     """
 
     def __init__(self) -> None:
         self._modules: dict[str, dict[str, Any]] = {}
         self._classes: dict[int, type] = {}  # by identity
-        # Each, what was bound there when it was last noted, and the dicts of that: the collector does not track those
-        # that hold only a generator.
+        # Each with its bindings when they were last noted, and the dicts among these: the garbage collector does not
+        # track dicts that hold only a generator.
         self._spaces: list[tuple[Mapping[str, Any], list[Any], list[dict[Any, Any]]]] = []
 
     def note(self) -> None:
-        """What is bound by now was bound before."""
+        """Notes the current bindings."""
         modules = {
             name: namespace_of(module)
             for name, module in list(sys.modules.items())
@@ -81,7 +81,7 @@ class _Namespaces:
                 yield vars(value)
 
     def new(self) -> list[Any]:
-        """What was bound since, where it was, and dicts that the collector does not track."""
+        """Objects bound since then, and dicts that the garbage collector does not track."""
         found: list[Any] = []
         for space, bound, dicts in self._spaces:
             found += itertools.filterfalse(gc.is_tracked, dicts)
@@ -99,18 +99,18 @@ _namespaces = _Namespaces()
 
 
 def freeze() -> None:
-    """What is here by now is nobody's: the search passes over it, and so does the collector."""
+    """Excludes all existing objects from the search, and from garbage collection."""
     gc.freeze()
     _namespaces.note()
 
 
 def living_generators() -> list[Any]:
-    """The generators that live in this process, made since it has started and since `freeze`."""
+    """The generators in this process that were created since its start and since `freeze`."""
     kinds = generator_types()
-    objects = gc.get_objects()  # not in a new list, which would hold itself
+    objects = gc.get_objects()  # not in a new list, which would contain itself
     objects += _namespaces.new()
     found = _of(kinds, objects)
-    # No path leads through a tensor, and there may be a great many.
+    # No path leads through a tensor, and there may be very many.
     objects = list(
         itertools.compress(objects, map(operator.is_not, map(type, objects), itertools.repeat(torch.Tensor)))
     )
@@ -131,5 +131,5 @@ def living_generators() -> list[Any]:
 
 
 def _of(kinds: set[type], objects: list[Any]) -> list[Any]:
-    """Those of the objects whose type is one of these; all in C, for there may be millions."""
+    """The objects whose type is one of these; entirely in C, because there may be millions."""
     return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))

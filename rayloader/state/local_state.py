@@ -1,6 +1,6 @@
-"""What a state holds of a loader without workers, beside its samplers: the objects that do the work in this process.
+"""The state of a loader without workers, besides its samplers: the objects that do the work in this process.
 
-Promise: pure of Ray. `capture` and `restore` are the program's own generators and dataset as they are between two
+Promise: independent of Ray. `capture` and `restore` handle the program's own generators and dataset between two
 batches; `Stream` is the iterator of an iterable dataset in the middle of an epoch.
 """
 
@@ -24,11 +24,11 @@ from rayloader.state.snapshot import dump_state, has_state, load_state
 
 
 def generators_of(loader: Any, parts: Parts | None = None) -> list[Any]:
-    """The random generators that the user's objects hold, and that the program's code behind them names.
+    """The random generators that the user's objects hold, and those that the program's code behind them names.
 
     Args:
         loader: whose dataset and `collate_fn` they are.
-        parts: of the states before this one: what code names is searched for again only after a change.
+        parts: of earlier states: generators that code names are searched again only after a change.
     """
     objects = loader.dataset, loader.collate_fn
     named = (parts or Parts()).once("named", lambda: NamedGenerators(*objects))
@@ -36,14 +36,14 @@ def generators_of(loader: Any, parts: Parts | None = None) -> list[Any]:
 
 
 def capture(loader: Any, parts: Parts) -> dict[str, Any]:
-    """The generators, global ones and the dataset's, and what the dataset tells.
+    """The generators, global ones and the dataset's, and the dataset's own state.
 
     Args:
         loader: whose dataset it is.
-        parts: of the states before this one.
+        parts: of earlier states.
 
     Raises:
-        StateError: the dataset could not tell its state.
+        StateError: the dataset's state could not be saved.
     """
     random = RandomState.capture(generators_of(loader, parts))
     packed = parts.part("process", random, random.pack, RandomState.equals)
@@ -51,7 +51,7 @@ def capture(loader: Any, parts: Parts) -> dict[str, Any]:
 
 
 def restore(loader: Any, packed: dict[str, Any]) -> None:
-    """Puts them to what they were.
+    """Restores them.
 
     Raises:
         StateError: the dataset holds other generators than the one that was saved.
@@ -60,8 +60,8 @@ def restore(loader: Any, packed: dict[str, Any]) -> None:
     if random.others is not None and not suit(generators, random.others):
         raise StateError(
             f"the state is of a dataset and collate_fn with {len(random.others)} random generators of their own, these "
-            f"have {len(generators)}, or others; make them as those that were saved, with all their generators (one "
-            "that a module, class or object makes only when it is first used is not there yet: make it before "
+            f"have {len(generators)}, or others; create them like those that were saved, with all their generators "
+            "(one that a module, class or object creates only on first use does not exist yet: create it before "
             "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
         )
     random.restore(generators)
@@ -69,20 +69,20 @@ def restore(loader: Any, packed: dict[str, Any]) -> None:
 
 
 def depends_on_the_past(packed: dict[str, Any]) -> bool:
-    """Whether batches that are seeded one by one depend on what was built before them."""
+    """Whether batches that are seeded one by one depend on earlier batches."""
     return packed["dataset"] is not None or bool(RandomState.unpack(packed["random"]).others)
 
 
 @dataclass(slots=True)
 class Stream:
-    """The iterator of the dataset, as far as a resumption must know it.
+    """The iterator of the dataset, with what a resumption must know about it.
 
     Attributes:
-        begin: the generators before it was made; None where it need not be read again.
-        iterator: it tells its state; None if it does not, or a state was loaded and no iterator made of it yet.
-        told: what such an iterator told when the state was saved.
-        digest: of what a stream gave that is to be read again.
-        ended: it has ended in the midst of the last batch.
+        begin: the generators before it was created; None if it need not be read again.
+        iterator: if it has a state; None if it has none, or if a state was loaded and no iterator created from it yet.
+        told: the state of such an iterator when the loader's state was saved.
+        digest: of the batches of a stream that must be read again.
+        ended: whether it has ended in the middle of the last batch.
     """
 
     begin: RandomState | None = None
@@ -92,7 +92,7 @@ class Stream:
     ended: bool = False
 
     def pack(self, parts: Parts) -> dict[str, Any]:
-        """As part of a state; `parts`: of the states of the same position."""
+        """The stream as part of a state; `parts`: of the states of the same position."""
         told = self.told if self.iterator is None else told_by(self.iterator)
         return {
             "begin": None if self.begin is None else parts.part("begin", self.begin, self.begin.pack),
@@ -109,17 +109,17 @@ class Stream:
 
 
 def told_by(obj: Any) -> bytes | None:
-    """What `state_dict` of an object of the user's gives; None if it has none."""
+    """The `state_dict` of an object of the user's, pickled; None if it has none."""
     if not has_state(obj):
         return None
     try:
         return dump_state(obj)
     except Exception:  # the user's own
-        raise StateError(f"{type(obj).__name__} could not tell its state:\n{traceback.format_exc()}") from None
+        raise StateError(f"{type(obj).__name__} could not save its state:\n{traceback.format_exc()}") from None
 
 
 def pack_object(told: bytes | None) -> dict[str, Any] | None:
-    """What an object told, as part of a state."""
+    """An object's own state, as part of a state."""
     return None if told is None else {"state": plain_state.pack(pickle.loads(told))}
 
 

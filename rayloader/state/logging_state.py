@@ -1,7 +1,7 @@
-"""What a forked worker would inherit of the program's `logging` and `warnings`: levels, filters, and who has handlers.
+"""What a forked worker would inherit of the program's `logging` and `warnings`: levels, filters, and handlers' levels.
 
 Promise: data only. The handlers themselves stay in the program; a worker's records go there, or to its standard error
-in the program's format where the program can't be reached.
+in the program's format if the program can't be reached.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class LoggerState(NamedTuple):
     level: int
     propagate: bool
     disabled: bool
-    filters: bool  # it has some
-    handled_from: int | None  # the lowest level that one of its own handlers takes; None: it has no handler
+    filters: bool  # whether it has any
+    handled_from: int | None  # the lowest level that its own handlers accept; None: it has no handler
 
 
 class WarningFilter(NamedTuple):
@@ -42,20 +42,20 @@ class WarningFilter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoggingState:
-    """Of the whole process."""
+    """The state of the whole process."""
 
     loggers: dict[str, LoggerState]  # by name; "" is the root
     disabled_up_to: int  # `logging.disable`
     captures_warnings: bool  # `logging.captureWarnings`
-    formatter: bytes  # of the root's handler, pickled; empty where it has none, or one that can't be pickled
+    formatter: bytes  # of the root's handler, pickled; empty if it has none, or one that can't be pickled
     warning_filters: list[WarningFilter]
     level_names: dict[int, str]
     has_last_resort: bool
-    logger_class: bytes  # pickled; empty where it can't be
+    logger_class: bytes  # pickled; empty if it can't be
 
     @classmethod
     def capture(cls) -> LoggingState:
-        """Of this process."""
+        """The state of this process."""
         named = list(logging.root.manager.loggerDict.items())
         loggers = {name: _state_of(logger) for name, logger in named if isinstance(logger, logging.Logger)}
         return cls(
@@ -74,13 +74,13 @@ class LoggingState:
         )
 
     def adopt(self, handler: Callable[[str, int], logging.Handler]) -> Callable[[], None]:
-        """Has this process log as that one.
+        """Makes this process log as the captured one.
 
         Args:
-            handler: makes what stands for the handlers that a logger has there, from its name and their lowest level.
+            handler: creates the replacement of a logger's handlers there, from its name and their lowest level.
 
         Returns:
-            Puts the loggers back.
+            A function that restores the loggers.
         """
         before = {logger: (_state_of(logger), list(logger.handlers), list(logger.filters)) for logger in _all_loggers()}
         disabled, last, levels = logging.root.manager.disable, logging.lastResort, _level_names()
@@ -89,7 +89,7 @@ class LoggingState:
         _name_levels(self.level_names)
         if not self.has_last_resort:
             logging.lastResort = None
-        with contextlib.suppress(Exception):  # a class that can't be had here
+        with contextlib.suppress(Exception):  # a class that is not available here
             logging.setLoggerClass(pickle.loads(self.logger_class))
         self.settle(handler)
 
@@ -105,22 +105,22 @@ class LoggingState:
         return restore
 
     def filter_warnings(self) -> None:
-        """Has this process filter warnings as that one; `warnings.catch_warnings` is to put its filters back."""
+        """Makes this process filter warnings as the captured one; call it within `warnings.catch_warnings`."""
         warnings.resetwarnings()
         for action, message, category, module, line in self.warning_filters:
             warnings.filterwarnings(action, message, _category(category), module, line, append=True)
         logging.captureWarnings(self.captures_warnings)
 
     def settle(self, handler: Callable[[str, int], logging.Handler]) -> None:
-        """The same for loggers, once more where modules have been imported that may have made handlers themselves."""
+        """Repeats `adopt` for loggers, after modules have been imported that may have created handlers themselves."""
         for name, state in self.loggers.items():
             logger = logging.getLogger(name or None)
-            # Filters of the program's are asked there, once.
+            # The program's own filters are applied there, once.
             _set(logger, state, [] if state.handled_from is None else [handler(name, state.handled_from)], [])
 
 
 class _ByName(type):
-    """A class of classes whose subclasses are those that have a base of its name."""
+    """A metaclass: subclasses of its classes are all classes with a base of the same name."""
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return cls.__name__ in map(_name_of, subclass.__mro__)
@@ -128,7 +128,7 @@ class _ByName(type):
 
 @functools.cache
 def _category(name: str) -> type[Warning]:
-    """The category of warnings of this name, without importing its module."""
+    """A category of warnings with this name, without importing its module."""
     module, _, own_name = name.rpartition(".")
     if module == "builtins":
         return getattr(builtins, own_name)  # type: ignore[no-any-return]
@@ -137,7 +137,7 @@ def _category(name: str) -> type[Warning]:
 
 
 def _name_of(kind: type) -> str:
-    """What a class is called in every process: one that travels by value loses where it stood."""
+    """The name of a class, the same in every process: a class pickled by value loses its qualified name."""
     by_value = kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
     return f"{kind.__module__}.{kind.__name__ if by_value else kind.__qualname__}"
 
@@ -156,7 +156,7 @@ def _state_of(logger: logging.Logger) -> LoggerState:
 
 
 def _set(logger: logging.Logger, state: LoggerState, handlers: list[logging.Handler], filters: list[Any]) -> None:
-    if logger.level != state.level:  # it has all loggers forget what they are enabled for
+    if logger.level != state.level:  # setting it clears the cached levels of all loggers
         logger.setLevel(state.level)
     logger.propagate, logger.disabled = state.propagate, state.disabled
     logger.handlers[:] = handlers
@@ -169,14 +169,14 @@ def _pickled_formatter() -> bytes:
 
 
 def _pickled(thing: Any) -> bytes:
-    """Nothing where it can't be pickled: classes of the user's may hold anything."""
+    """Empty if it can't be pickled: classes of the user's may hold anything."""
     with contextlib.suppress(Exception):
         return by_value.dumps(thing)
     return b""
 
 
 def _level_names() -> dict[int, str]:
-    names = {level: logging.getLevelName(level) for level in range(1, 101)}  # there is no public list of all
+    names = {level: logging.getLevelName(level) for level in range(1, 101)}  # there is no public list of them
     return {level: name for level, name in names.items() if name != f"Level {level}"}
 
 
@@ -186,7 +186,7 @@ def _name_levels(names: dict[int, str]) -> None:
 
 
 def _regex(pattern: Any) -> str:
-    """Of a message or module in a filter: a compiled expression, a text that must be met exactly, or None for all."""
+    """The pattern of a filter's message or module: a compiled expression, an exact text, or None for all."""
     if pattern is None:
         return ""
     return str(pattern.pattern) if isinstance(pattern, re.Pattern) else rf"{re.escape(str(pattern))}\Z"

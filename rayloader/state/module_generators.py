@@ -1,12 +1,12 @@
 """Random generators in the program's own modules: a forked worker would have them as they are in the program.
 
-Promise: those that `Found` meets in the driver are in a worker what they were, as soon as it has imported their module:
-in the same state, at all the places where they were, and one object wherever they were one.
+Promise: those that `Found` meets in the driver are restored in a worker as soon as it has imported their module:
+in the same state, at all the places where they were, and as one object wherever they were one.
 
 NOTE [As imported]. Modules may draw while they are imported: `NOISE = common.RNG.normal(size=4)`. In the driver that
-was mostly before the program seeded anything, and whatever was drawn since is in the states that travel. So while a
-worker imports modules, the generators go on from where earlier imports have left them; then they are put to the states
-of the driver, or back to where they were before.
+mostly happened before the program seeded anything, and later draws are included in the states that are sent. So while a
+worker imports modules, the generators continue from where earlier imports have left them; then they are set to the
+driver's states, or back to where they were before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rayloader.state.object_paths import (
     walk,
 )
 
-# Objects behind one global among which generators are looked for, at each `iter()`: a model may hold a great many.
+# How many objects behind one global are searched for generators, at each `iter()`: a model may hold very many.
 _MOST = 1_000
 
 # See NOTE [As imported]: the states of this process's generators, by a path to each.
@@ -43,7 +43,7 @@ class Carried(NamedTuple):
     """A generator of the driver's.
 
     Attributes:
-        paths: all that lead to it.
+        paths: all paths that lead to it.
         made_of: its kind (see `generator_kinds.make_generator`) and its state, pickled.
     """
 
@@ -52,31 +52,31 @@ class Carried(NamedTuple):
 
 
 class Found:
-    """Those in the modules of this process, the driver.
+    """The generators in the modules of this process, the driver.
 
     Args:
-        modules: the program's own, by their names: what is in each.
+        modules: the program's own, by name: the contents of each.
     """
 
     def __init__(self, modules: Mapping[str, Mapping[str, Any]]) -> None:
         self._modules = modules
         self._reached: dict[int, tuple[Any, list[Path]]] = {}
-        self._classes: dict[int, bool] = {}  # by identity: whether it is only code
+        self._classes: dict[int, bool] = {}  # by identity: whether it contains nothing but code
 
     def look_in(self, module: str, name: str, value: Any) -> None:
-        """A global of a module."""
+        """Searches a global of a module."""
         if is_a(value, (type, types.FunctionType)) and self._is_only_code(value):
             return
         root = ((None, ("module", module)), ("attribute", name)), value
         for path, generator in walk(
             [root], passed=lambda kind: kind is not value and self._is_passed(kind), most=_MOST
         ):
-            if None in path:  # it can't be gone in a worker
+            if None in path:  # it can't be reached in a worker
                 continue
             self._reached.setdefault(id(generator), (generator, []))[1].append(path)
 
     def carried(self) -> tuple[Carried, ...]:
-        """As they are now, but for those of a device, and those whose state can't be told or pickled."""
+        """The current generators, except for those of a device, and those whose state can't be read or pickled."""
         carried = []
         for generator in distinct(generator for generator, _ in self._reached.values()):
             if is_a(generator, torch.Generator) and generator.device.type != "cpu":
@@ -110,44 +110,44 @@ class Found:
         )
 
     def _is_passed(self, kind: type) -> bool:
-        """Whether a class is not the program's, or is a global of its module, and thus looked at by that name."""
+        """Whether a class is not the program's, or is a global of its module, and so is searched under that name."""
         attributes = self._modules.get(kind.__module__)
         return attributes is None or attributes.get(kind.__qualname__) is kind
 
 
 class Placed:
-    """Those of the driver, or of another process, in a worker, where they are put as their modules are imported."""
+    """Generators of the driver, or of another process, in a worker: placed when their modules are imported."""
 
     def __init__(self, carried: tuple[Carried, ...] = ()) -> None:
         self._carried = list(carried)
-        self._generators: dict[int, Any] = {}  # by place in that list
+        self._generators: dict[int, Any] = {}  # by their number in that list
         self._paths: dict[int, list[Path]] = {}
-        self._states: dict[int, bytes] = {}  # to which they were put
+        self._states: dict[int, bytes] = {}  # to which they were set
 
     def is_untouched(self, generator: Any, state: Any) -> bool:
-        """Whether it is in place, and with its state of now nobody has drawn from it since."""
+        """Whether it is in place, and has not been drawn from since, according to its current state."""
         numbers = [number for number, one in self._generators.items() if one is generator]
         return bool(numbers) and pickle.dumps(state) == self._states[numbers[0]]
 
     @property
     def generators(self) -> dict[tuple[Path, ...], Any]:
-        """Those that are in place, by the paths that lead to each here."""
+        """The generators in place, by the paths that lead to each here."""
         return {tuple(self._paths[number]): generator for number, generator in self._generators.items()}
 
     def wait(self, paths: tuple[Path, ...], kind: str, state: Any) -> None:
-        """This is to be the state of one, rather than what the driver's was, in modules that are not imported yet."""
+        """In modules that are not imported yet, this will be one's state, instead of the driver's."""
         self._carried = [
             one._replace(paths=tuple(path for path in one.paths if path not in paths)) for one in self._carried
         ]
         self._carried.append(Carried(paths, pickle.dumps((kind, state))))
 
     def waits_for(self, module: str) -> bool:
-        """Whether one is to be put there."""
+        """Whether a generator is still to be placed there."""
         return any(path[0] == ("module", module) for one in self._carried for path in one.paths)
 
     @contextlib.contextmanager
     def as_imported(self) -> Iterator[None]:
-        """While modules are imported; see NOTE [As imported]."""
+        """Around the import of modules; see NOTE [As imported]."""
         here = [(self._paths[number][0], generator) for number, generator in self._generators.items()]
         here = [(path, generator) for path, generator in here if path in _as_imported]
         states = [state_of(generator) for _, generator in here]
@@ -161,14 +161,14 @@ class Placed:
                 set_state(generator, state)
 
     def put_in(self, module: str) -> list[str]:
-        """A module has been imported. Returns what could not be put there, in words."""
+        """A module has been imported: places its generators. Returns, in words, those that could not be placed."""
         failed = []
         for number, (paths, made_of) in enumerate(self._carried):
             for path in paths:
                 if path[0] == ("module", module):
                     try:
                         self._put(number, path, made_of)
-                    except Exception:  # whatever is there instead
+                    except Exception:  # depends on the object that is there instead
                         failed.append(in_words(path))
         return failed
 

@@ -2,10 +2,10 @@
 
 Promise: whenever a worker imports such a module, numbers (NumPy's too), strings, paths, and tuples, lists, sets, dicts
 and namespaces of these are what they were in the driver at `iter()`, and so are objects of any class, dataclasses for
-instance, whose attributes are such values. The same holds for the attributes of the classes that the module defines. Of
-anything else it is said by name where its kind, its size or, of functions and classes, its name differs. Modules of the
-standard library and of installed packages are as the worker imports them, and so is `__main__`, whose functions and
-classes bring along what they use.
+instance, whose attributes are such values. The same holds for the attributes of the classes that the module defines.
+Other values are named in a log line if their kind, their size or, for functions and classes, their name differs.
+Modules of the standard library and of installed packages are as the worker imports them, and so is `__main__`, whose
+functions and classes bring along what they use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SEQUENCES = {tuple, list, set, frozenset}
 _DICTS = {dict, collections.OrderedDict, collections.Counter}
 _NAMESPACES = {argparse.Namespace, types.SimpleNamespace}
 _SIZED: tuple[Any, ...] = (tuple, list, set, frozenset, dict, collections.deque)
-# Known by their names.
+# Recognized by their names.
 _DEFINITIONS = type, types.FunctionType, types.BuiltinFunctionType
 _INSTALLED = {"site-packages", "dist-packages"}
 # Wherever they are installed: these are large, and `pip install --target` puts packages into any folder.
@@ -62,20 +62,20 @@ _LIBRARIES = tuple(
         *(os.path.dirname(os.path.abspath(package.origin or "")) for package in _PACKAGES),
     )
 )
-# A global of more parts than this is data, and too much to compare at each `iter()`.
+# A global with more parts than this is data, and too much to compare at each `iter()`.
 _MAX_PARTS = 100_000
-# Pickling and comparing recurse.
+# Pickling and comparing are recursive.
 _MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleGlobals:
-    """Of the driver, at `iter()`.
+    """The globals of the driver's modules, at `iter()`.
 
     Attributes:
-        plain: pickled, each by path by module: values; and of objects their attributes, and the items of dicts.
-        others: description by path by module, of what is not plain.
-        generators: random ones in what is not plain.
+        plain: pickled values, by path, by module; for objects their attributes, and the items of dicts.
+        others: descriptions of values that are not plain, by path, by module.
+        generators: random generators in values that are not plain.
     """
 
     plain: bytes
@@ -84,7 +84,7 @@ class ModuleGlobals:
 
     @classmethod
     def capture(cls) -> ModuleGlobals:
-        """Those of this process."""
+        """The globals in this process."""
         plain: dict[str, dict[_Path, Any]] = {}
         objects: dict[str, dict[_Path, _Content]] = {}
         others: dict[str, dict[_Path, str]] = {}
@@ -92,7 +92,7 @@ class ModuleGlobals:
         found = Found(modules)
         for module_name, attributes in modules.items():
             for path, value in _set_in(module_name, attributes):
-                if value is default_collate_fn_map:  # travels with the replica
+                if value is default_collate_fn_map:  # sent with the replica
                     continue
                 if _is_plain(value):
                     plain.setdefault(module_name, {})[path] = value
@@ -100,13 +100,13 @@ class ModuleGlobals:
                 others.setdefault(module_name, {})[path] = _described(value)
                 if (content := _content(value)) is not None and _is_plain(content):
                     objects.setdefault(module_name, {})[path] = content
-                of_module = len(path) == 1  # the search goes on from there into classes
+                of_module = len(path) == 1  # the search continues from there into classes
                 if of_module and (not is_a(value, (type, types.FunctionType)) or value.__module__ in modules):
                     found.look_in(module_name, path[0], value)
         return cls(pickle.dumps((plain, objects), pickle.HIGHEST_PROTOCOL), others, found.carried())
 
     def adopt(self) -> None:
-        """In a worker: sets those of the modules that it has, and of the others when it imports them."""
+        """In a worker: sets the globals of imported modules, and those of other modules when they are imported."""
         plain, objects = pickle.loads(self.plain)
         _finder.pending = {
             name: (plain.get(name, {}), objects.get(name, {}), self.others.get(name, {}))
@@ -122,7 +122,7 @@ class ModuleGlobals:
 
 
 def placed_generators() -> Placed:
-    """In a worker: those of the modules."""
+    """In a worker: the generators of the modules."""
     return _finder.placed
 
 
@@ -134,7 +134,7 @@ _installed: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, b
 
 
 def _own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and globals of the program's modules. There are thousands of others, which are asked once."""
+    """Names and globals of the program's modules. There are thousands of others, which are examined once."""
     for name, module in list(sys.modules.items()):
         if ((ref := _installed.get(name)) is not None and ref() is module) or name in ("__main__", "__mp_main__"):
             continue
@@ -147,7 +147,7 @@ def _own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _set_in(module_name: str, namespace: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
-    """Globals of a module, and attributes of the classes that it defines, but for methods as these define them."""
+    """Globals of a module, and attributes of the classes that it defines, except for unchanged methods."""
     scopes: list[tuple[_Path, str | None, Mapping[str, Any]]] = [((), None, namespace)]
     seen: set[int] = set()
     for owners, class_name, attributes in scopes:
@@ -189,12 +189,12 @@ def is_own(file: Any) -> bool:
 
 
 def is_own_module(module: types.ModuleType) -> bool:
-    """Whether the program has written it; one that was not read from a file may be, unless Python contains it."""
+    """Whether the program has written it; a module without a file may be its own, unless Python contains it."""
     return is_own_namespace(namespace_of(module))
 
 
 def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
-    """The same of a module whose globals these are."""
+    """Whether these are the globals of a module that the program has written."""
     if (file := namespace.get("__file__")) is not None:
         return is_own(file)
     return getattr(namespace.get("__spec__"), "origin", None) not in ("built-in", "frozen")
@@ -207,7 +207,7 @@ def is_own_name(name: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it consists of what travels, and is small enough; nothing is called that the program has defined."""
+    """Whether it consists of types that are sent, and is small enough; calls nothing that the program has defined."""
     parts, count = [(value, 0)], 0
     while parts:
         part, depth = parts.pop()
@@ -228,7 +228,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two plain values are equal, and of the same types all through."""
+    """Whether two plain values are equal, with equal types at every level."""
     kind = type(one)
     if kind is not type(other):
         return False
@@ -245,9 +245,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _content(value: Any) -> _Content | None:
-    """What an object of the program's holds, by the interpreter's own methods; None if that can't be had.
+    """The contents of an object of the program's, read by the interpreter's own methods; None if that is impossible.
 
-    Nor of a random generator, whose attributes do not say its state.
+    Also None for a random generator, whose attributes do not contain its state.
     """
     kind = type(value)
     if issubclass(kind, (*_DEFINITIONS, enum.Enum, *KINDS)):
@@ -267,7 +267,7 @@ def _content(value: Any) -> _Content | None:
 
 
 def _set_content(value: Any, content: _Content) -> None:
-    """Has an object of the same class hold this, by the interpreter's own methods."""
+    """Sets the contents of an object of the same class, by the interpreter's own methods."""
     _, attributes, items = content
     slots = slots_of(type(value))
     with contextlib.suppress(AttributeError):  # it may have slots only
@@ -287,7 +287,7 @@ def _set_content(value: Any, content: _Content) -> None:
 
 
 def _dict_of(kind: type) -> Any:
-    """Whose methods read and write the items of a dict; None if it is no dict. An ordered one keeps an order itself."""
+    """The class whose methods access the items of a dict; None if it is no dict. Ordered ones keep their own order."""
     return next((base for base in (collections.OrderedDict, dict) if issubclass(kind, base)), None)
 
 
@@ -296,7 +296,7 @@ def _name_of(kind: type) -> str:
 
 
 def _described(value: Any) -> str:
-    """What can be told of anything without calling what the program has defined."""
+    """A description of any value that calls nothing that the program has defined."""
     definition = next(iter(functions_of(value)), value)
     if is_a(definition, _DEFINITIONS):
         return f"{definition.__module__}.{definition.__qualname__}"
@@ -308,7 +308,7 @@ def _described(value: Any) -> str:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Comes before the others, and sets the globals of a module that one of them finds when it has been imported."""
+    """Comes before the other finders, and sets the globals of a module that one of them finds once it is imported."""
 
     def __init__(self) -> None:
         self.pending: dict[str, tuple[dict[_Path, Any], dict[_Path, _Content], dict[_Path, str]]] = {}
@@ -350,7 +350,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                     self.place_generators(*each)
 
     def set(self, module_name: str, module: types.ModuleType) -> None:
-        """Plain globals and attributes of classes, and attributes of objects."""
+        """Sets plain globals, attributes of classes, and attributes of objects."""
         plain, objects, _ = self.pending.get(module_name, ({}, {}, {}))
         for path, value in plain.items():
             owner, name = _owner(module, path), path[-1]
@@ -367,7 +367,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                 _set_content(value, content)
 
     def place_generators(self, module_name: str, module: types.ModuleType) -> None:
-        """Says too what is not as in the driver."""
+        """Places the generators, and logs what differs from the driver."""
         others = self.pending.get(module_name, ({}, {}, {}))[2]
         missing = [f"{path} (a random generator)" for path in self.placed.put_in(module_name)]
         missing += [
@@ -388,7 +388,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Stands in for a module's loader while it is imported."""
+    """Replaces a module's loader while it is imported."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -1,7 +1,8 @@
-"""Random generators that the program's code names without holding them: `RNG.random()`, `settings.RNG.random()`.
+"""Random generators that the program's code refers to by name: `RNG.random()`, `settings.RNG.random()`.
 
-Promise: `NamedGenerators.look` gives those behind some objects as they are now: it searches again once another object
-is bound where the last search has come by. It is for states without workers; workers have `generators.Generators`.
+Promise: `NamedGenerators.look` returns those behind some objects as they are now: it searches again if another object
+was bound to a place that the last search has visited. It is for states without workers; workers have
+`generators.Generators`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from rayloader.state.object_paths import (
 _MOST_BEHIND_CODE = 100_000  # objects: functions may name whole datasets
 _MOST_WATCHED = 10_000  # values: a state may be taken before each batch
 _LEAD_NOWHERE = ATOMS - {type, types.ModuleType}
-_BETWEEN = (object(),)  # two places: what goes from one to the next shows
+_BETWEEN = (object(),)  # two places: changes from one to the next are noticed
 
 
 class NamedGenerators:
-    """Those behind some objects.
+    """The generators behind some objects.
 
     Args:
         objects: which hold or are functions.
@@ -46,17 +47,17 @@ class NamedGenerators:
     def __init__(self, *objects: Any) -> None:
         self._objects = objects
         self._found: list[Any] | None = None
-        # Where generators may be bound later, and what is bound there, as the collector tells it. What the objects hold
-        # is searched for each state in any case.
+        # Where generators may be bound later, and what is bound there according to the garbage collector. The objects'
+        # own contents are searched for each state in any case.
         self._places: list[Any] = []
         self._bound: list[Any] = []
         self._watched: set[int] = set()  # identities of these places
-        self._missing: set[str] = set()  # modules that the code may import, and that were not there
-        self._modules = 0  # that were imported at the last look
+        self._missing: set[str] = set()  # modules that the code may import, and that were not imported
+        self._modules = 0  # how many were imported at the last look
 
     def look(self) -> list[Any]:
-        """Those that the objects hold, and those that the program's code behind them can name."""
-        found, self._found = self._found, None  # where an interrupt comes in between, all is searched again
+        """The generators that the objects hold, and those that the program's code behind them can name."""
+        found, self._found = self._found, None  # if an interrupt comes in between, everything is searched again
         if found is None or self._has_imported() or self._has_changed():
             found = self._search()
         self._found = found
@@ -75,7 +76,7 @@ class NamedGenerators:
         return before != self._modules and not self._missing.isdisjoint(list(sys.modules))
 
     def _has_changed(self) -> bool:
-        """Whether something else is bound somewhere that can lead to a generator; what can't is noted."""
+        """Whether a new binding somewhere can lead to a generator; bindings that can't are noted."""
         before, now = self._bound, gc.get_referents(*self._places)
         if len(now) != len(before):
             return True
@@ -99,7 +100,7 @@ class NamedGenerators:
             self._watch(_places_in(obj))
 
     def _watch(self, places: list[Any]) -> None:
-        """All of them, or none where they are too many."""
+        """Watches all of them, or none if they are too many."""
         places = [place for place in places if id(place) not in self._watched]
         bound = gc.get_referents(*(part for place in places for part in (place, _BETWEEN)))
         if len(self._bound) + len(bound) <= _MOST_WATCHED:
@@ -109,7 +110,7 @@ class NamedGenerators:
 
 
 def _places_in(obj: Any) -> list[Any]:
-    """What an object consists of where something else may be bound."""
+    """The parts of an object where something else may be bound."""
     if is_a(obj, (types.ModuleType, torch.Tensor, np.ndarray, *KINDS)):
         return []
     if (containers := plain_containers(obj)) is not None:

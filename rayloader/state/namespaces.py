@@ -1,4 +1,4 @@
-"""What is bound in modules and in classes.
+"""The names bound in modules and in classes.
 
 Promise: no code of the user's runs.
 """
@@ -14,14 +14,15 @@ _CLASS_DICT = vars(type)["__dict__"]
 
 
 def namespace_of(module: Any) -> dict[str, Any]:
-    """A module's globals; none where `sys.modules` holds something else.
+    """A module's globals; none if `sys.modules` holds something else.
 
-    By the slot of `ModuleType`: to ask a lazy module for an attribute imports it, and subclasses may define `__dict__`.
+    Read through the slot of `ModuleType`: an attribute access imports a lazy module, and subclasses may define
+    `__dict__`.
     """
     namespace = _DICT.__get__(module) if issubclass(type(module), types.ModuleType) else None
     return namespace if isinstance(namespace, dict) else {}
 
 
 def attributes_of(definition: type) -> Mapping[str, Any]:
-    """What a class itself defines, without what it inherits; a metaclass may define `__dict__` too."""
+    """The attributes that a class itself defines, without inherited ones; a metaclass may define `__dict__` too."""
     return _CLASS_DICT.__get__(definition)  # type: ignore[no-any-return]

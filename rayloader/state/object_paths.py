@@ -1,6 +1,6 @@
-"""Paths that lead from an object to the random generators that it holds, and along them in another process.
+"""Paths from an object to the random generators that it holds; another process can follow them.
 
-Promise: `walk` meets whatever an object holds, however many and however deep, without running code of the user's.
+Promise: `walk` visits everything that an object holds, however many and however deep, without running the user's code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.living_generators import is_imported
 from rayloader.state.namespaces import namespace_of
 
-Step = tuple[str, Any] | None  # None: a step that can't be taken in another process
+Step = tuple[str, Any] | None  # None: a step that another process can't take
 Path = tuple[Step, ...]
 Node = tuple[Any, Step] | None  # the parent's node, and the step from there
 
@@ -31,7 +31,7 @@ ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, type, typ
 ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, np.dtype}
 _PLAIN = (ATOMS - {type}) | {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
 _CONTAINERS = {dict, list, tuple, set, frozenset, collections.deque}
-_MOST_NESTED = 10  # containers in one another
+_MOST_NESTED = 10  # levels of nested containers
 _SEQUENCES = list, tuple, collections.deque
 _METHODS = types.MethodType, types.BuiltinMethodType
 _WITHOUT_ATTRIBUTES = (*_METHODS, staticmethod, classmethod, types.CellType, np.ndarray)  # that are looked at
@@ -51,15 +51,15 @@ def walk(
 
     Args:
         roots: the objects, with their nodes.
-        passed: whether to pass over the attributes of a class.
-        reads: whether what a function's code names is looked at too (see `named_by`); None: of no function.
-        met: told of each object that is looked at, but for what containers of plain values hold.
-        most: objects to look at.
+        passed: whether to skip the attributes of a class.
+        reads: whether to search what a function's code names too (see `named_by`); None: of no function.
+        met: called with each object that is visited, except for the contents of containers of plain values.
+        most: how many objects to visit.
     """
     queue = collections.deque(roots)
     seen: set[int] = set()
     slots: dict[type, list[str]] = {}
-    keep: list[Any] = []  # what was made on the way, so that no identity is used twice
+    keep: list[Any] = []  # temporary objects, so that no identity is used twice
     while queue and len(seen) < most:
         node, obj = queue.popleft()
         if is_a(obj, KINDS):
@@ -82,9 +82,9 @@ def _has_parts(obj: Any, passed: Callable[[type], bool]) -> bool:
 
 
 def plain_containers(obj: Any) -> list[Any] | None:
-    """A container with those in it, if it leads to nothing but plain values; None of anything else.
+    """A container with those in it, if they hold nothing but plain values; None for anything else.
 
-    In C, for a dataset may have a million of them in a list.
+    In C, because a dataset may have a million of them in a list.
     """
     held, found = [obj], []
     for _ in range(_MOST_NESTED):
@@ -100,7 +100,7 @@ def plain_containers(obj: Any) -> list[Any] | None:
 
 
 def path_of(node: Node) -> Path:
-    """The steps that lead to where a walk is."""
+    """The steps that lead to a node of a walk."""
     steps: list[Step] = []
     while node is not None:
         node, step = node
@@ -131,8 +131,8 @@ def _children(
         if is_a(obj, collections.defaultdict):
             yield ("factory", None), obj.default_factory
     elif (items := _iterator(obj)) is not None:
-        values = list(items)  # in one go: another thread may change a set meanwhile
-        if not ATOMS.issuperset(map(type, values)):  # a long list of numbers is passed over in C
+        values = list(items)  # in one operation: another thread may change a set meanwhile
+        if not ATOMS.issuperset(map(type, values)):  # a long list of numbers is skipped in C
             named = is_a(obj, _SEQUENCES)
             yield from ((("item", number) if named else None, value) for number, value in enumerate(values))
     elif is_a(obj, _OF_PYTHON):
@@ -180,8 +180,8 @@ def _of_attributes(obj: Any, slots: dict[type, list[str]]) -> Iterator[tuple[Ste
 
 
 def is_opaque(obj: Any, attributes: dict[str, Any] | None, slots: list[str]) -> bool:
-    """Whether only the collector can tell what an object holds."""
-    if is_a(obj, _LRU_CACHE):  # it has attributes, those of its function
+    """Whether only the garbage collector can tell what an object holds."""
+    if is_a(obj, _LRU_CACHE):  # its attributes are those of its function
         return True
     return attributes is None and not slots and not is_a(obj, (dict, list, tuple, set, frozenset))
 
@@ -206,7 +206,7 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def functions_of(value: Any) -> list[types.FunctionType]:
-    """The functions of an attribute of a class, if it is a method, a property or the like."""
+    """The functions behind an attribute of a class, if it is a method, a property or the like."""
     if is_a(value, types.FunctionType):
         return [value]
     found: tuple[Any, ...] = ()
@@ -220,7 +220,7 @@ def functions_of(value: Any) -> list[types.FunctionType]:
 
 
 def held_by(function: types.FunctionType) -> list[Any]:
-    """What a function has from where it was made: in cells, and as defaults."""
+    """What a function keeps from its definition: cells and defaults."""
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # empty
@@ -239,26 +239,26 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
 
 
 def named_by(function: types.FunctionType) -> Iterator[Any]:
-    """What its code names without holding it: globals, what it imports, and attributes of the modules among these."""
+    """Objects that its code names without holding them: globals, its imports, and attributes of modules among these."""
     for space, names in spaces_of(function):
         yield from (value for name in names if (value := space.get(name)) is not None)
 
 
 def spaces_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """The globals of its module and of those that its code imports or names, each with the names in the code."""
+    """The globals of its module and of modules that its code imports or names, each with the names in the code."""
     names = list(dict.fromkeys(names_in(function.__code__)))
     spaces = [function.__globals__]
     known = set(map(id, spaces))
     for module in modules_of(function):
         _add_space(sys.modules.get(module), spaces, known)
-    for space in spaces:  # it grows
+    for space in spaces:  # the list grows meanwhile
         yield space, names
         for name in names:
             _add_space(space.get(name), spaces, known)
 
 
 def modules_of(function: types.FunctionType) -> Iterator[str]:
-    """Names of modules that its code may import, which need not exist: `from ..settings import RNG` says `settings`."""
+    """Names of modules, perhaps missing, that its code may import: `from ..settings import RNG` gives `settings`."""
     package = str(function.__globals__.get("__package__") or "")
     around = itertools.accumulate(package.split("."), "{}.{}".format)
     parents = [f"{one}." for one in around][::-1]
@@ -273,9 +273,9 @@ def _add_space(value: Any, spaces: list[dict[str, Any]], known: set[int]) -> Non
 
 
 def _iterator(obj: Any) -> Iterator[Any] | None:
-    """Over what a list, tuple, deque or set holds; None of anything else.
+    """An iterator over the items of a list, tuple, deque or set; None for anything else.
 
-    A class of the user's may do anything when it is iterated over: packages fill lazy containers then, with imports.
+    A class of the user's may do anything when it is iterated: packages fill lazy containers then, with imports.
     """
     for container in (*_SEQUENCES, set, frozenset):
         if is_a(obj, container):
@@ -284,7 +284,7 @@ def _iterator(obj: Any) -> Iterator[Any] | None:
 
 
 def attributes_in(obj: Any) -> dict[str, Any] | None:
-    """Those in an object's `__dict__`, without running code of the user's."""
+    """The attributes in an object's `__dict__`, read without running the user's code."""
     try:
         attributes = object.__getattribute__(obj, "__dict__")
     except AttributeError:
@@ -328,7 +328,7 @@ def _get_attribute(obj: Any, name: str) -> Any:
 
 
 def follow(path: Path, replica: dict[str, Any] | None = None) -> Any:
-    """What a path leads to, from the modules or from the replica's objects; None if it is not there."""
+    """The object at the end of a path, from the modules or from the replica's objects; None if there is none."""
     obj: Any = None
     try:
         for step in path:
@@ -341,13 +341,13 @@ def follow(path: Path, replica: dict[str, Any] | None = None) -> Any:
                 obj = sys.modules[key]
             else:
                 obj = GET[kind](obj, key)
-    except Exception:  # whatever stands there instead
+    except Exception:  # depends on the object that is there instead
         return None
     return obj
 
 
 def put(obj: Any, step: Step, value: Any) -> None:
-    """Has the step from an object lead to a value.
+    """Makes the step from an object lead to a value.
 
     Raises:
         TypeError: it can't be put there.
@@ -361,7 +361,7 @@ def put(obj: Any, step: Step, value: Any) -> None:
         case ("key", key) if isinstance(obj, dict):
             dict.__setitem__(obj, key, value)
         case ("item", number) if isinstance(obj, list) and number <= len(obj):
-            obj[number : number + 1] = [value]  # one that is an item short gets it
+            obj[number : number + 1] = [value]  # a list that is one item short is extended
         case ("contents", None):
             obj.cell_contents = value
         case ("global", name):

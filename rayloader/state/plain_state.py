@@ -1,8 +1,8 @@
-"""What `state_dict` of the user's objects gives, in types that `torch.load(weights_only=True)` knows.
+"""Results of the user's `state_dict`, in types that `torch.load(weights_only=True)` knows.
 
-Promise: `unpack(pack(state))` equals `state`, types included, for dicts, lists, tuples, sets and what is listed below,
-nested in any way up to `NESTING` levels. What is of another type is left as it is; whether a file with it can be loaded
-is torch's to say.
+Promise: `unpack(pack(state))` equals `state`, types included, for dicts, lists, tuples, sets and the types below,
+nested in any way up to `NESTING` levels. Values of other types are left unchanged; torch decides whether a file with
+them can be loaded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from rayloader.errors import StateError
 
-NESTING = 100  # levels as packed; each takes several nested calls, of which Python allows 1,000 unless it is told else
+NESTING = 100  # levels as packed; each takes several nested calls, and Python allows 1,000 by default
 _TYPE = "rayloader: type"
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 
 
 def too_deep() -> StateError:
-    """The error of a state that cannot be taken apart."""
+    """The error for a state that is nested too deep."""
     return StateError(
         f"what state_dict() gives must not hold itself, nor be nested more than {NESTING} levels deep; give its parts "
         "in one list, with their places in it instead of the parts themselves"
@@ -32,10 +32,10 @@ def too_deep() -> StateError:
 
 
 def pack(state: Any, depth: int = 0) -> Any:
-    """The state, with dicts that say what it was in place of what torch refuses; `depth`: levels above it there.
+    """The state, with dicts that describe values of types that torch refuses; `depth`: levels above it.
 
     Raises:
-        StateError: there are too many.
+        StateError: there are too many levels.
     """
     if depth > NESTING:
         raise too_deep()

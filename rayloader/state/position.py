@@ -1,7 +1,7 @@
-"""How far the user of an iterator is in its stream, and the same as a part of a state.
+"""The position of an iterator's user in its stream, also as a part of a state.
 
-Promise: what was handed to the user counts, and nothing else. Unpacked, a position goes on where the other one was, or
-says that it cannot.
+Promise: only batches that were handed to the user count. Unpacked, a position continues where the other one was, or
+raises an error that says that it cannot.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rayloader.transport import codec
 
 
 class Start(NamedTuple):
-    """A point of an epoch from which the sampler can be asked again: before its first draw, or after that.
+    """A point of an epoch from which the sampler can be read again: before its first draw, or after that.
 
-    The second is there for samplers that tell their state. Some go on exactly from what they tell between two epochs,
-    others only from what they tell in the middle of one.
+    The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
+    others only from one saved in the middle of an epoch.
     """
 
     moment: Moment
     own: OwnState = OwnState()
-    first: Any = None  # after the first draw: what that gave
+    first: Any = None  # after the first draw: its result
     checksum: int = 0  # of that
-    drawing: Moment | None = None  # before the first draw, where the sampler's iterator was made some time before
+    drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
 
     def pack(self) -> tuple[Any, ...]:
-        """As part of a state."""
+        """The point as part of a state."""
         own = pack_object(self.own.sampler), pack_object(self.own.iterator)
         drawing = None if self.drawing is None else self.drawing.pack()
         return self.moment.pack(), own, plain_state.pack(self.first), self.checksum, drawing
@@ -62,10 +62,10 @@ class Start(NamedTuple):
 
 
 class Checksums:
-    """Of what a sampler gives: compared with what it gave before.
+    """Checksums of a sampler's draws, compared with earlier ones.
 
     Args:
-        expected: checksums of the indices of the first so many tasks.
+        expected: checksums of the indices of the first tasks.
     """
 
     def __init__(self, expected: dict[int, int]) -> None:
@@ -84,17 +84,17 @@ class Checksums:
 
     @property
     def as_expected(self) -> bool:
-        """Whether it gave the same."""
+        """Whether the draws were the same."""
         return self._found == self._expected
 
 
 class DrawnAgain(Iterator[Any]):
-    """A sampler's iterator of a resumed epoch: first what was drawn, and not taken, before the state was saved."""
+    """A sampler's iterator of a resumed epoch: first the indices that were drawn, but not taken, before saving."""
 
     def __init__(self, ahead: Iterable[Any], indices: Iterator[Any], *, ended: bool) -> None:
         self._ahead = deque(ahead)
         self._indices = indices
-        self._ended = ended  # asked again, the sampler might begin its next epoch
+        self._ended = ended  # read again, the sampler might begin its next epoch
 
     def __next__(self) -> Any:
         if self._ahead:
@@ -105,10 +105,10 @@ class DrawnAgain(Iterator[Any]):
 
 
 class Position:
-    """How far the user of one iterator is; kept up to date by the epoch, under `lock`."""
+    """The position of one iterator's user; kept up to date by the epoch, under `lock`."""
 
     def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
-        self.lock = threading.RLock()  # taken and let go in C: no interrupt comes in between, as with a Condition
+        self.lock = threading.RLock()  # taken and released in C: no interrupt comes in between, unlike with a Condition
         self.handed: Any = None  # the epoch's `Delivery` whose batch the user was given last
         self.samplers = self._samplers_now = samplers
         self.base_seed = base_seed
@@ -122,7 +122,7 @@ class Position:
         self._forget_epoch()
 
     def begins(self, again: bool) -> None:
-        """A new epoch, before the sampler is asked for its iterator; `again`: of workers that had one before."""
+        """A new epoch, before the sampler's iterator is created; `again`: of workers that had one before."""
         self.epoch += again
         self._forget_epoch()
         self.starts += (Start(self.samplers.capture(), self.samplers.own_state()),)
@@ -133,34 +133,34 @@ class Position:
         self.journals = [Journal() for _ in range(self.num_workers)]
 
     def _forget_epoch(self) -> None:
-        self.starts: tuple[Start, ...] = ()  # from the first on each is further
-        self.drawn_by_torch = math.inf  # draws that torch's loader would have made by now, if fewer were than here
-        self.next_task = 0  # all before it are taken
+        self.starts: tuple[Start, ...] = ()  # each is further than the one before
+        self.drawn_by_torch = math.inf  # draws that torch's loader would have made by now, if fewer than here
+        self.next_task = 0  # all tasks before it are taken
         self.next_worker = 0
         self.delivered = 0  # batches
         self.checksum = 0  # of the indices before `next_task`
         self.skipped = 0  # samples
-        self.stages: tuple[redeal.Stage, ...] = ()  # that the epoch went through with other numbers of ranks
+        self.stages: tuple[redeal.Stage, ...] = ()  # through which the epoch went with other numbers of ranks
         self.finished = False
         self.handed = None
         self._counted = -1  # the task that was taken last
         self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
         self._checksums: dict[int, int] = {}  # of the indices up to each task that is drawn and not taken
-        self._forgotten = 0  # no task before it is in there
+        self._forgotten = 0  # tasks before it are not in there
         self.stateful = False
         self.stream: Stream | None = None  # without workers
-        self.error = ""  # why the position can't be told
-        self._draws = 0  # from the sampler; the one that found its end among them
+        self.error = ""  # why the position can't be saved
+        self._draws = 0  # from the sampler, including the one that found its end
 
     def redeals(self, packed: dict[str, Any]) -> Any:
-        """The epoch is one that other ranks have begun: the iterator over this rank's share of the rest."""
+        """The epoch was begun by other ranks: returns the iterator over this rank's share of the rest."""
         self.stages = tuple(redeal.Stage(taken) for taken in packed["stages"])
         self.starts = (Start(Moment.unpack(packed["start"])),)
         with self.samplers.at(self.starts[0].moment):
             return self.samplers.iterator(self.stages)
 
     def sampler_begins(self, iterator: Any) -> None:
-        """The sampler's iterator is about to be asked for the first time, or to go on."""
+        """The sampler's iterator is about to be read for the first time, or to continue."""
         if isinstance(iterator, DrawnAgain):
             return
         self.stateful = self.samplers.is_stateful(iterator)
@@ -168,8 +168,8 @@ class Position:
         self.starts = (start._replace(own=self.samplers.with_iterator(start.own, iterator)),)
 
     def first_draw(self, iterator: Any) -> None:
-        """The same, where that is some time after the iterator was made."""
-        if not self.stages:  # else all of the epoch is drawn already
+        """The first read of the sampler's iterator, if that is some time after its creation."""
+        if not self.stages:  # otherwise the whole epoch is drawn already
             self.starts = (self.starts[0]._replace(drawing=self.samplers.capture()),)
         self.sampler_begins(iterator)
 
@@ -184,20 +184,20 @@ class Position:
             self.starts += (Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum),)
 
     def sampler_ended(self, total: int) -> None:
-        """It has given the indices of so many tasks, and has no more."""
+        """The sampler has yielded the indices of `total` tasks, and has no more."""
         self._draws = total + 1
 
     def undrawn(self, from_task: int) -> None:
-        """What was drawn early, from this task on, is to be drawn again."""
+        """Early draws, from this task on, will be repeated."""
         self._draws = from_task
         self._checksums = {task_id: c for task_id, c in self._checksums.items() if task_id < from_task}
 
     def has(self, task_id: int) -> bool:
-        """Whether the user has this task's batch already."""
+        """Whether the user already has this task's batch."""
         return task_id in self._ahead
 
     def settle(self) -> None:
-        """Counts the batch that was handed over last, if that is still to be done."""
+        """Counts the batch that was handed over last, if it is not counted yet."""
         with self.lock:
             if self.handed is not None and not self.handed.counted:
                 task = self.handed.task
@@ -205,13 +205,13 @@ class Position:
                 self.handed.counted = True
 
     def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
-        """The user has this task's batch now. Telling it twice in a row does no harm, see `Journal.taken`."""
+        """The user has this task's batch now. Calling it twice in a row does no harm, see `Journal.taken`."""
         if self.journals:
             self.journals[worker_id].taken(task_id)
             self.next_worker = (worker_id + 1) % self.num_workers
         if task_id != self._counted:
             if self.iterable:
-                # There nobody waits for what an exhausted worker was to build, and no number is given twice.
+                # Then the tasks of an exhausted worker are not awaited, and no number is used twice.
                 self.next_task, self.checksum = max((self.next_task, self.checksum), (task_id + 1, checksum))
             elif task_id == self.next_task:
                 self.next_task, self.checksum = task_id + 1, checksum
@@ -228,28 +228,30 @@ class Position:
             self._forgotten += 1
 
     def skip(self, samples: Sequence[skipping.Skipped], max_skipped: int) -> None:
-        """These were left out. Raises SkipLimitError where that makes too many."""
+        """These samples were left out. Raises SkipLimitError if they are too many."""
         self.skipped += len(samples)
         skipping.tell(samples, self.skipped, max_skipped)
 
     # ---- as a state
 
     def samplers_of(self, loader: Any) -> Samplers:
-        """The samplers as they are now, of the loader whose position this is."""
+        """The current samplers of the loader whose position this is."""
         if not self._samplers_now.are_of(loader):
             self._samplers_now = Samplers(loader)
         return self._samplers_now
 
     def pack(self) -> dict[str, Any]:
-        """The position, as part of a state, with a `Part` where much stays the same."""
+        """The position, as part of a state, with a `Part` wherever much stays the same."""
         self.settle()
         if not all(journal.begun for journal in self.journals):
-            raise StateError("the iterator was dropped before its workers had told their state; save while iterating")
+            raise StateError(
+                "the iterator was dropped before its workers had reported their state; save while iterating"
+            )
         if self.error:
-            raise StateError(f"the position in the epoch can't be told: {self.error}")
+            raise StateError(f"the position in the epoch can't be saved: {self.error}")
         for start in self.starts:
             if start.own.error:
-                raise StateError(f"the sampler could not tell its state:\n{start.own.error}")
+                raise StateError(f"the sampler could not save its state:\n{start.own.error}")
         draws = int(min(self._draws, self.drawn_by_torch))
         last = max(draws, self.next_task) - 1
         while last >= self.next_task and last not in self._checksums:
@@ -279,7 +281,7 @@ class Position:
         }
 
     def _pack_begin(self) -> dict[str, Any]:
-        """What stays the same from the epoch's first draw on."""
+        """The part that stays the same from the epoch's first draw on."""
         return {
             "base_seed": self.base_seed,
             "shared_seed": self.shared_seed,
@@ -295,7 +297,7 @@ class Position:
             The sampler's iterator, from there on.
 
         Raises:
-            StateError: the sampler does not give the indices that it gave.
+            StateError: the sampler does not reproduce its indices.
         """
         begin = packed["begin"]
         for name in ("base_seed", "shared_seed", "epoch"):
@@ -314,7 +316,7 @@ class Position:
         return iterator
 
     def _draw_again(self, packed: dict[str, Any], told: dict[int, codec.Encoded | None]) -> Any:
-        """The sampler's iterator where it was; fills in what it gave for the tasks in `told`. See `samplers.py`."""
+        """The sampler's iterator at the position; fills in the indices for the tasks in `told`. See `samplers.py`."""
         expected = {self.next_task: packed["checksum"], packed["drawn"]: packed["drawn_checksum"]}
         self._draws, self.checksum = packed["draws"], packed["checksum"]
         for start in self.starts:
@@ -322,7 +324,7 @@ class Position:
                 iterator = self._iterator_at(start)
                 if start.drawing is not None:
                     self.samplers.move_to(start.drawing)
-                if self.iterable:  # its indices stand for nothing, and are all the same
+                if self.iterable:  # its indices carry no information, and are all the same
                     told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
                     return iterator
                 given = iterator if start.first is None else itertools.chain([start.first], iterator)
@@ -330,15 +332,15 @@ class Position:
                 for task_id, indices in enumerate(itertools.islice(given, self._draws)):
                     encoded = checksums.add(indices)
                     if task_id >= self.next_task:
-                        ahead.append(copy.deepcopy(indices))  # the sampler may use its list again
+                        ahead.append(copy.deepcopy(indices))  # the sampler may reuse its list
                     elif task_id in told:
                         told[task_id] = encoded
                 if checksums.as_expected:
                     return DrawnAgain(ahead, iterator, ended=checksums.count < self._draws)
         raise StateError(
-            f"the sampler does not give the same indices again: those of the first {self.next_task} batches, or of "
-            "those that were drawn ahead, are others than when the state was saved. A sampler must depend on nothing "
-            "but its arguments, set_epoch and random generators that it holds, or have state_dict() and "
+            f"the sampler did not reproduce its indices: the first {self.next_task} batches, or those drawn ahead, "
+            "differ from the saved ones. A sampler must depend on nothing but its arguments, set_epoch and random "
+            "generators that it holds, or have state_dict() and "
             "load_state_dict()"
         )
 

@@ -1,7 +1,7 @@
-"""What a worker's process takes over from the driver, and what it is put back to.
+"""The settings that a worker's process takes over from the driver, and how they are restored.
 
 Promise: a forked worker would inherit these things from the process and thread that called `iter()`; an actor's
-process adopts them for as long as it works for that iterator, and is then as Ray started it.
+process adopts them for as long as it works for that iterator, and afterwards is as Ray started it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayloader.state.module_globals import ModuleGlobals
 
 
 class _Setting(NamedTuple):
-    """What one call reads and another sets, of the process or of the calling thread; a value can be pickled."""
+    """A setting of the process or the calling thread: how to read it and how to set it; values are picklable."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -38,7 +38,7 @@ class _Setting(NamedTuple):
 class ProcessState:
     """What a forked worker would inherit from the driver, as it was at `iter()`."""
 
-    node_id: str  # of the driver: some of it means something there only
+    node_id: str  # the driver's: some settings are meaningful only there
     cwd: str
     environ: dict[str, str]
     argv: list[str]
@@ -54,7 +54,7 @@ class ProcessState:
         """The state of this process and thread, on that node."""
         try:
             cwd = os.getcwd()
-        except FileNotFoundError:  # removed under our feet: there is none to pass on
+        except FileNotFoundError:  # it was removed: there is none to pass on
             cwd = ""
         return cls(
             node_id=node_id,
@@ -71,7 +71,7 @@ class ProcessState:
 
 
 class Baseline:
-    """The process as Ray started it: the driver's state is put on for an epoch and taken off after it."""
+    """The process as Ray started it: the driver's state is adopted for an epoch and removed after it."""
 
     def __init__(self, node_id: str, own_variables: set[str]) -> None:
         self._node_id = node_id
@@ -86,13 +86,13 @@ class Baseline:
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._gc = gc.isenabled(), gc.get_threshold()
         self._socket_timeout = socket.getdefaulttimeout()
-        self._modes = contextlib.ExitStack()  # what is put back by leaving it
+        self._modes = contextlib.ExitStack()  # restored by leaving it
         self._collate_fn_map = dict(default_collate_fn_map)
 
     def adopt(self, state: ProcessState, *, alone: bool = True) -> None:
-        """Takes over what a forked worker would have; on another node than the driver's, what means something there.
+        """Adopts what a forked worker would have; on another node than the driver's, only what is meaningful there.
 
-        The globals of modules only `alone`: else a worker that is here already may have changed them.
+        The globals of modules only if `alone`: otherwise a worker that is here already may have changed them.
         """
         here = state.node_id == self._node_id
         if state.cwd and os.path.isdir(state.cwd):
@@ -106,18 +106,18 @@ class Baseline:
             state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())
         self._modes.enter_context(torch.inference_mode(state.inference_mode))
-        _write_settings(state.settings)  # last, for a change of inference mode is one of grad mode too
+        _write_settings(state.settings)  # last, because a change of inference mode also changes grad mode
 
     def _merged_environ(self, driver: dict[str, str], *, here: bool) -> dict[str, str]:
         """The driver's variables; Ray's own and what `runtime_env` or Ray set for this actor stay.
 
-        Elsewhere than on the driver's node the machine's own values win: PATH and HOME mean other things there.
+        On another node than the driver's, the machine's own values win: PATH and HOME mean other things there.
         """
         own = {key: value for key, value in self._environ.items() if not here or key in self._own_variables}
         return {**{key: value for key, value in driver.items() if not key.startswith("RAY_")}, **own}
 
     def restore(self) -> None:
-        """Puts everything back, whatever user code did to it."""
+        """Restores everything, whatever user code has changed."""
         os.chdir(self._cwd)
         _set_environ(self._environ)
         sys.argv[:] = self._argv
@@ -184,12 +184,12 @@ def _use_autocast(mode: tuple[bool, torch.dtype, bool]) -> None:
 
 
 def _flushes_denormal() -> bool:
-    """Whether the processor takes the smallest numbers for zero in this thread; torch only sets that."""
+    """Whether the processor treats denormal numbers as zero in this thread; torch can only set that."""
     return sys.float_info.min / 2 == 0
 
 
 def _matmul_precision() -> str | None:
-    """None where the program has set it by `torch.backends`, for then torch does not tell it."""
+    """None if the program has set it by `torch.backends`, because torch then does not reveal it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -202,7 +202,7 @@ def _set_matmul_precision(precision: str | None) -> None:
 
 
 def _numpy_printing() -> dict[str, Any]:
-    """But for functions, which need not be picklable."""
+    """Without functions, which need not be picklable."""
     functions = "formatter", "override_repr"
     return {name: option for name, option in np.get_printoptions().items() if name not in functions}
 
@@ -211,7 +211,7 @@ _likely_umask = 0o077
 
 
 def _umask() -> int:
-    """Only setting one tells it: the last that was found, so that files which threads make meanwhile have theirs."""
+    """Only setting it reveals it: sets the last known value, so that files that threads create meanwhile get that."""
     global _likely_umask
     umask = os.umask(_likely_umask)
     if umask != _likely_umask:

@@ -1,6 +1,6 @@
 """The states of random generators: of the global ones of Python, torch and NumPy, and of others.
 
-Promise: what `capture` saw, `restore` puts back bit for bit, in this process or another, also from its packed form.
+Promise: `restore` restores exactly what `capture` has read, in this process or another, also from its packed form.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class RandomState(NamedTuple):
     torch: bytes | None = None
     numpy: _Numpy | None = None
     others: tuple[Any, ...] | None = None
-    later: tuple[Later, ...] | None = None  # of generators that were made in a worker; `Generators` puts them back
+    later: tuple[Later, ...] | None = None  # of generators that were created in a worker; `Generators` restores them
 
     @classmethod
     def capture(cls, others: list[Any], before: RandomState | None = None, *, only_torch: bool = False) -> RandomState:
-        """As they are now; 0.01 ms without `others`.
+        """The current states; takes 0.01 ms without `others`.
 
         Args:
-            others: further generators, as `generator_kinds.distinct` gives them.
-            before: an earlier capture, to share what has not changed.
-            only_torch: leave out those of Python and NumPy.
+            others: further generators, from `generator_kinds.distinct`.
+            before: an earlier capture, to share unchanged states.
+            only_torch: leave out Python's and NumPy's.
         """
         return cls(
             None if only_torch else random.getstate(),
@@ -48,7 +48,7 @@ class RandomState(NamedTuple):
         )
 
     def restore(self, others: list[Any]) -> None:
-        """Puts them back, but for those that are None."""
+        """Restores the states, except for those that are None."""
         if self.python is not None:
             random.setstate(self.python)
         if self.torch is not None:
@@ -60,7 +60,7 @@ class RandomState(NamedTuple):
                 set_state(generator, state)
 
     def since(self, before: RandomState) -> RandomState:
-        """What has changed."""
+        """The changed states."""
         return RandomState(
             None if self.python == before.python else self.python,
             None if self.torch == before.torch else self.torch,
@@ -89,10 +89,10 @@ class RandomState(NamedTuple):
         return RandomState._make(b if a is None else a for a, b in zip(self, before, strict=True))
 
     def pack(self, content: bytearray | None = None) -> tuple[Any, ...]:
-        """As plain types that can't be changed; 2.5 KB a generator that is not None.
+        """Packs the states in plain, immutable types; 2.5 KB for each generator that is not None.
 
         Args:
-            content: where the bytes go, if that is given; what `pack` returns then says where they are.
+            content: collects the bytes, if given; the return value of `pack` then says where they are.
         """
         numpy = self.numpy[1] if self.numpy is not None else None
         later = None if self.later is None else tuple(map(tuple, self.later))
@@ -111,7 +111,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _pack(state: Any, content: bytearray | None) -> Any:
-    """A state as a generator tells it, as plain types; a tuple says first what it stands for."""
+    """A generator's state, in plain types; a tuple begins with what it represents."""
     match state:
         case np.ndarray():
             return "array", state.dtype.str, _put(state.tobytes(), content)
@@ -144,9 +144,9 @@ def _unpack(packed: Any, content: bytes) -> Any:
 
 
 def _put(part: bytes, content: bytearray | None) -> Any:
-    """What says where these bytes are: they themselves, or their place in `content`.
+    """A reference to these bytes: they themselves, or their place in `content`.
 
-    They are never empty, for `torch.load(weights_only=True)` refuses such bytes: None stands for them.
+    Never empty bytes, which `torch.load(weights_only=True)` refuses: None represents them.
     """
     if not part or content is None:
         return part or None
@@ -161,7 +161,7 @@ def _got(place: Any, content: bytes) -> bytes:
 
 
 def _words(state: tuple[Any, ...]) -> bytes | None:
-    """A state of words of 32 bits, as Python's generator tells it; None if it is something else."""
+    """A state of 32-bit words, as Python's generator returns it; None if it is something else."""
     try:
         return array.array("I", state).tobytes()
     except (TypeError, OverflowError):
@@ -169,7 +169,7 @@ def _words(state: tuple[Any, ...]) -> bytes | None:
 
 
 def _halves(state: bytes) -> tuple[bytes, ...]:
-    """Lower halves, places of upper ones that are not zero, these, and the rest: torch keeps 32 bits in 64."""
+    """Lower halves, places of upper halves that are not zero, these, and the rest: torch keeps 32 bits in 64."""
     count = len(state) // 8
     lower, upper = np.frombuffer(state, np.uint32, 2 * count).reshape(-1, 2).T
     where = np.flatnonzero(upper).astype(np.uint32)
@@ -185,11 +185,11 @@ def _joined(lower: bytes, where: bytes, upper: bytes, rest: bytes) -> bytes:
 
 def _torch_state() -> bytes:
     state = torch.default_generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.numel())  # half of what an array in between takes
+    return ctypes.string_at(state.data_ptr(), state.numel())  # takes half the time of an array in between
 
 
 def _numpy_state(before: _Numpy | None) -> _Numpy:
-    # NumPy takes 0.02 ms to tell its state. Without a second normal number in store, that is all in this memory.
+    # NumPy takes 0.02 ms to return its state. Unless it has a second normal number in store, this memory is all of it.
     generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     raw = ctypes.string_at(generator.ctypes.state_address, 625 * 4) if type(generator) is np.random.MT19937 else b""
     if raw and before is not None and raw == before[0] and not before[1]["has_gauss"]:
@@ -202,7 +202,7 @@ def _as_tensor(state: bytes) -> torch.Tensor:
 
 
 def seed_all(*key: int) -> None:
-    """Seeds all three by a key of non-negative numbers, such as (base seed, epoch, batch)."""
+    """Seeds all three from a key of non-negative numbers, such as (base seed, epoch, batch)."""
     sequence = np.random.SeedSequence(key)
     first, second, *words = (int(word) for word in sequence.generate_state(6))
     random.seed(first << 32 | second)
@@ -211,10 +211,10 @@ def seed_all(*key: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """As `torch.manual_seed`, for the CPU and the kind of accelerator that this torch was built for.
+    """Like `torch.manual_seed`, but only for the CPU and the kind of accelerator that this torch was built for.
 
-    That function seeds each kind that torch knows, at the cost of a formatted stack each: a millisecond in all, which
-    would be longer than many a batch takes.
+    That function seeds each kind that torch knows, and formats a stack for each: a millisecond in all, which
+    is longer than many batches take.
     """
     torch.default_generator.manual_seed(seed)
     accelerator = _compat.current_accelerator()
@@ -228,7 +228,7 @@ class Rewind:
 
     Args:
         max_tasks: how many tasks may have to be undone.
-        generators: that go with the global ones.
+        generators: rewound together with the global ones.
     """
 
     def __init__(self, max_tasks: int, generators: list[Any]) -> None:
@@ -236,12 +236,12 @@ class Rewind:
         self._generators = generators
 
     def task_begins(self, task_id: int) -> None:
-        """The next task; they ascend."""
+        """The next task begins; task ids ascend."""
         before = self._before[-1][1] if self._before else None
         self._before.append((task_id, RandomState.capture(self._generators, before)))
 
     def undo_from(self, task_id: int | None) -> None:
-        """Puts the generators back to before the first task from this one on, if there was any; begins anew."""
+        """Rewinds the generators to before the first task from this one on, if there was any; forgets the rest."""
         after = [state for before, state in self._before if task_id is not None and before >= task_id]
         if after:
             after[0].restore(self._generators)

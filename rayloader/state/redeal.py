@@ -1,8 +1,8 @@
-"""The rest of an epoch dealt out to another number of ranks.
+"""Deals the rest of an epoch to another number of ranks.
 
-Promise: pure. Everything of the epoch that no rank had taken goes to one of the new ranks, and nothing else; but for
-what is repeated, or with `drop_last` left out, to give all ranks as much. That follows the rule of torch's
-DistributedSampler. What an epoch consists of are samples, or whole batches where a batch sampler gives them.
+Promise: pure. All items of the epoch that no rank had taken go to one of the new ranks, and no others; except for
+items that are repeated, or with `drop_last` left out, to give all ranks the same number. That follows the rule of
+torch's DistributedSampler. The items of an epoch are samples, or whole batches if a batch sampler gives them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and th
 
 
 class Stage(NamedTuple):
-    """A world in which part of the epoch was taken: which places of its share by each of its ranks."""
+    """A set of ranks by which part of the epoch was taken: for each rank, which places of its share."""
 
     taken: list[Ranges]
 
 
 def share(order: list[_T], stages: Sequence[Stage], num_replicas: int, rank: int, *, drop_last: bool) -> list[_T]:
-    """What a rank of a world gets after these stages, of an epoch in this order."""
+    """The items of a rank after these stages, of an epoch in this order."""
     left = list(range(len(order)))  # places: an item may come more than once in an epoch
     for stage in stages:
         left = _left_over(left, stage.taken, drop_last=drop_last)
@@ -36,7 +36,7 @@ def in_batches(samples: list[Any], batch_size: int | None, *, drop_last: bool) -
 
 
 def dealt(order: list[_T], num_replicas: int, *, drop_last: bool) -> list[list[_T]]:
-    """What each rank gets of an epoch, by DistributedSampler's rule."""
+    """The items of each rank in an epoch, by DistributedSampler's rule."""
     excess = len(order) % num_replicas
     if excess and drop_last:
         order = order[:-excess]

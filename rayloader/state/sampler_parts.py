@@ -1,6 +1,6 @@
-"""What a sampler keeps: its attributes, and the random generators that its code names.
+"""The state in a sampler: its attributes, and the random generators that its code names.
 
-Promise: no code of the user's runs. Torch's own samplers, which a state is often made of, cost a few microseconds.
+Promise: no code of the user's runs. Torch's own samplers, which are often read, cost a few microseconds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.object_paths import functions_of, held_by, named_by, names_in, slots_of
 
-DATA = ("data_source", "dataset")  # by these names samplers hold what they sample from
-_STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes keep nothing
+DATA = ("data_source", "dataset")  # names of the attributes for what samplers sample from
+_STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes have no state
 
 
 def attributes_of(obj: Any) -> dict[str, Any]:
-    """The attributes of an object by their names, those in `__slots__` too."""
+    """The attributes of an object by name, including those in `__slots__`."""
     attributes: dict[str, Any] = getattr(obj, "__dict__", {})
     if _is_stock(type(obj).__module__) or not (slots := slots_of(type(obj))):
         return attributes
@@ -29,7 +29,7 @@ def attributes_of(obj: Any) -> dict[str, Any]:
 
 
 def set_attributes(obj: Any, values: dict[str, Any]) -> None:
-    """Sets attributes that `attributes_of` gave."""
+    """Sets attributes from `attributes_of`."""
     slots = slots_of(type(obj))
     for name, value in values.items():
         if name in slots:
@@ -39,14 +39,14 @@ def set_attributes(obj: Any, values: dict[str, Any]) -> None:
 
 
 def own_classes(sampler: Any) -> list[type]:
-    """Those of a sampler's classes that torch and Python do not have."""
+    """The classes of a sampler that do not belong to torch or Python."""
     if _is_stock(type(sampler).__module__):
         return []
     return [kind for kind in type(sampler).__mro__ if not _is_stock(kind.__module__)]
 
 
 def named_generators(sampler: Any) -> list[Any]:
-    """The generators that a sampler does not hold itself, and that its methods can name.
+    """The generators that a sampler does not hold itself, but that its methods can name.
 
     They are attributes of its classes; cells, defaults and module globals of its methods, and attributes of the modules
     among these; and attributes of the dataset whose names are in the methods' code.

@@ -1,12 +1,12 @@
-"""Tells whether a state is what `state_dict()` gave: whole, and unchanged.
+"""Tells whether a state is complete and unchanged since `state_dict()`.
 
-Promise: pure. What is sealed and saved by torch, by `weights_only` too, to whatever device its tensors are loaded, has
-the same seal; where a part was lost, replaced or changed, the error names it. Without that a damaged state ends in some
-error far from its cause, or, where a number is another number, in another stream of batches.
+Promise: pure. A sealed state that torch has saved and loaded, even with `weights_only` and to another device, has
+the same seal; if a part was lost, replaced or changed, the error names it. Without that a damaged state leads to an
+error far from its cause, or, if a number has become another number, to another stream of batches.
 
-NOTE [Same parts]. Some frameworks ask for a state before every batch, and most of a state is what it was a batch ago.
-So the checksum of what holds others is made of theirs, and what stays the same is a `Part`: its checksum is known, and
-its content is shared by all states where nobody can change it, as nobody can change bytes or a tuple of them.
+NOTE [Same parts]. Some frameworks request a state before every batch, and most of a state is unchanged since the last
+batch. So the checksum of a part with parts inside is computed from theirs, and unchanged data is a `Part`: its checksum
+is known, and all states share its content if it is immutable, such as bytes or a tuple of them.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from rayloader.errors import StateError
 
 _T = TypeVar("_T")
 
-# Their values say all of them. Of an object of another type, the user's own, only its place counts.
+# Types whose values are covered completely. Of an object of another type, the user's own, only its place counts.
 _PLAIN = {int, float, complex, str, bool, type(None)}
 _CONSTANT = {*_PLAIN, bytes}
 _TEXT = {str}
 _BINARY = {kind: zlib.crc32(kind.__name__.encode()) for kind in (bytes, bytearray)}
 _SHORT = _PLAIN - {int}
 _LEAST, _MOST = -(10**600), 10**600  # whole numbers beyond have digits that Python may refuse to show
-_REMEMBERED = 64  # names of a dict; the user's own may have millions
+_REMEMBERED = 64  # names per dict; the user's own may have millions
 
 
 class Part:
-    """A part of states, made once; see NOTE [Same parts].
+    """A part of states, created once; see NOTE [Same parts].
 
     Args:
-        value: its content, in which nothing is changed from now on; a dict may have parts in it. No number, text or
-            None, which what holds it says by itself.
-        known: its checksum, where that is known.
+        value: its content, which is not changed from now on; a dict may contain parts. No number, text or
+            None: these are sealed directly by their container.
+        known: its checksum, if known.
     """
 
     __slots__ = ("checksum", "is_constant", "own")
 
     def __init__(self, value: Any, known: int | None = None) -> None:
         self.checksum = checksum(value) if known is None else known
-        self.own: Callable[[], Any]  # gives the content to a state: what the program does to it shows in no other one
+        self.own: Callable[[], Any]  # returns the content for a state; changes by the program affect no other state
         self.is_constant = False
         if type(value) is dict and all(map(_is_constant, value.values())):
             self.own = owned(value).copy
@@ -71,14 +71,14 @@ class Part:
 
 
 class Parts:
-    """Those of one object's states, each as long as what it is made of stays the same."""
+    """The parts of one object's states, each valid as long as its source stays the same."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, Part]] = {}
         self._once: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], _T]) -> _T:
-        """What is made for the first of these states, and serves the others."""
+        """Returns what `make` created for the first of these states."""
         if name not in self._once:
             self._once[name] = make()
         value: _T = self._once[name]
@@ -87,13 +87,13 @@ class Parts:
     def part(
         self, name: str, made_of: _T, make: Callable[[], Any], same: Callable[[_T, _T], bool] = operator.is_
     ) -> Part:
-        """The part of this name.
+        """The part with this name.
 
         Args:
             name: of the part.
-            made_of: what is not changed from now on.
-            make: gives what the part holds.
-            same: whether it is that of the last part of this name, which then is still good.
+            made_of: its source, which is not changed from now on.
+            make: returns the content of the part.
+            same: whether the source equals that of the last part with this name, which is then still valid.
         """
         known = self._known.get(name)
         if known is None or not same(made_of, known[0]):
@@ -102,7 +102,7 @@ class Parts:
 
 
 def are_same(these: Iterable[Any], those: Iterable[Any]) -> bool:
-    """Whether each is the same object."""
+    """Whether the objects are pairwise identical."""
     return all(map(operator.is_, these, those))
 
 
@@ -117,7 +117,7 @@ def _same(value: Any) -> Any:
 
 
 def owned(part: Any) -> Any:
-    """What a state holds of a part: that itself, with new dicts and lists around the contents of each `Part`."""
+    """The content of a part for a state, with new dicts and lists around the contents of each `Part`."""
     kind = type(part)
     if kind is Part:
         return part.own()
@@ -132,12 +132,12 @@ def owned(part: Any) -> Any:
 
 
 def sealed(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """The state, with the checksums of the parts of these names in place of earlier ones; others are the program's."""
+    """The state, with new checksums of the parts with these names; other entries are the program's."""
     return {**owned(state), "seal": _seals(state, names)}
 
 
 def _seals(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """What says all of each of these parts: a number or text itself, in a list, else its checksum."""
+    """The seal of each of these parts: a number or text itself, in a list, otherwise its checksum."""
     return {
         name: [part]
         if (kind := type(part := state[name])) in _PLAIN
@@ -150,9 +150,9 @@ def _seals(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def check_seal(state: dict[str, Any], names: set[str], *unsealed: str) -> None:
-    """Raises StateError unless the parts of these names are there, and those were sealed that are not `unsealed`.
+    """Raises StateError unless the parts with these names exist, and all except `unsealed` match their seals.
 
-    What the state has of other names is the program's.
+    Other entries of the state are the program's.
     """
     if missing := sorted(names.union(unsealed) - state.keys()):
         raise StateError(
@@ -170,7 +170,7 @@ def check_seal(state: dict[str, Any], names: set[str], *unsealed: str) -> None:
 
 
 def checksum(part: Any) -> int:
-    """Of all that a part of a state holds; lists and tuples are one another where a state has gone through JSON."""
+    """Of everything in a part of a state; lists and tuples are equal if a state has gone through JSON."""
     kind = type(part)
     if kind is Part:
         return part.checksum  # type: ignore[no-any-return]
@@ -202,7 +202,7 @@ def checksum(part: Any) -> int:
 def _of_tensor(tensor: torch.Tensor) -> int:
     is_simple = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if not is_simple or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-        return checksum(tensor.__reduce_ex__(2)[1])  # what pickle takes to build it: simple tensors, sizes, scales
+        return checksum(tensor.__reduce_ex__(2)[1])  # pickle's arguments to build it: simple tensors, sizes, scales
     content = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
     before = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     return zlib.crc32(content.view(torch.uint8).numpy().data, before)
@@ -219,7 +219,7 @@ def checksum_of_values(values: Iterable[Any], before: int) -> int:
 
 
 def _shown(values: Iterable[Any]) -> bytes:
-    """What says all of some values: they themselves, or their checksums."""
+    """A complete description of some values: the values themselves, or their checksums."""
     shown = [
         value
         if ((kind := type(value)) is int and _LEAST < value < _MOST) or kind in _SHORT
@@ -231,6 +231,6 @@ def _shown(values: Iterable[Any]) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _in_order(names: tuple[str, ...]) -> tuple[list[str], int]:
-    """The names of a dict, and their checksum; nothing depends on the order in which it has them."""
+    """The names of a dict, and their checksum, which does not depend on their order."""
     ordered = sorted(names)
     return ordered, zlib.crc32(repr(ordered).encode())

@@ -1,14 +1,14 @@
-"""What a worker is at the end of a call, so that another process can go on from there.
+"""The state of a worker at the end of a call, so that another process can continue from there.
 
-Promise: a worker that was restored from a snapshot builds the same batches as the one that it was taken of, as far as
+Promise: a worker that was restored from a snapshot builds the same batches as the original, as far as
 they depend on random generators (the global ones, and those of generators.py), on the dataset's own `state_dict`, and
-for iterable datasets on how far they were read. What cannot be restored is an error, never a guess.
+for iterable datasets on how far they were read. State that cannot be restored is an error, never a guess.
 
-NOTE [One percent]. A snapshot costs what the user's `state_dict` costs, and a look at all objects for new generators.
-So the next one is taken only when the worker has worked a hundred times as long as the last one took. What it builds
-in between is built again where another process goes on. Where a snapshot of a dataset of the same class was dear, the
-first one of an epoch waits likewise. Nobody who never saves a state pays for one. A worker that is told to hurry, since
-it is to move soon, takes one after each time that it has worked twice as long.
+NOTE [One percent]. A snapshot costs the user's `state_dict`, and a search of all objects for new generators.
+So the next one is taken only when the worker has worked a hundred times as long as the last one took. Batches built
+in between are rebuilt when another process continues. If a snapshot of a dataset of the same class was expensive, the
+first one of an epoch waits in the same way. Programs that never save a state do not pay for one. A worker that is told
+to hurry, because it will soon move, takes one each time that it has worked twice as long as the last one took.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from rayloader.state.random_state import RandomState
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
 SHARE = 0.01
-# The same of one that is soon to move: what comes after its last snapshot is built again while everybody waits.
+# The share for a worker that will soon move: batches after its last snapshot are rebuilt while the trainer waits.
 HURRIED_SHARE = 0.5
-# A snapshot that took the CPU longer than this, in seconds, is remembered: short epochs would all pay for a first one.
+# A snapshot that took more CPU time than this, in seconds, is remembered: short epochs would all pay for a first one.
 DEAR_S = 0.1
 
 _dear: dict[str, float] = {}  # seconds that one took, by the class of the dataset; of all workers of this process
 
 
 class WorkerState(NamedTuple):
-    """A snapshot. Where a worker sends one, None stands for what has not changed since the last.
+    """A snapshot. When a worker sends one, None stands for parts that are unchanged since the last.
 
     Attributes:
         epoch: epochs that this worker began before this one.
         tasks: built in this epoch.
         last_task: the last of them, -1 if there is none.
         exhausted: its iterable dataset has ended.
-        ended: it has, in the midst of the last batch.
-        digest: checksum of what an iterable dataset gave.
+        ended: whether it ended in the middle of the last batch.
+        digest: checksum of an iterable dataset's batches.
         random: the generators; None in it: as seeding left them.
-        begin: likewise, before the iterator of this epoch was made.
+        begin: the generators before the iterator of this epoch was created.
         dataset: the dataset's `state_dict()`, pickled; None if it has none, or is its own iterator.
-        iterator: likewise of its iterator.
-        dataset_epoch: what `set_epoch` of the dataset was last told in the worker; None: nothing.
+        iterator: the `state_dict()` of its iterator, pickled.
+        dataset_epoch: the last argument of the dataset's `set_epoch` in the worker; None: it was not called.
         error: why there is no whole snapshot, if that is so.
     """
 
@@ -70,11 +70,11 @@ class WorkerState(NamedTuple):
 
     @property
     def is_to_be_proven(self) -> bool:
-        """Whether it can't be known without building a batch that it says all, see NOTE [Proof] in journal.py."""
+        """Whether only rebuilding a batch can show that it is complete, see NOTE [Proof] in journal.py."""
         return not self.exhausted and self.dataset is None and self.iterator is None
 
     def over(self, before: WorkerState | None) -> WorkerState:
-        """The whole snapshot, of one that was sent after `before`."""
+        """The complete snapshot, from one that was sent after `before`."""
         if before is None:
             return self
         return self._replace(
@@ -86,25 +86,25 @@ class WorkerState(NamedTuple):
 
 
 def has_state(obj: Any) -> bool:
-    """Whether the object can tell its state and take it back."""
+    """Whether the object can save and load its state."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
 class Recorder:
-    """Takes one worker's snapshots, each as what has changed since the last.
+    """Takes one worker's snapshots, each as the difference from the last.
 
     Args:
         dataset: the worker's own.
-        generators: likewise.
+        generators: the worker's own.
         seeded: the global generators as seeding left them.
     """
 
     def __init__(self, dataset: Any, generators: Generators, seeded: RandomState) -> None:
         self._dataset = dataset
         self._generators = generators
-        self._seeded = self._random = seeded._replace(later=())  # as last told
-        self._begin: RandomState | None = None  # not told yet
-        self._states: dict[str, bytes] = {}  # as last told
+        self._seeded = self._random = seeded._replace(later=())  # as last sent
+        self._begin: RandomState | None = None  # not sent yet
+        self._states: dict[str, bytes] = {}  # as last sent
         self._share = SHARE
         self._kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         self._cost = _dear.get(self._kind, 0.0)  # seconds that the last snapshot took
@@ -112,7 +112,7 @@ class Recorder:
         self._waited = False  # for the next call, to see which new generators last
 
     def worked(self, seconds: float) -> None:
-        """The worker has worked."""
+        """Adds the worker's working time."""
         self._worked += seconds
 
     @property
@@ -121,16 +121,16 @@ class Recorder:
         return self._worked * self._share >= self._cost
 
     def hurry(self) -> None:
-        """The worker is to go on in another process soon."""
+        """The worker will soon continue in another process."""
         self._share = HURRIED_SHARE
 
     def capture(self, *, look: bool = True, new_last: bool = True) -> RandomState:
-        """The generators as they are, of the later ones only with a `look` for them."""
+        """The current states of the generators; `look`: also searches for later ones."""
         random = RandomState.capture(self._generators.given, self._random)
         return random._replace(later=self._generators.look(new_last=new_last) if look else self._random.later)
 
     def restore(self, random: RandomState) -> None:
-        """Puts the generators to what a snapshot says.
+        """Restores the generators from a snapshot.
 
         Raises:
             ReplayError: the dataset has other generators.
@@ -140,28 +140,28 @@ class Recorder:
         if random.others and not suit(given, random.others):
             raise ReplayError(
                 f"the snapshot is of a dataset with {len(random.others)} random generators, this one has {len(given)}, "
-                "or others; make the dataset, collate_fn and worker_init_fn as those that were saved"
+                "or others; create the dataset, collate_fn and worker_init_fn like those that were saved"
             )
         self._random = random
         random._replace(others=random.others or None).restore(given)
         self._generators.put_back(random.later or ())
 
     def is_at(self, random: RandomState) -> bool:
-        """Whether the generators, but for later ones, are what a snapshot says."""
+        """Whether the generators, except for later ones, are in a snapshot's state."""
         return self.capture(look=False)._replace(later=None).since(random.over(self._seeded)) == RandomState()
 
     def forget(self) -> None:
-        """What was told may not have been heard: the next snapshot tells all."""
+        """Earlier snapshots may not have arrived: the next one is complete."""
         self._random = self._seeded
         self._states.clear()
 
     def iterator_begins(self) -> None:
-        """The iterator of an epoch is to be made."""
-        # A stream that is read again is compared as a whole: whether a generator lasts need not be known.
+        """The iterator of an epoch is about to be created."""
+        # A stream that is read again is compared as a whole: it does not matter whether a generator lasts.
         self._begin = self.capture(new_last=False).since(self._seeded)
 
     def snapshot_if_settled(self, iterator: Any, **position: Any) -> WorkerState | None:
-        """As `snapshot`; None, once, where there are new generators, for after the next call it shows which last."""
+        """Like `snapshot`, but None, once, if there are new generators: after the next call it shows which last."""
         began, began_cpu = time.perf_counter(), time.thread_time()
         random = self.capture() if self._looks(iterator) else None
         looked = time.perf_counter() - began
@@ -176,7 +176,7 @@ class Recorder:
         return state
 
     def snapshot(self, iterator: Any, random: RandomState | None = None, **position: Any) -> WorkerState:
-        """The state at this moment, where it is another than the last; `random` is what was captured just now."""
+        """The current state, if it differs from the last one; `random`: what was captured just now."""
         began = time.perf_counter()
         before, self._random = self._random, random or self.capture(look=self._looks(iterator))
         state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
@@ -192,7 +192,7 @@ class Recorder:
         return state
 
     def _looks(self, iterator: Any) -> bool:
-        """A stream without state is read again from its start, and makes again what it makes."""
+        """Whether to search for new generators; a stream without state, read again from its start, recreates them."""
         return iterator is None or has_state(iterator) or has_state(self._dataset)
 
     def _changed(self, name: str, obj: Any) -> bytes | None:
@@ -206,7 +206,7 @@ class Recorder:
 
 
 def dump_state(obj: Any) -> bytes:
-    """What an object of the user's tells, pickled.
+    """The state of an object of the user's, pickled.
 
     Raises:
         StateError: it is nested too deep for that; the object and pickling may raise anything else.
@@ -222,6 +222,6 @@ def dump_state(obj: Any) -> bytes:
 
 
 def load_state(obj: Any, state: bytes | None) -> None:
-    """Gives an object of the user's its state back."""
+    """Loads the state of an object of the user's."""
     if state is not None:
         obj.load_state_dict(_compat_datasets.loadable(obj, pickle.loads(state)))

@@ -1,7 +1,7 @@
-"""What a state holds of each worker: where another process goes on, and what it builds again.
+"""The part of a state for each worker: where another process continues, and what it rebuilds.
 
-Promise: from one state to the next only what has changed since is packed, see NOTE [Same parts] in seal.py; the number
-of batches to build again does not matter.
+Promise: from one state to the next only changes are packed, see NOTE [Same parts] in seal.py; the cost does not depend
+on the number of batches to rebuild.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rayloader.state.seal import Part, are_same, checksum, checksum_of_names, ch
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport import codec
 
-_TASK = struct.Struct("<qI")  # its number, and the digest of what was delivered
+_TASK = struct.Struct("<qI")  # its number, and the digest of the delivered batch
 _NAMES = checksum_of_names(("begin", "content", "remembers", "replay"))
 
 
 class WorkerParts:
-    """Of one worker, for the states of one position."""
+    """The parts of one worker, for the states of one position."""
 
     def __init__(self) -> None:
         self._made_of: tuple[Any, ...] = (self,) * 4
@@ -62,31 +62,31 @@ class WorkerParts:
 
 
 def new_worker(state: WorkerState | None) -> dict[str, Any]:
-    """Of a worker that begins with this."""
+    """The part of a worker that begins with this snapshot."""
     worker: dict[str, Any] = _pack(*_pack_begin(state, None), None, remembers=False).own()
     return worker
 
 
 def replayed(worker: dict[str, Any]) -> list[tuple[int, int]]:
-    """The tasks that a worker of a state builds again, with the digests of what was delivered."""
+    """The tasks that a worker of a state rebuilds, with the digests of the delivered batches."""
     return [*_TASK.iter_unpack(worker["replay"] or b"")]
 
 
 def begin(journal: Journal, worker: dict[str, Any], told: dict[int, codec.Encoded | None], next_task: int) -> None:
-    """Has the journal of a new worker begin where a worker of a state was.
+    """Starts the journal of a new worker where a worker of a state was.
 
     Args:
-        journal: that begins.
+        journal: the new worker's.
         worker: as part of a state.
-        told: what the sampler gave for each of the tasks that are `replayed`; None: that is not known.
-        next_task: the first one of which the user has not taken all before.
+        told: the sampler's indices for each of the tasks that are `replayed`; None: unknown.
+        next_task: the first task for which the user has not taken all earlier ones.
     """
-    # Without order a worker may be ahead of what was drawn again; nothing then depends on what it has built.
+    # Without order a worker may be ahead of what was drawn again; then nothing depends on its earlier batches.
     replay = [Told(task_id, encoded, digest) for task_id, digest in replayed(worker) if (encoded := told[task_id])]
     state, before = worker["begin"]
     content = b"" if worker["content"] is None else worker["content"].cpu().numpy().tobytes()
     base = _unpack_state(state, content)
-    if base is not None:  # what it is given from now on comes after what it has built, whatever its number
+    if base is not None:  # later tasks come after what it has built, whatever their numbers
         base = base._replace(last_task=min(base.last_task, next_task - 1))
     journal.starts_at(base, replay)
     if before is not None:
@@ -115,7 +115,7 @@ def _pack(begin: Part, content: Part | None, replay: Part | None, *, remembers: 
 
 
 def _pack_begin(state: WorkerState | None, before: Before | None) -> tuple[Part, Part | None]:
-    """Where the worker starts; its generators as one tensor, for torch saves bytes half as long again."""
+    """Where the worker starts; its generators as one tensor, because torch saves bytes half as long again."""
     content = bytearray()
     begin = Part((_pack_state(state, content), None if before is None else _pack_before(before, content)))
     return begin, Part(torch.frombuffer(content, dtype=torch.uint8)) if content else None
@@ -125,7 +125,7 @@ def _pack_state(state: WorkerState | None, content: bytearray) -> tuple[Any, ...
     if state is None:
         return None
     if state.error:
-        raise StateError(f"a worker's dataset could not tell its state:\n{state.error}")
+        raise StateError(f"a worker's dataset could not save its state:\n{state.error}")
     packed: Any = state._replace(
         random=state.random.pack(content),  # type: ignore[arg-type]
         begin=None if state.begin is None else state.begin.pack(content),  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""How payloads travel: the codec, the arenas of one node, the image that replicas are opened from."""
+"""How data travels: the codec, the arenas of one node, and the building blocks of replicas' images."""

@@ -1,39 +1,39 @@
 """Memory that driver and worker share: the worker builds batches in it, the driver hands them out without a copy.
 
-An *arena* is an anonymous memory file of one actor incarnation. The driver makes it; the worker opens it by its
-`ArenaAddress` and takes *slots* in it, for it knows the sizes: one for each large buffer of a batch, and one for the
-small ones together. The driver makes a *lease* of a slot when it takes a result in; when the last view of a lease's
-memory has died, whatever kind of view, in whatever thread, in whatever order, the slot's ticket is in what `freed`
-returns, to be sent back to the worker by whatever message goes there next.
+An *arena* is an anonymous memory file of one actor process. The driver creates it; the worker opens it by its
+`ArenaAddress` and takes *slots* in it, because the worker knows the sizes: one for each large buffer of a batch, and
+one for the small ones together. The driver creates a *lease* of a slot when it receives a result; when the last view of
+a lease's memory has died, whatever kind of view, in whatever thread, in whatever order, `freed` returns the slot's
+ticket, and the next message to the worker carries it back.
 
-- Nobody waits: without room `allocate`, `put` and `pack` return None and the caller takes another lane.
+- Nothing waits: without room `allocate`, `put` and `pack` return None and the caller takes another lane.
 - A slot that something in the worker still refers to is never the driver's: see NOTE [Final].
 - Nothing is visible in the file system; the kernel frees the file with its last user (memory_file.py). The file is
-  sparse: only pages that were touched take memory. What is free for long is given back (slots.py), and so is all that
-  no lease covers when the worker has ended.
+  sparse: only pages that were touched take memory. Memory that has been free for long is given back (slots.py), and so
+  is all memory without a lease when the worker has ended.
 
 Driver: `Arena`; `freed`, `leased` and `close` are for one thread at a time, leases die in any. Worker: `ArenaWriter`,
-one thread. Ray is unknown here, and so is what a batch is.
+one thread. This module does not import Ray, and does not know what a batch is.
 
 NOTE [Leases]. A slot's lease is an object that shows the slot's memory to NumPy (`__array_interface__`) and posts the
-slot to a deque when it dies: no lock, no I/O, for that may happen in any thread, in the collector, at exit. Whatever is
-cut from it refers to it: memoryview -> ndarray -> lease. Torch and NumPy keep the memoryview, or the ndarray behind
-it. (An ndarray subclass with a `__del__` would not do: NumPy shortens chains of arrays and skips it.) Mappings go the
-same way: leases refer to them, nobody unmaps. Where no worker needs the memory any more, a lease gives it back to the
-system when it dies, as the end of any large array does.
+slot to a deque when it dies: no lock, no I/O, because that may happen in any thread, in the garbage collector, at exit.
+Everything cut from it refers to it: memoryview -> ndarray -> lease. Torch and NumPy keep the memoryview, or the ndarray
+behind it. (An ndarray subclass with a `__del__` would not do: NumPy shortens chains of arrays and skips it.) Mappings
+end in the same way: leases refer to them, and no code unmaps. Once no worker needs the memory any more, a lease gives
+it back to the system when it dies, as the end of any large array does.
 
-NOTE [Interrupts]. A result may be taken in twice, when a Ctrl-C came in the middle of the first time. So the leases of
-a message are kept, by ticket, until all of it was taken in (`Leases`), and a lease posts nothing before it is kept. So
-are copies, and their slot is posted after that. An interrupt loses a slot at worst, until `ArenaWriter.abandon`.
+NOTE [Interrupts]. A result may be received twice, if a Ctrl-C came in the middle of the first time. So the leases of
+a message are kept, by ticket, until all of it was received (`Leases`), and a lease posts nothing before it is kept. So
+are copies, and their slot is posted after that. At worst an interrupt loses a slot, until `ArenaWriter.abandon`.
 
-NOTE [Forks]. A forked child shares the mapping, and what was leased at that moment it may read for ever. So a lease
-remembers the number of forks before it, and its slot is reused only if there was none since. What is leased while
-another thread is forking is never reused, for it cannot be said which side that was on. The worker does the same for
-slots that user code could have looked at when it forked; its children take no slots.
+NOTE [Forks]. A forked child shares the mapping, and may read for ever what was leased at the time of the fork. So a
+lease remembers the number of forks before it, and its slot is reused only if there was none since. A slot that is
+leased while another thread is forking is never reused, because it is unknown whether the child sees it. The worker does
+the same for slots that user code could have seen when it forked; its children take no slots.
 
 NOTE [Final]. A result is final when its task ends. But user code may have kept a tensor that was stacked in a slot, and
-write to it later. So when the batch has been dropped `seal` looks whether anything still refers to the slot, and if so
-sends a copy. The slot is the worker's own from then on, and free when nothing refers to it any more.
+write to it later. So after the batch has been dropped, `seal` checks whether anything still refers to the slot, and if
+so sends a copy. The slot then belongs to the worker alone, and becomes free when nothing refers to it any more.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 from rayloader.transport.slots import COLD_AFTER, PAGE, FreeSlots
 
-# Small buffers lie side by side in their slot, from multiples of this on.
+# Small buffers lie side by side in their slot, at multiples of this.
 PACKED_ALIGN = 64
 _NEVER = -1
 _GONE = "the worker of this batch was shut down"
 
 
 class ArenaError(RayloaderError):
-    """An arena can't be made, opened or used here; what it is for has to go through the object store."""
+    """An arena can't be created, opened or used here; its data has to go another way."""
 
 
 ArenaAddress = FileAddress
-Slot = tuple[int, int, int]  # ticket, which no other slot of the arena ever has; offset in the file; size in bytes
+Slot = tuple[int, int, int]  # unique ticket in the arena; offset in the file; size in bytes
 Slice = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
 
 
 class Arena:
-    """The driver's side: makes the file, leases slots and knows which are free again.
+    """The driver's side: creates the file, leases slots and knows which are free again.
 
     Args:
         nbytes: room for slots, rounded up to whole pages. Pages cost memory once they are touched.
-        kind: what its slots are for; part of the file's name.
+        kind: purpose of its slots; part of the file's name.
 
     Attributes:
-        address: what the worker opens it by.
-        spoiled: bytes that will never be free again (see NOTE [Forks]), as `freed` last saw it.
+        address: for the worker to open it.
+        spoiled: bytes that will never be free again (see NOTE [Forks]), as of the last call of `freed`.
 
     Raises:
         ArenaError: this system has no memory files, or no room for one.
@@ -96,7 +96,7 @@ class Arena:
         except (OSError, MemoryFileError) as error:
             self.close()
             raise ArenaError(f"can't make an arena's memory file: {error}") from error
-        self._leased: dict[int, Slot] = {}  # by ticket: leases that live, have been posted, or are spoiled
+        self._leased: dict[int, Slot] = {}  # by ticket: live leases, posted ones and spoiled ones
         self._dead: _Dead = deque()  # posted by leases
         self.spoiled = 0
 
@@ -105,14 +105,14 @@ class Arena:
             self.close()
 
     def writer(self) -> ArenaWriter:
-        """For an arena that this process fills itself, in place of a worker; for one thread at a time."""
+        """A writer for an arena that this process fills itself, instead of a worker; for one thread at a time."""
         return ArenaWriter(self._mapping, self.address.nbytes)
 
     def view(self, where: Slice, leases: Leases) -> memoryview:
-        """The bytes of a buffer, writable; they, and what is made of them, keep their slot leased.
+        """The bytes of a buffer, writable; they, and everything made from them, keep their slot leased.
 
         Args:
-            where: as `ArenaWriter.seal` gave it.
+            where: from `ArenaWriter.seal`.
             leases: of the message that named it; see NOTE [Interrupts].
 
         Raises:
@@ -125,7 +125,7 @@ class Arena:
         return self._lease(slot, leases).memory()[offset : offset + nbytes]
 
     def unpack(self, slot: Slot, sizes: Sequence[int], leases: Leases) -> list[bytearray]:
-        """Copies of what `ArenaWriter.pack` put into a slot, each in memory of its own; the slot is free then.
+        """Copies what `ArenaWriter.pack` put into a slot, each buffer to memory of its own; the slot is free then.
 
         Raises:
             ArenaError: as in `view`.
@@ -138,10 +138,10 @@ class Arena:
         for nbytes in sizes:
             copies.append(bytearray(memory[offset : offset + nbytes]))
             offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
-        if self._mapping.gone:  # what was copied may have been given back before
+        if self._mapping.gone:  # the copied memory may have been given back before
             raise ArenaError(_GONE)
         leases[ticket] = copies
-        self._dead.append((ticket, True))  # a child that is forked has the copies, and never reads the slot
+        self._dead.append((ticket, True))  # a forked child has the copies, and never reads the slot
         return copies
 
     def freed(self) -> list[int]:
@@ -149,7 +149,7 @@ class Arena:
         if KEEPS_SENT_STORAGES:
             release_sent_storages()
         tickets = []
-        while self._dead:  # only this thread takes out of it
+        while self._dead:  # only this thread removes from it
             ticket, reuse = self._dead.popleft()
             if reuse:
                 self._leased.pop(ticket, None)  # none, if it was only copied
@@ -159,17 +159,17 @@ class Arena:
         return tickets
 
     def leased(self) -> frozenset[int]:
-        """Tickets of the slots that are leased, or will never be free again; directly after `freed`."""
+        """Tickets of the slots that are leased, or will never be free again; call it directly after `freed`."""
         return frozenset(self._leased)
 
     @property
     def leased_bytes(self) -> int:
-        """In slots that are leased. Any thread may ask."""
+        """Bytes in slots that are leased. Any thread may ask."""
         dead = {ticket for ticket, _ in self._dead.copy()}
         return sum(size for ticket, _, size in list(self._leased.values()) if ticket not in dead)
 
     def rest(self, resting: bool) -> None:
-        """While it rests the worker takes no slots: what becomes free is given back to the system at once."""
+        """While it rests, the worker takes no slots: memory that becomes free is given back to the system at once."""
         self._mapping.resting = resting
 
     def close(self, *, give_back: bool = False) -> None:
@@ -183,7 +183,7 @@ class Arena:
             return
         file.close()
         if give_back:
-            self._mapping.gone = True  # first: a lease that is made, or dies, in another thread sees it, or is seen
+            self._mapping.gone = True  # first: a lease that another thread makes or ends sees it, or is seen
             self.freed()
             start = 0
             for _, low, size in sorted(self._leased.values(), key=_offset):
@@ -206,11 +206,11 @@ class Arena:
 
 
 class ArenaWriter:
-    """The worker's side: the file, mapped, and its free slots. Get one with `open`.
+    """The worker's side: the mapped file, and its free slots. Create one with `open`.
 
     Attributes:
-        full: whether there was no room for something.
-        small: buffers up to this size are not worth a slot of their own, as the driver last said.
+        full: whether there was no room for a buffer.
+        small: buffers up to this size are not worth a slot of their own, according to the driver.
     """
 
     def __init__(self, mapping: _Mapping, nbytes: int) -> None:
@@ -220,7 +220,7 @@ class ArenaWriter:
         self._free = FreeSlots(PAGE, nbytes)
         self._slots: dict[int, _Taken] = {}  # by ticket
         self._batch: list[int] = []  # tickets taken for the batch that is being built
-        self._kept: list[int] = []  # tickets of slots that user code still referred to when their batch was done
+        self._kept: list[int] = []  # of slots that user code still referred to when their batch was finished
         self._last_ticket = 0
         self._owner = -1
         self.full = False
@@ -231,7 +231,7 @@ class ArenaWriter:
 
         Raises:
             ArenaError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is
-                found in its place is something else.
+                found in its place is another file.
         """
         try:
             fd = open_file(address, writable=True)
@@ -245,7 +245,7 @@ class ArenaWriter:
             raise ArenaError(f"can't open {address.name}: {error}") from error
 
     def begin(self, owner: int) -> None:
-        """A batch begins, of worker `owner`; what is left of one that came to nothing is dropped."""
+        """A batch of worker `owner` begins; the rest of an unfinished one is dropped."""
         self._owner = owner
         for ticket in self._batch:
             taken = self._slots.get(ticket)
@@ -264,13 +264,13 @@ class ArenaWriter:
         return region.memory()
 
     def put(self, buffer: memoryview) -> Slice | None:
-        """Sees to it that a buffer is in a slot of this batch: copies it there if it is not.
+        """Makes sure that a buffer is in a slot of this batch: copies it there if it is not.
 
         Args:
-            buffer: flat bytes, such as `codec.encode` gives.
+            buffer: flat bytes, such as those of `codec.encode`.
 
         Returns:
-            What `seal` wants; None without room.
+            The argument for `seal`; None without room.
         """
         source = np.frombuffer(buffer, np.uint8)
         offset: int = source.__array_interface__["data"][0] - self._mapping.start
@@ -283,7 +283,7 @@ class ArenaWriter:
         return self._copy(source)
 
     def reserve(self, nbytes: int) -> Slice | None:
-        """A slot that the driver's side is to fill; None without room."""
+        """A slot for the driver's side to fill; None without room."""
         taken = self._take(nbytes)
         if taken is None:
             return None
@@ -304,17 +304,17 @@ class ArenaWriter:
         return taken.slot
 
     def seal(self, where: Slice) -> Slice | bytearray:
-        """Makes a buffer that was put in final; to be called when the batch has been dropped. See NOTE [Final].
+        """Makes a buffer that was put in final; to be called after the batch has been dropped. See NOTE [Final].
 
         Returns:
-            Where it is. A copy, if user code still refers to it and there is no room for a copy in a slot.
+            Its place. A copy of the buffer if user code still refers to it and there is no room for a copy in a slot.
         """
         slot, offset, nbytes = where
         taken = self._slots[slot[0]]
-        # A slot whose first buffer was copied is never sent, though another thread may let go of it meanwhile.
+        # A slot whose first buffer was copied is never sent, even if another thread drops its reference meanwhile.
         if taken.sent and (taken.region is None or taken.region() is None):
             if taken.forks == _forks:
-                taken.region = None  # whatever is forked from here on cannot have seen it
+                taken.region = None  # later forks cannot have seen it
             return where
         taken.sent = False
         source = self._mapping.bytes[slot[1] + offset :][:nbytes]
@@ -322,18 +322,18 @@ class ArenaWriter:
         return bytearray(source) if copied is None else copied
 
     def free(self, tickets: Collection[int]) -> None:
-        """The driver is done with these slots."""
+        """The driver no longer needs these slots."""
         for ticket in tickets:
             taken = self._slots.pop(ticket, None)
             if taken is not None and not taken.seen_by_child:
                 self._free.put_back(*taken.slot[1:])
 
     def abandon(self, owner: int | None, leased: Collection[int]) -> None:
-        """The driver will take in no result that a worker has made so far.
+        """The driver will receive no result that a worker has produced so far.
 
         Args:
             owner: that worker; None: all workers.
-            leased: tickets of slots that the driver did take in and has not freed.
+            leased: tickets of slots that the driver did receive and has not freed.
         """
         self.free(
             [
@@ -369,13 +369,13 @@ class ArenaWriter:
         return taken
 
     def _look_again(self) -> bool:
-        """Frees slots that user code has let go of meanwhile; whether there were some."""
+        """Frees slots that user code no longer refers to; returns whether there were some."""
         before = len(self._kept)
         self._kept = [ticket for ticket in self._kept if not self._free_if_dropped(ticket)]
         return len(self._kept) < before
 
     def _free_if_dropped(self, ticket: int) -> bool:
-        """Frees a slot that was not sent, if nothing refers to it; one that a fork has seen is not used again."""
+        """Frees a slot that was not sent, if nothing refers to it; a slot that a fork has seen is not reused."""
         taken = self._slots[ticket]
         if taken.region is not None and taken.region() is not None:
             return False
@@ -387,7 +387,7 @@ class ArenaWriter:
 
 
 class _Taken:
-    """A slot as the worker knows it."""
+    """The worker's record of a slot."""
 
     __slots__ = ("forks", "owner", "region", "sent", "slot")
 
@@ -395,17 +395,17 @@ class _Taken:
         self.slot = slot
         self.owner = owner
         self.forks = forks
-        self.region: weakref.ref[_Region] | None = None  # what user code may refer to
-        self.sent = False  # it is the driver's
+        self.region: weakref.ref[_Region] | None = None  # the memory that user code may refer to
+        self.sent = False  # it belongs to the driver
 
     @property
     def seen_by_child(self) -> bool:
-        """Whether a child may have been forked that refers to it."""
+        """Whether a forked child may refer to it."""
         return self.region is not None and self.forks != _forks
 
 
 class _Mapping:
-    """A whole file, mapped shared and writable for as long as something refers to this."""
+    """A whole file, mapped shared and writable for as long as something refers to this object."""
 
     __slots__ = ("bytes", "gone", "memory", "resting", "start")
 
@@ -414,19 +414,19 @@ class _Mapping:
         self.memory = memoryview(file)
         self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(file, np.uint8)
         self.start: int = self.bytes.__array_interface__["data"][0]
-        self.resting = False  # what a lease frees is given back to the system
-        self.gone = False  # all that is not leased was
+        self.resting = False  # whether leases give freed memory back to the system
+        self.gone = False  # whether all memory without a lease was given back
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Gives the memory of whole pages back to the system; they read as zeros and can be used again."""
         if nbytes:
             file: Any = self.memory.obj
-            with contextlib.suppress(OSError):  # a kernel without it: they stay until the mapping goes
+            with contextlib.suppress(OSError):  # the kernel does not support it: they stay until the mapping ends
                 file.madvise(mmap.MADV_REMOVE, start, nbytes)
 
 
 class _Region:
-    """A part of a mapping, shown to NumPy as writable bytes, which keep it alive."""
+    """A part of a mapping, shown to NumPy as writable bytes that keep it alive."""
 
     __slots__ = ("__weakref__", "mapping", "nbytes", "start")
 
@@ -458,19 +458,19 @@ class _Lease(_Region):
         self.dead: _Dead | None = None  # from when it is kept on
 
     def __del__(self) -> None:
-        dead: _Dead | None = getattr(self, "dead", None)  # none where an interrupt came before the constructor's end
+        dead: _Dead | None = getattr(self, "dead", None)  # missing if an interrupt came before the constructor's end
         if dead is None:
             return
         ticket, start, size = self.slot
         reuse = self.forks == _forks
         if reuse and self.mapping.resting:
-            self.mapping.give_back(start, size)  # before the worker can hear of it
+            self.mapping.give_back(start, size)  # before the worker can learn of it
         dead.append((ticket, reuse))
         if reuse and self.mapping.gone:
             self.mapping.give_back(start, size)
 
 
-Leases = dict[int, _Lease | list[bytearray]]  # by ticket; those of one message, and what was copied
+Leases = dict[int, _Lease | list[bytearray]]  # by ticket; the leases of one message, and copies
 
 
 def leased_slot(buffer: Any) -> tuple[int, int] | None:
@@ -479,9 +479,9 @@ def leased_slot(buffer: Any) -> tuple[int, int] | None:
     return (lease.slot[0], lease.slot[2]) if isinstance(lease, _Lease) else None
 
 
-# See NOTE [Forks]. Module state, for a fork concerns all arenas of the process.
+# See NOTE [Forks]. Module state, because a fork affects all arenas of the process.
 _forks = 0  # begun so far
-_forking = 0  # under way, in all threads
+_forking = 0  # in progress, in all threads
 
 
 def _before_fork() -> None:

@@ -1,17 +1,17 @@
-"""Many small tensors and arrays in a replica: pickled, stored, compared and made again in bulk.
+"""Many small tensors and arrays in a replica: pickled, stored, compared and recreated in bulk.
 
-A dataset may hold a list of 100,000 of them. One by one, each costs some 40 microseconds on its way, and hardly any of
-that is for its bytes. So those of one type, data type and shape form a *group*. The pickle says only "the next of this
-group"; their bytes lie one behind the other in a few buffers, which are put together when they are read; and a worker
-makes the whole group again in one go.
+A dataset may hold a list of 100,000 of them. One by one, each takes some 40 microseconds to send, hardly any of
+which is due to its bytes. So those of one type, data type and shape form a *group*. The pickle says only "the next of
+this group"; their bytes lie one after the other in a few buffers, which are assembled when they are read; and a worker
+recreates the whole group in one operation.
 
-Promise: only what comes back exactly goes this way: dense tensors that need and have no gradient and own their storage
-to the byte, and arrays of numbers. A tensor that turns out to share its storage with another, or to lie in a file, is
-replaced in its group by one over a span, as the codec makes them. Tensors over parts of one storage, such as the rows
-of another, are *views*: they have no bytes of their own, and the skeleton holds their offsets. The first few of each
-kind are left to the codec: an object with few tensors has no groups.
+Promise: only objects that are recreated exactly are grouped: dense tensors that neither require nor have a gradient and
+own exactly their storage, and arrays of numbers. A tensor that turns out to share its storage with another, or to lie
+in a file, is replaced in its group by one over a span, as the codec makes them. Tensors over parts of one storage, such
+as the rows of another, are *views*: they have no bytes of their own, and the skeleton holds their offsets. The first
+few of each kind are left to the codec: an object with few tensors has no groups.
 
-No state beside that of one pickle. Ray is unknown here.
+No state besides that of one pickle. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from rayloader.transport.mapped import Mappings
 
 _FEW = 8  # members of a group that are left to the codec
-_SMALL = 1 << 16  # bytes of a member at most: to copy more costs what is saved
-_BUFFER = (1 << 20) - 1  # bytes of a buffer of several members at most: the piece that is written anew for a change
-# torch's data types that NumPy has too, by NumPy's name.
+_SMALL = 1 << 16  # maximum bytes of a member: copying more costs as much as is saved
+_BUFFER = (1 << 20) - 1  # maximum bytes of a buffer of several members: the piece that is rewritten for a change
+# torch's data types that also exist in NumPy, by NumPy's name.
 _WIDTHS = ["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
 _DTYPES = {getattr(torch, name): name for name in ("bool", *_WIDTHS)}
 _NBYTES = operator.attrgetter("nbytes")  # of an array
@@ -43,18 +43,18 @@ _NBYTES = operator.attrgetter("nbytes")  # of an array
 
 @dataclass(frozen=True, slots=True)
 class GroupHeader:
-    """What `remake` needs beside the bytes."""
+    """What `remake` needs besides the bytes."""
 
     of_tensors: bool
     dtype: str  # NumPy's
     shape: tuple[int, ...]
     writable: bool
-    buffers: int  # how many, after those of the groups before
+    buffers: int  # how many, after those of earlier groups
 
 
 @dataclass(frozen=True, slots=True)
 class ViewsHeader:
-    """What `remake_views` needs beside the storage."""
+    """What `remake_views` needs besides the storage."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,17 +63,17 @@ class ViewsHeader:
 
 
 class Gathered:
-    """A buffer that is put together from members of a group when it is read."""
+    """A buffer that is assembled from members of a group when it is read."""
 
     def __init__(self, group: Group, first: int, count: int) -> None:
         self._group, self._part = group, slice(first, first + count)
         self.nbytes: int = count * group.nbytes
 
     def content(self) -> memoryview:
-        """The bytes as they are now.
+        """The current bytes.
 
         Raises:
-            ValueError: memory of a member is gone; see `resized`.
+            ValueError: the memory of a member is gone; see `resized`.
         """
         group, members = self._group, self._group.members[self._part]
         if group.of_tensors:
@@ -89,20 +89,20 @@ class Gathered:
 
 
 class Group:
-    """The tensors or the arrays of one data type and shape, in the order in which unpickling will ask for them.
+    """The tensors or the arrays of one data type and shape, in the order in which unpickling will request them.
 
-    Of tensors the members are the storages: a tensor may be given another one at any time, by another thread or while
-    an object behind it is pickled, and only what keeps the storage keeps its bytes.
+    For tensors the members are the storages: a tensor may be given another storage at any time, by another thread or
+    while an object behind it is pickled, and only a reference to the storage keeps its bytes.
     """
 
     def __init__(self, of_tensors: bool, dtype: str, shape: tuple[int, ...], writable: bool = True) -> None:
         self.of_tensors, self.dtype, self.shape, self.writable = of_tensors, dtype, shape, writable
         self.strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))  # in elements
         self.nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        self.left = _FEW  # to the codec
+        self.left = _FEW  # for the codec
         self.members: list[Any] = []
         self.token = pickle.PickleBuffer(bytearray())
-        # The same for every member: the pickle holds its arguments once. An iterator takes the place of the token.
+        # The same for every member, so the pickle holds its arguments once. An iterator replaces the token.
         self.reduction = next, (self.token,)
 
     def addresses(self, part: slice = slice(None)) -> np.ndarray[Any, Any]:
@@ -123,7 +123,7 @@ class Views:
         self.storage, self._itemsize = storage, tensor.itemsize
         self._kind = _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.stride()
         last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
-        self.farthest = storage.nbytes() // self._itemsize - last - 1  # offset that is in the storage
+        self.farthest = storage.nbytes() // self._itemsize - last - 1  # largest offset inside the storage
         self.offsets: list[int] = []
         self._extent = (last + 1) * self._itemsize
         self.token = pickle.PickleBuffer(bytearray())
@@ -131,12 +131,12 @@ class Views:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first byte of the storage that they need, and that behind the last."""
+        """The first byte of the storage that they need, and the one after the last."""
         return min(self.offsets) * self._itemsize, max(self.offsets) * self._itemsize + self._extent
 
     @property
     def header(self) -> ViewsHeader:
-        """Of them."""
+        """Their header."""
         return ViewsHeader(*self._kind, np.array(self.offsets, np.int64))
 
 
@@ -144,16 +144,16 @@ class Groups:
     """The groups of one object that is being pickled."""
 
     def __init__(self) -> None:
-        # None: such members never go this way.
+        # None: such members are never grouped.
         self._of_tensors: dict[tuple[torch.dtype, torch.Size], Group | None] = {}
         self._of_arrays: dict[tuple[np.dtype[Any], tuple[int, ...], bool], Group | None] = {}
-        self._dtype: torch.dtype | None = None  # of the last tensor: most are like the one before
+        self._dtype: torch.dtype | None = None  # of the last tensor: most equal the previous one
         self._shape: torch.Size | None = None
         self._group: Group | None = None
-        self._of_views: dict[tuple[Any, ...], int | Views] = {}  # by storage; as long as it is a number, how many
+        self._of_views: dict[tuple[Any, ...], int | Views] = {}  # by storage; first only their number
 
     def tensor(self, tensor: Tensor) -> Any:
-        """The reduction of a tensor of no subclass and without attributes; None if it does not go this way."""
+        """The reduction of a tensor of no subclass and without attributes; None if it is not grouped."""
         try:
             dtype, shape = tensor.dtype, tensor.shape
             if dtype is not self._dtype or shape != self._shape:
@@ -177,7 +177,7 @@ class Groups:
                 return None
             if not tensor.is_cpu or tensor.is_neg():
                 return None
-        except (RuntimeError, NotImplementedError):  # nested or sparse: without a shape, or without a storage
+        except (RuntimeError, NotImplementedError):  # nested or sparse: without a shape or a storage
             return None
         group.members.append(storage)
         return group.reduction
@@ -198,7 +198,7 @@ class Groups:
         return views.reduction
 
     def array(self, array: np.ndarray[Any, Any]) -> Any:
-        """The reduction of an array of no subclass; None if it does not go this way."""
+        """The reduction of an array of no subclass; None if it is not grouped."""
         dtype, shape, flags = array.dtype, array.shape, array.flags
         kind = dtype, shape, flags.writeable
         try:
@@ -212,19 +212,19 @@ class Groups:
             group.left -= 1
             return None
         owner = array if array.base is None else array.base
-        # What owns its memory has it from the heap, not from a file.
+        # An array that owns its memory has it from the heap, not from a file.
         if type(owner) is not np.ndarray or not owner.flags.owndata or not flags.c_contiguous or dtype.metadata:
             return None
         group.members.append(array)
         return group.reduction
 
     def filled(self) -> list[Group]:
-        """Those that have members."""
+        """The groups that have members."""
         groups = [*self._of_tensors.values(), *self._of_arrays.values()]
         return [group for group in groups if group is not None and group.members]
 
     def views(self) -> list[Views]:
-        """As `filled`."""
+        """The storages that have views."""
         return [views for views in self._of_views.values() if isinstance(views, Views) and views.offsets]
 
 
@@ -236,7 +236,7 @@ def _group(of_tensors: bool, dtype: str | None, shape: tuple[int, ...], writable
 
 
 def resized() -> ValueError:
-    """The error for memory that is gone, or is less than it was when its tensor or array was pickled."""
+    """The error for memory that is gone, or is smaller than when its tensor or array was pickled."""
     return ValueError(
         "a tensor or array was resized while it was being sent to the workers, so its values are gone; resize none in "
         "__getstate__, nor in a thread while iter() runs, but assign new ones"
@@ -244,12 +244,12 @@ def resized() -> ValueError:
 
 
 def not_alone(groups: Sequence[Group], mappings: Mappings, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The tensors that share their storage or lie in a file: numbers of the group, and in it.
+    """The tensors that share their storage or lie in a file: number of the group, and number in it.
 
     Args:
         groups: all of a pickle.
         mappings: of this process.
-        storages: addresses of the storages that are in the pickle beside the groups.
+        storages: addresses of the storages that are in the pickle besides the groups.
     """
     of_tensors = [number for number, group in enumerate(groups) if group.of_tensors]
     if not of_tensors:
@@ -273,7 +273,7 @@ def remake(header: GroupHeader, buffers: Iterator[memoryview]) -> list[Any]:
         whole = np.frombuffer(next(buffers), header.dtype).reshape(-1, *header.shape)
         if not header.writable:
             whole.flags.writeable = False
-        # Not `list(whole)`, where members have no axes: that gives scalars.
+        # Not `list(whole)` if members have no axes: that returns scalars.
         arrays = list(whole) if header.shape else [whole[number, ...] for number in range(len(whole))]
         members += map(torch.from_numpy, arrays) if header.of_tensors else arrays
     return members
@@ -286,7 +286,7 @@ def remake_views(header: ViewsHeader, storage: torch.UntypedStorage, start: int)
     whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
     offsets = header.offsets - start // dtype.itemsize
     steps = np.unique(np.diff(offsets))
-    if len(steps) == 1 and steps[0] > 0:  # as of the rows of a tensor: one call makes them all
+    if len(steps) == 1 and steps[0] > 0:  # for example the rows of a tensor: one call creates them all
         rows = whole.as_strided((len(offsets), *header.shape), (int(steps[0]), *header.stride), int(offsets[0]))
         members: Iterable[Tensor] = rows.unbind(0)
     else:

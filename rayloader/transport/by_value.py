@@ -1,4 +1,4 @@
-"""Pickles what no import finds, as cloudpickle does, but code keeps the name of its file.
+"""Pickles objects that no import finds, as cloudpickle does, but code keeps the name of its file.
 
 Since cloudpickle 3.1.3 code arrives without that name: tracebacks and warnings from functions of `__main__` would show
 `<dynamic-code>`, and no lines. No state.
@@ -29,13 +29,13 @@ def _code_of_file(make: Any, arguments: tuple[Any, ...], filename: str) -> types
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Of functions and classes by value where an import does not find them."""
+    """Pickles functions and classes by value if an import does not find them."""
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: _reduce})
 
 
 def dumps(obj: Any) -> bytes:
-    """An object's pickle."""
+    """The pickle of an object."""
     file = io.BytesIO()
     Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return file.getvalue()

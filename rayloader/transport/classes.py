@@ -1,15 +1,15 @@
-"""The driver's own classes on their way back to it.
+"""Batches that come back to the driver refer to the driver's own classes.
 
 Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and overwrites the class, attribute
 by attribute, in a process that has the id already. From driver to worker that is wanted: warm workers see changed
-methods. A batch must not do it to the driver's class; so there only the id counts, and the definition comes along for a
-process that does not have it (any more). What `__main__` is to a program, `__mp_main__` is to the processes that it
-spawns, as `torch.multiprocessing.spawn` does: the same module, which a worker does not have either.
+methods. A batch must not do it to the driver's class; so there only the id counts, and the definition is included for a
+process that no longer has the class. The processes that a program spawns, for instance with
+`torch.multiprocessing.spawn`, have `__mp_main__` in place of `__main__`: the same module, which a worker lacks too.
 
-Cloudpickle leaves `__slots__` out when it makes a class. Instances that were made there would have a `__dict__`, and
-could not be made again of the driver's class, which has none. So the slots are added.
+Cloudpickle leaves `__slots__` out when it recreates a class. Instances created there would have a `__dict__`, and
+could not be recreated from the driver's class, which has none. So the slots are added.
 
-The only state is a cache of definitions, as long-lived as their classes.
+The only state is a cache of definitions, which live as long as their classes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDiction
 
 
 def with_slots(cls: type, reduced: Any) -> Any:
-    """Cloudpickle's reduction of a class, with its `__slots__` where the class travels by value."""
+    """Cloudpickle's reduction of a class, with its `__slots__` if the class travels by value."""
     if not isinstance(reduced, tuple) or reduced[0] is not make_class or "__slots__" not in vars(cls):
         return reduced
-    if NamedTuple in vars(cls).get("__orig_bases__", ()):  # which is called again, and sets them itself
+    if NamedTuple in vars(cls).get("__orig_bases__", ()):  # it is called again, and sets them itself
         return reduced
     make, (kind, name, bases, namespace, *others), *state = reduced
     return make, (kind, name, bases, {**namespace, "__slots__": vars(cls)["__slots__"]}, *others), *state
 
 
 def reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
-    """A class's reduction that finds it by its id; `reduce_by_value`'s answer for a class that travels by name."""
+    """A class's reduction that finds it by its id; the result of `reduce_by_value` for a class that travels by name."""
     definition = _definitions.get(cls)
     if definition is None:
         reduced = reduce_by_value(cls)
@@ -58,7 +58,7 @@ def reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
             return reduced
         try:
             text = by_value.dumps(cls)
-        except Exception:  # something unpicklable was put on it in this process; the id alone will do
+        except Exception:  # something unpicklable was added to it in this process; the id alone must suffice
             text = None
         definition = _definitions[cls] = (id_of_class(cls), text)
     return _known_class, definition
@@ -72,7 +72,7 @@ def _known_class(tracker_id: str, definition: bytes | None) -> Any:
 
 
 class _Definition(pickle.Unpickler):
-    """Loads a class by value, and leaves alone the classes it refers to that this process has."""
+    """Loads a class by value, without changing the classes it refers to that this process has."""
 
     def __init__(self, definition: bytes) -> None:
         super().__init__(io.BytesIO(definition))

@@ -1,18 +1,18 @@
-"""Splits any object into a skeleton and raw buffers, and puts it together again without copying.
+"""Splits any object into a skeleton and raw buffers, and reassembles it without copying.
 
 - `encode` copies no tensor and no contiguous array: its buffers are views of the object's own memory. There is
   one for each *storage span*, lowest to highest byte of a storage that the payload uses, so that a view of a big
   storage stays small and tensors that shared memory share it again; and one for each NumPy array.
 - `decode` makes tensors and arrays views of its buffers: writable where those are, and keeping them alive.
-- Batches of plain tensors have a skeleton of their own, see plain.py. Of replicas, many small tensors and arrays of one
-  kind go together, see bulk.py.
-- What is neither is pickled in the skeleton, see pickler.py.
+- Batches of plain tensors have a skeleton of their own, see plain.py. In replicas, many small tensors and arrays of one
+  kind are grouped, see bulk.py.
+- Everything else is pickled in the skeleton, see pickler.py.
 
-No state beside caches. Any thread may call; Ray is unknown here.
+No state besides caches. Any thread may call; this module does not import Ray.
 
 NOTE [Spans]. Pickle's opcode for out-of-band buffers takes the next item of an iterable, whatever that is. So a
-tensor's reduction holds a *token*, an empty `PickleBuffer` that stands for its storage, and `decode` hands out
-the rebuilt storage in its place: no context, no registry. Spans grow while the payload is pickled; hence tensors
+tensor's reduction holds a *token*, an empty `PickleBuffer` that represents its storage, and `decode` returns
+the rebuilt storage in its place: no context, no registry. Spans grow while the payload is pickled; so tensors
 carry absolute offsets, and the spans' starts follow at the end of the skeleton, which is
 
     body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer; groups) | its length
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rayloader.transport.mapped import Mappings
 
 _LENGTH = 4  # bytes of the header's length
-_ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span stay whole
+_ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span remain whole numbers
 
 _NO_BUFFERS = pickle.dumps(([], [], [], [], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
@@ -49,17 +49,17 @@ _INDICES = {int, type(None)}  # an iterable dataset's are None
 
 
 class Encoded(NamedTuple):
-    """An object taken apart.
+    """An object in parts.
 
     Attributes:
-        skeleton: All but the buffers.
-        buffers: The object's own memory as flat bytes, kept alive. Not to be written to, whatever they say.
-        carried: Parts of the object that travel as they are.
-        gathered: Of a replica: more buffers, behind the others.
-        shared: Of a replica: the storages in torch's shared memory, whole, by the number of their buffer.
-        overlap: Of a replica: two arrays, or an array and a tensor, that share memory and will not do so when decoded,
-            in words; there may be more, and of many of a kind only the first few are looked at.
-        copied: Of a replica: the first function that travels with a copy of a random generator of its module's, and the
+        skeleton: everything except the buffers.
+        buffers: the object's own memory as flat bytes, kept alive. Do not write to them, even if they are writable.
+        carried: parts of the object that travel unchanged.
+        gathered: for a replica: more buffers, after the others.
+        shared: for a replica: the storages in torch's shared memory, whole, by the number of their buffer.
+        overlap: for a replica: two arrays, or an array and a tensor, that share memory and will not do so when decoded,
+            in words; there may be more, and only the first few of many of a kind are checked.
+        copied: for a replica: the first function that travels with a copy of a random generator of its module, and the
             generator's name.
     """
 
@@ -86,21 +86,21 @@ def encode(
     mapped: Mappings | None = None,
     fresh: Mapping[int, plain.Fresh] = plain.NOT_FRESH,
 ) -> Encoded:
-    """Takes an object apart.
+    """Splits an object.
 
     Args:
-        obj: Anything that cloudpickle can pickle.
-        known_classes: Name the classes that travel by value instead of defining them, for the way back to the
+        obj: anything that cloudpickle can pickle.
+        known_classes: name the classes that travel by value instead of defining them, for the way back to the
             process that they came from; see classes.py.
-        carry: Types whose instances are left to whoever transports the rest, such as Ray's references.
-        mapped: For replicas: the file-backed memory of this process, which must not be copied, however small an
-            array is, or in whatever steps it goes through it. Arrays that go through the same memory more than once
-            keep doing so. And a replica's random generators can be noted when it is decoded, see
+        carry: types whose instances are left to the transport of the rest, such as Ray's references.
+        mapped: for replicas: the file-backed memory of this process, which must not be copied, however small an
+            array is, and whatever its strides are. Arrays whose items overlap in memory
+            keep doing so. Also, a replica's random generators can be recorded when it is decoded, see
             generators.py.
-        fresh: For batches: see `plain.encode`.
+        fresh: for batches: see `plain.encode`.
 
     Raises:
-        Exception: Whatever pickling `obj` raises, unchanged; `unpicklable.explain` finds the culprit. A tensor
+        Exception: any error of pickling `obj`, unchanged; `unpicklable.explain` finds the culprit. A tensor
             that requires grad and is no leaf is refused in torch's words.
     """
     if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
@@ -157,18 +157,18 @@ def encode(
 
 
 def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], carried: Sequence[Any] = ()) -> Any:
-    """Puts an object together again.
+    """Reassembles an object.
 
     Args:
-        skeleton: What `encode` made.
-        buffers: One for each of `Encoded.buffers`, same order and sizes. Tensors and arrays become views of
-            them. Over a read-only buffer an array is read-only; a tensor can't be, and writing to it crashes, as
-            with `torch.from_numpy` of a read-only memory map. A storage stands for its memory, and tensors get that
+        skeleton: from `encode`.
+        buffers: one for each of `Encoded.buffers`, in the same order and with the same sizes. Tensors and arrays become
+            views of them. Over a read-only buffer an array is read-only; a tensor can't be, and writing to it crashes,
+            as with `torch.from_numpy` of a read-only memory map. A storage represents its memory, and tensors get that
             very storage.
-        carried: `Encoded.carried`, or what stands for it here.
+        carried: `Encoded.carried`, or its replacement here.
 
     Raises:
-        ValueError: The number or a size of the buffers is not the skeleton's.
+        ValueError: the number or a size of the buffers differs from the skeleton's.
     """
     tail = memoryview(skeleton)
     if tail[0] == plain.MARK:
@@ -207,10 +207,10 @@ def _header(header: bytes) -> _Header:
 
 
 class _Header(NamedTuple):
-    """What the end of a skeleton says; the last three of replicas only."""
+    """The data at the end of a skeleton; the last three only for replicas."""
 
-    uses: list[int]  # what each reference stands for: part in bulk or, behind those, buffer; or -1 - carried
+    uses: list[int]  # what each reference means: bulk part or, after those, buffer; or -1 - carried
     extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
     groups: list[bulk.GroupHeader]
-    replaced: list[tuple[int, int]]  # group, and place in it; the spans are behind the other uses
+    replaced: list[tuple[int, int]]  # group, and place in it; the spans come after the other uses
     views: list[bulk.ViewsHeader]  # their spans are the last uses

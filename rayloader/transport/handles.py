@@ -1,9 +1,9 @@
-"""Locks and open files of a replica: what a forked worker would inherit and pickle refuses, made anew in each worker.
+"""Locks and open files of a replica, which a fork inherits and pickle refuses: recreated in each worker.
 
-Promise: a file is opened again by its path where the driver's is at that moment, for reading only, with an offset that
-no other process moves. Locks arrive unlocked. What cannot be the same there is refused with a TypeError: files that are
-open for writing, that have no path any more, or that something else reads ahead in. Nothing is imported that the
-program has not imported; any thread may call.
+Promise: a file is opened again by its path at the driver's current position, for reading only, with an offset that
+no other process moves. Locks arrive unlocked. A handle that cannot be the same there is refused with a TypeError: files
+that are open for writing, that have no path any more, or in which another object reads ahead. Nothing is imported that
+the program has not imported; any thread may call.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rayloader.transport.reopening import Reduction, refusal, there
 
 
 def reduce(obj: Any, kind: type) -> Reduction | None:
-    """How to make a lock or an open file anew, for a pickler; None if `obj` is nothing of the kind.
+    """How a pickler recreates a lock or an open file; None if `obj` is neither.
 
     Raises:
-        TypeError: it cannot be had in another process.
+        TypeError: it cannot exist in another process.
     """
     if kind in copyreg.dispatch_table:
-        return None  # the program's own way
+        return None  # the program's own pickling
     if (reducer := _REDUCERS.get(kind)) is not None:
         return reducer(obj)
     if kind.__module__ == "sqlite3":
@@ -77,7 +77,7 @@ def _new_local(values: dict[str, Any]) -> threading.local:
 
 
 def _path(file: Any) -> str:
-    """Of the regular file that is open there."""
+    """The path of the regular file that is open there."""
     descriptor = file.fileno()
     here = os.fstat(descriptor)
     if not stat.S_ISREG(here.st_mode):
@@ -139,7 +139,7 @@ def _text(file: io.TextIOWrapper) -> Reduction | None:
         position = file.tell()
     except OSError as error:
         raise refusal(file, f"its place is not known within `for line in file` ({error}); use readline()") from error
-    file.seek(position)  # it reads ahead anew
+    file.seek(position)  # discards what it has read ahead
     return _open_text, (file.buffer, file.encoding, file.errors, newline_of(file), vars(file), position)
 
 
@@ -147,13 +147,13 @@ def _open_text(
     buffer: Any, encoding: str, errors: str | None, newline: str | None, attributes: dict[str, Any], position: int
 ) -> io.TextIOWrapper:
     file = io.TextIOWrapper(buffer, encoding, errors, newline)
-    vars(file).update(attributes)  # `mode`, where `open` made it
+    vars(file).update(attributes)  # `mode`, if `open` created it
     file.seek(position)
     return file
 
 
 def _closed(kind: type, name: Any, mode: str) -> Any:
-    """A file that is closed, as the driver's is: who uses it gets the same error."""
+    """A closed file, like the driver's: its users get the same error."""
     raw = io.FileIO(os.devnull, "rb" if mode == "rb" else "rb+")
     raw.name = name
     file: Any = raw
@@ -234,7 +234,7 @@ def _open_lmdb(path: str, options: dict[str, Any]) -> Any:
     key = os.path.realpath(path), *sorted(options.items())
     environment = _environments.get(key)
     if environment is None or not _is_open(environment):
-        # How many databases were to be opened is not to be had. So many cost nothing.
+        # The number of databases to be opened cannot be read. So many cost nothing.
         environment = _environments[key] = lmdb.open(there(path), create=False, max_dbs=64, **options)
     return environment
 

@@ -1,11 +1,11 @@
 """How an encoded object travels: large buffers in slots of the worker's arena, the others with the message.
 
-Promise: what arrives is writable and nobody else's, whatever the lane. Small buffers get memory of their own, so that
-who keeps the labels of a batch keeps only the labels. What `sealed` has returned is final: nothing in it may be
-written to by the worker, but for buffers that lie in no slot and were not copied into the message.
+Promise: received data is writable and belongs to nobody else, whatever the lane. Small buffers get memory of their own,
+so that a program that keeps the labels of a batch keeps only the labels. The result of `sealed` is final: the worker
+must not write to any part of it, except for buffers that lie in no slot and were not copied into the message.
 
-On the way of a batch: worker `to_wire`, `sealed`; driver `received`, `from_wire`. The driver's `ArenaLane` owns one
-actor's arena; no wait ever depends on room in it.
+In the order of a batch's path: worker `to_wire`, `sealed`; driver `received`, `from_wire`. The driver's `ArenaLane`
+owns one actor's arena; no wait ever depends on room in it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ logger = logging.getLogger("rayloader")
 ARENAS_VARIABLE = "RAYLOADER_ARENAS"
 # Buffers up to this size get memory of their own in the driver: a lease costs more than such a copy.
 SMALL_BYTES = 1 << 16
-# Small buffers that are no more than this together travel in the message: a slot costs more than such a copy.
+# Small buffers of at most this size together travel in the message: a slot costs more than such a copy.
 INLINE_BYTES = 1 << 12
-# Room of an arena: far more than a machine has memory, for pages that were never touched take none.
+# Room of an arena: far more than a machine's memory, because pages that were never touched take none.
 ARENA_BYTES = 1 << 36
-# An arena of which forks took so much is replaced: what a child may still read is never used again.
+# An arena in which forks have spoiled this much is replaced: memory that a child may still read is never reused.
 SPOILED_BYTES = 1 << 28
 
-# What travels of an encoded object: the skeleton; the buffers; what is carried; and the slot of the small buffers. A
-# buffer is a `Slice` of a slot of its own; or the size of a small one, side by side in their slot; or the bytes
-# themselves.
+# The form in which an encoded object is sent: the skeleton; the buffers; carried objects; and the slot of the small
+# buffers. A buffer is a `Slice` of a slot of its own; or the size of a small one, side by side in their slot; or the
+# bytes themselves.
 Wire = tuple[bytes, Sequence[Any], Sequence[Any], Slot | None]
 
-# What a worker is told with a message, to put batches into slots: the address of the arena, None for the one that it
-# was told last; tickets of slots that are free again; workers whose results that were made so far are nobody's (None in
-# it: all workers'), and where there are some, the tickets of slots that are not; and up to what size buffers are small.
+# News of the arena with a message, so that the worker can put batches into slots: the address of the arena, None for
+# the last one; tickets of slots that are free again; workers whose results so far are discarded (None in it: all
+# workers'), and if there are some, the tickets of slots that are not; and up to what size buffers are small.
 Room = tuple[ArenaAddress | None, list[int], list[int | None], frozenset[int], int]
 
 
@@ -58,7 +58,7 @@ def switched_off() -> bool:
 
 
 class Lent:
-    """What takes in the result of a message that brought a `Room`. Drop it when it has."""
+    """Receives the result of a message that brought a `Room`. Drop it afterwards."""
 
     __slots__ = ("arena", "leases")
 
@@ -68,13 +68,13 @@ class Lent:
 
 
 def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
-    """Puts buffers into slots as far as there is room; the others are left to what carries the message.
+    """Puts buffers into slots as far as there is room; the others travel with the message.
 
     Args:
-        encoded: what is to travel.
-        arena: where a batch has begun.
+        encoded: the object to send.
+        arena: in which a batch has begun.
     """
-    if not encoded.buffers:  # as of indices
+    if not encoded.buffers:  # for example indices
         return encoded.skeleton, (), encoded.carried, None
     packed: Slot | None = None
     buffers: list[Any] = [PickleBuffer(buffer) for buffer in encoded.buffers]
@@ -91,13 +91,13 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
 
 
 def sealed(wire: Wire, arena: ArenaWriter) -> Wire:
-    """The same, final where it is in slots; to be called when the batch and its encoded form have been dropped."""
+    """The wire with its buffers in slots made final; call it after the batch and its encoded form have been dropped."""
     skeleton, buffers, carried, packed = wire
     return skeleton, [arena.seal(b) if isinstance(b, tuple) else b for b in buffers], carried, packed
 
 
 def received(wire: Wire, lent: Lent) -> Wire:
-    """The same with leased views of slots, and copies of small buffers, instead of where they are."""
+    """The wire with leased views of slots, and copies of small buffers, instead of their slices and sizes."""
     skeleton, buffers, carried, packed = wire
     small: Iterator[bytearray] = iter(())
     if packed is not None:
@@ -115,7 +115,7 @@ def received(wire: Wire, lent: Lent) -> Wire:
 def from_wire(wire: Wire) -> Any:
     """Rebuilds an object.
 
-    What can be written to is its own and is not copied; an object keeps the slots that it has views of for as long as
+    Writable buffers become its own and are not copied; an object keeps the slots of its views for as long as
     it lives. The other buffers are copied: Ray's are read-only.
     """
     if KEEPS_SENT_STORAGES:
@@ -125,7 +125,7 @@ def from_wire(wire: Wire) -> Any:
 
 
 def owned(wire: Wire, copy: Callable[[memoryview], memoryview]) -> Wire:
-    """The same with copies of the buffers that can't be written to, made by `copy`."""
+    """The wire with copies, made by `copy`, of the buffers that can't be written to."""
     skeleton, buffers, carried, packed = wire
     if not buffers:
         return wire
@@ -149,13 +149,13 @@ def _fresh_copy(buffer: memoryview) -> memoryview:
 
 
 def pack(message: Any, wires: Sequence[Wire]) -> Any:
-    """A message that holds these wires, as bytes where Ray need not look into it: it takes long to pickle anything."""
+    """A message with these wires, as bytes unless Ray must inspect it: Ray takes long to pickle anything."""
     for_ray = any(carried or _out_of_band(buffers) for _, buffers, carried, _ in wires)
     return message if for_ray else pickle.dumps(message, 5)
 
 
 def unpack(message: Any) -> Any:
-    """What was packed."""
+    """The inverse of `pack`."""
     return pickle.loads(message) if isinstance(message, bytes) else message
 
 
@@ -164,7 +164,7 @@ def _out_of_band(buffers: Sequence[Any]) -> bool:
 
 
 def fits_in_band(wire: Wire, nbytes: int) -> bool:
-    """Whether it can be pickled without Ray, with so many bytes at most of what is in no slot."""
+    """Whether it can be pickled without Ray, with at most so many bytes of buffers that are in no slot."""
     skeleton, buffers, carried, _ = wire
     if carried:
         return False
@@ -177,11 +177,11 @@ class ArenaLane:
     def __init__(self) -> None:
         self._arena: Arena | None = None
         self._off = ""  # why there will be no arena
-        self._abandoned: set[int | None] = set()  # not told yet
+        self._abandoned: set[int | None] = set()  # not sent yet
 
     @property
     def arena_names(self) -> set[str]:
-        """Of the memory file, if there is one."""
+        """Name of the memory file, if there is one."""
         return {self._arena.address.name} if self._arena is not None else set()
 
     @property
@@ -191,15 +191,15 @@ class ArenaLane:
 
     @property
     def leased_bytes(self) -> int:
-        """In slots that hold a batch, or a part of one."""
-        arena = self._arena  # once: another thread may ask
+        """Bytes in slots that hold a batch, or a part of one."""
+        arena = self._arena  # read once: another thread may call this
         return arena.leased_bytes if arena is not None else 0
 
     def lend(self, told: ArenaAddress | None = None) -> tuple[Lent, Room] | None:
-        """Room for the batch that a message asks for, with news of it; None where there is no arena.
+        """Room for the batch of a message, with news of the arena; None if there is no arena.
 
         Args:
-            told: the arena that the worker was last told.
+            told: the arena that the worker was told last.
         """
         if self._off:
             return None
@@ -221,18 +221,18 @@ class ArenaLane:
         return Lent(arena), (address, freed, abandoned, leased, SMALL_BYTES)
 
     def abandon(self, worker_id: int | None = None) -> None:
-        """No result that this worker (None: any worker of the actor) was asked for so far will be taken in."""
+        """No result that this worker (None: any worker of the actor) was asked for so far will be received."""
         self._abandoned.add(worker_id)
 
     def rest(self, resting: bool) -> None:
-        """The actor is idle, or no longer."""
+        """The actor is idle, or is no longer."""
         if self._arena is not None:
             self._arena.rest(resting)
 
     def refused(self, reason: str) -> None:
-        """The worker cannot open the arena: it lives elsewhere."""
+        """The worker cannot open the arena: its batches travel in the messages."""
         self._off, self._arena = reason, None
-        logger.info("rayloader: batches travel through Ray's object store: %s", reason)
+        logger.info("rayloader: batches travel without shared memory: %s", reason)
 
     def was_full(self) -> None:
         """The worker had no room for a buffer."""
@@ -241,23 +241,22 @@ class ArenaLane:
             _told = True
             logger.warning(
                 "rayloader: so many batches of one worker are held at once that its arena of %d MB is full, and "
-                "further ones are copied through Ray's object store; drop batches when they are used, or clone what "
-                "is to be kept",
+                "further ones are copied, which is slower; drop batches when they are used, or clone what you keep",
                 ARENA_BYTES >> 20,
             )
 
     def close(self) -> None:
-        """The process is gone, or will be: the memory that no batch holds goes at once, the rest with those batches."""
+        """The process is gone, or soon will be: memory without a batch is freed at once, the rest with its batches."""
         if self._arena is not None:
             self._arena.close(give_back=True)
             self._arena = None
 
 
-_told = False  # that an arena was full; all lanes say it once
+_told = False  # whether the warning about a full arena was logged, for all lanes
 
 
 class WorkerLane:
-    """The worker's side: the arena that the driver last named, open."""
+    """The worker's side: the open arena that the driver named last."""
 
     def __init__(self) -> None:
         self._address: ArenaAddress | None = None
@@ -265,7 +264,7 @@ class WorkerLane:
         self.error = ""  # why it cannot be opened
 
     def open(self, room: Room | None) -> ArenaWriter | None:
-        """For the batches that a message asks for; None if there is no room or it cannot be reached."""
+        """For the batches of a message; None if it brought no room or the arena cannot be opened."""
         if room is None:
             return None
         address, freed, abandoned, leased, small = room
@@ -283,7 +282,7 @@ class WorkerLane:
         return self._arena
 
     def take_full(self) -> bool:
-        """Whether there was no room for something since this was asked last."""
+        """Whether there was no room for a buffer since the last call."""
         if self._arena is None or not self._arena.full:
             return False
         self._arena.full = False

@@ -1,12 +1,12 @@
 """A line: a connected socket between the driver and one worker process, which carries messages both ways.
 
-Promise: nobody blocks on it but who asks to wait. What the socket does not take is queued, and goes when it does; what
-has arrived is read in one go. How the two ends meet is another file's: local_line.py where both are on one machine, and
-tcp_line.py elsewhere. A message may have large *buffers* behind it: they are sent from where they lie, and received
+Promise: only calls that ask to wait block. Data that the socket does not accept is queued, and sent when it does; data
+that has arrived is read in one call. Other files connect the two ends: local_line.py on one machine, tcp_line.py
+elsewhere. A message may have large *buffers* behind it: they are sent from where they lie, and received
 straight into memory of their own, so that Python copies none of their bytes.
 
-One thread at a time sends, and one reads; where one is at it already, the other leaves it to that one. `close` may be
-called by any. Ray is unknown here, and so is what a message means.
+One thread at a time sends, and one reads; a second one leaves the work to the first. `close` may be
+called by any. This module does not import Ray, and does not know what a message means.
 
 NOTE [Forks]
 A forked child has the socket too. So `close` shuts the connection down, which every process sees, rather than only
@@ -14,9 +14,9 @@ closing a descriptor of it. A child never uses a line, and closes nothing but it
 outlives it keeps a local connection open, and Ray's too: so the driver watches the worker's process itself.
 
 NOTE [Torn]
-A signal handler that raises in the midst of `read` may have lost what had just been read: then nothing more comes. In
-the midst of `flush` it may make what was sent go twice: then nothing more goes. A lock that stays taken sees to both.
-The epoch is told that it was interrupted.
+A signal handler that raises in the middle of `read` may have lost data that was just read: then nothing more is
+received. In the middle of `flush` it may cause data to be sent twice: then nothing more is sent. A lock that stays
+taken ensures both. The epoch is told that it was interrupted.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from rayloader.errors import RayloaderError
 
 _HEADER = struct.Struct("<QI")  # length of the message that follows the sizes, and how many buffers are behind it
 _SIZE = struct.Struct("<Q")  # of a buffer
-# What is read at once, at most, of messages that are not longer than this.
+# Maximum bytes to read at once, for messages that are not longer than this.
 CHUNK_BYTES = 1 << 18
 # Messages up to this size are joined with their header: a copy costs less than a second part.
 JOINED_BYTES = 1 << 16
-_AT_ONCE = 64  # parts that one call sends, or receives
-# How long a thread reads at most without waiting, in seconds: one that seems to take longer was interrupted.
+_AT_ONCE = 64  # parts that one system call sends, or receives
+# How long a thread reads at most without waiting, in seconds: one that takes longer was interrupted.
 TORN_S = 10.0
-# Of a call that is not to wait, though the socket would.
+# For a call that must not wait, even if the socket would.
 _NO_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
-# A program may have given SIGPIPE back its default action: the death of the other end must not be its own.
+# A program may have restored SIGPIPE's default action: the death of the other end must not end it.
 _SENDING: int = getattr(socket, "MSG_NOSIGNAL", 0) | _NO_WAIT
 
 
 class LineError(RayloaderError):
-    """A line can't be made or opened here; what it is for has to go another way."""
+    """A line can't be made or opened here; another channel is needed."""
 
 
 class Parcel(NamedTuple):
@@ -66,7 +66,7 @@ Message = bytes | Parcel
 
 
 def packed(content: Any, apart: int | None) -> Message:
-    """Pickled; `PickleBuffer`s of more than so many bytes go behind it (None: none does), the others are copied."""
+    """Pickles it; `PickleBuffer`s of more than `apart` bytes go behind it (None: none does), others are copied."""
     if apart is None:
         return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
     buffers: list[memoryview] = []
@@ -83,7 +83,7 @@ def packed(content: Any, apart: int | None) -> Message:
 
 
 def unpacked(message: Message) -> Any:
-    """What was packed."""
+    """The inverse of `packed`."""
     return pickle.loads(message) if isinstance(message, bytes) else pickle.loads(message[0], buffers=message[1])
 
 
@@ -98,15 +98,15 @@ class LineSocket(socket.socket):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has made it, and is not a fork of the one that has."""
+        """Whether this process created it, rather than a parent from which this one was forked."""
         return os.getpid() == self._pid
 
     def end(self) -> None:
-        """Closes it, for every process that has it if this is the one that made it."""
+        """Closes it, for every process that has it if this is the one that created it."""
         if self.is_ours:
             with contextlib.suppress(OSError):
                 self.shutdown(socket.SHUT_RDWR)
-        super(socket.socket, self).close()  # also where an interrupt came before the constructor's end
+        super(socket.socket, self).close()  # even if an interrupt came before the constructor's end
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
@@ -117,20 +117,20 @@ class Line:
     """One end of a line, connected.
 
     Attributes:
-        ended: the other end has closed, or died, and all that it sent was read.
+        ended: whether the other end has closed, or died, and everything that it sent was read.
     """
 
-    chunk_bytes = CHUNK_BYTES  # what is read at once, at most, where no buffer is expected
+    chunk_bytes = CHUNK_BYTES  # maximum bytes to read at once if no buffer is expected
     apart: int | None = None  # for `packed`: buffers beyond this size go behind their message
-    _socket: LineSocket | None = None  # for `close` too, where an interrupt came before the constructor's end
+    _socket: LineSocket | None = None  # for `close` too, if an interrupt came before the constructor's end
 
     def __init__(self, connection: LineSocket | None = None) -> None:
         self._out: deque[memoryview] = deque()  # not sent yet
-        self._others = 0  # how many parts at the end of it are memory that others may write to
+        self._others = 0  # how many parts at its end are memory that others may write to
         self._in = bytearray(self.chunk_bytes)
         self._filled = 0  # bytes of `_in`
         self._parcel: Parcel | None = None  # whose buffers are arriving
-        self._rest: deque[memoryview] = deque()  # where what is missing of them goes
+        self._rest: deque[memoryview] = deque()  # where their missing bytes go
         self._arrived: deque[Message] = deque()
         self._sending, self._reading = threading.Lock(), threading.Lock()
         self._closed = False
@@ -144,22 +144,22 @@ class Line:
 
     @property
     def descriptor(self) -> int:
-        """To be waited for, -1 where nothing will come any more."""
+        """The descriptor to wait for; -1 if nothing more will come."""
         return -1 if self._socket is None or self.ended else self._socket.fileno()
 
     @property
     def events(self) -> int:
-        """Of `select.poll`, to be waited for."""
+        """The events of `select.poll` to wait for."""
         return select.POLLIN | select.POLLOUT if self._out else select.POLLIN
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
-        """All that has to be waited for, with the events of `select.poll`."""
+        """Everything to wait for, with the events of `select.poll`."""
         return [(self.descriptor, self.events)] if self.descriptor >= 0 else []
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it is open, and there is nothing to wait for but what comes."""
+        """Whether it is open, and only incoming data has to be waited for."""
         return self._socket is not None and not self.ended and not self._out
 
     @property
@@ -168,11 +168,11 @@ class Line:
         return bool(self._out)
 
     def new_buffer(self, nbytes: int) -> memoryview:
-        """Memory for a buffer that is to arrive, or for one that has to be copied before it is sent."""
+        """Memory for a buffer that will arrive, or for one that has to be copied before it is sent."""
         return memoryview(bytearray(nbytes))
 
     def queue(self, message: Message) -> None:
-        """Keeps a message for the next `flush`; its buffers are not to be written to before they are sent, or kept."""
+        """Keeps a message for the next `flush`; do not write to its buffers before they are sent, or kept."""
         if isinstance(message, bytes):
             body, buffers = message, []
             header = _HEADER.pack(len(body), 0)
@@ -189,7 +189,7 @@ class Line:
         self._others = len(buffers)
 
     def keep(self) -> None:
-        """What is not sent of the last message's buffers may be written to from here on."""
+        """From here on, the unsent buffers of the last message may be written to."""
         if not self._others:
             return
         with self._sending:
@@ -201,12 +201,12 @@ class Line:
             self._others = 0
 
     def send(self, message: Message) -> None:
-        """Queues a message, and sends what the socket takes."""
+        """Queues a message, and sends what the socket accepts."""
         self.queue(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket takes."""
+        """Sends what the socket accepts."""
         connection, out = self._socket, self._out
         if connection is None or not self._sending.acquire(blocking=False):
             return
@@ -222,37 +222,37 @@ class Line:
                     out[0] = out[0][sent:]
         except BlockingIOError:
             pass
-        except OSError:  # the other end has gone: `receive` will say so
+        except OSError:  # the other end has gone: `receive` will report it
             out.clear()
         self._sending.release()
 
     def receive(self) -> list[Message]:
-        """The messages that have arrived, each whole; none if there is none yet."""
+        """The complete messages that have arrived; none if there is none yet."""
         self.read()
         return self.arrived()
 
     def receive_next(self) -> list[Message]:
-        """The same, but where nothing has arrived it waits until something has, or the other end has gone.
+        """Like `receive`, but waits until something has arrived, or the other end has gone.
 
-        There may be no whole message even then, and what is `unsent` stays so meanwhile.
+        Even then there may be no complete message; meanwhile `unsent` data remains unsent.
         """
         self._read(flags=0)
         return self.arrived()
 
     def arrived(self) -> list[Message]:
-        """Those that were read by now, and not given before."""
+        """The messages that were read and not returned before."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))] if self._arrived else []
 
     def read(self, *, wait: bool = False) -> bool:
-        """Reads what has arrived, and keeps it for `arrived`; whether it did.
+        """Reads what has arrived, and keeps it for `arrived`; returns whether it did.
 
         Args:
-            wait: if another thread is at it, for that to be done; else it is left to it.
+            wait: if another thread reads, wait for it; otherwise leave it to that thread.
         """
         return self._read(wait=wait)
 
     def _read(self, *, wait: bool = False, flags: int = _NO_WAIT) -> bool:
-        """The same; `flags` are those of the first call of the system."""
+        """Does the work of `read`; `flags` are those of the first system call."""
         connection = self._socket
         if connection is None or self.ended:
             return False
@@ -264,13 +264,13 @@ class Line:
                 flags = _NO_WAIT
         except BlockingIOError:
             pass
-        except OSError:  # it was reset: whoever closed it wants no answer
+        except OSError:  # it was reset: the end that closed it wants no answer
             self.ended = True
         self._reading.release()
         return True
 
     def _read_once(self, connection: LineSocket, flags: int) -> bool:
-        """Reads; whether there may be more."""
+        """Reads once; returns whether there may be more."""
         if self._rest:
             views = list(islice(self._rest, _AT_ONCE))
             count = connection.recvmsg_into(views, 0, flags)[0]
@@ -286,7 +286,7 @@ class Line:
         return count > 0
 
     def _put(self, count: int) -> None:
-        """So many bytes have come to where the buffers go."""
+        """`count` bytes have been received into the buffers."""
         rest = self._rest
         while rest and count >= len(rest[0]):
             count -= len(rest.popleft())
@@ -297,7 +297,7 @@ class Line:
             self._parcel = None
 
     def _cut(self) -> None:
-        """Takes the whole messages out of what was read; makes room for the rest of one."""
+        """Takes the complete messages out of the data; makes room for the rest of one."""
         begin, needed = 0, 0
         with memoryview(self._in) as view:
             while self._filled - begin >= _HEADER.size:
@@ -316,7 +316,7 @@ class Line:
                 begin = self._expect(message, sizes, end)
         size = max(needed, self.chunk_bytes)
         if begin == self._filled and size == len(self._in):
-            self._filled = 0  # as a rule: messages come whole
+            self._filled = 0  # usually: messages come complete
         elif begin or size != len(self._in):
             rest = self._in[begin : self._filled]
             if size != len(self._in):
@@ -325,7 +325,7 @@ class Line:
             self._filled = len(rest)
 
     def _expect(self, message: bytes, sizes: list[int], begin: int) -> int:
-        """Makes room for a message's buffers, and puts there what has come of them; where in `_in` that ends."""
+        """Makes room for a message's buffers, and fills in the bytes received; returns where in `_in` these end."""
         self._parcel = Parcel(message, [self.new_buffer(size) for size in sizes])
         self._rest.extend(view for view in self._parcel.buffers if view.nbytes)
         with memoryview(self._in) as view:
@@ -339,28 +339,28 @@ class Line:
         return begin
 
     def wait(self) -> None:
-        """Waits until something can be received or sent, or the other end has gone. Not of one that has `ended`."""
+        """Waits until something can be received or sent, or the other end has gone. Not if it has `ended`."""
         poll(self.descriptor, self.events)
 
     def drain(self) -> None:
-        """Waits until all that is queued was sent, or the other end has gone."""
+        """Waits until the whole queue was sent, or the other end has gone."""
         while self._out and self._socket is not None:
             poll(self._socket.fileno(), select.POLLOUT)
             self.flush()
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other end has closed, or died, and not only finished."""
+        """Whether the other end has closed, or died, and not only finished sending."""
         return self._socket is None or poll(self._socket.fileno(), 0, 0)
 
     def finish(self) -> None:
-        """Nothing more will be sent; the other end hears of it when it has read all. Only with nothing `unsent`."""
+        """Nothing more will be sent; the other end learns that after reading everything. Only with nothing `unsent`."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
         self._closed = self.ended = True
         connection, self._socket = self._socket, None
         if connection is not None:
@@ -372,7 +372,7 @@ class Line:
 
 
 def poll(descriptor: int, events: int, timeout: int | None = None) -> bool:
-    """Waits for events of `select.poll`, milliseconds at most; whether there is one, or the other end has gone."""
+    """Waits for events of `select.poll`, for `timeout` ms; returns whether there is one, or the other end has gone."""
     waiting = select.poll()
     waiting.register(descriptor, events)
     return bool(waiting.poll(timeout))

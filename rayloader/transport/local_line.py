@@ -1,8 +1,8 @@
-"""Lines whose ends are on one machine: how they meet.
+"""Lines whose ends are on one machine: how they connect.
 
 Promise: only a process of the same user on the same machine, in the same namespaces, can be at the other end. The
-driver listens on an abstract name with 128 random bits, which goes away with the socket, and the worker connects; each
-asks the kernel who the other is. Nothing here blocks.
+driver listens on an abstract name with 128 random bits, which disappears with the socket, and the worker connects; each
+asks the kernel for the identity of the other. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STANDARD_STREAMS = 1, 2  # descriptors of standard output and standard error
 
 
 class LineAddress(NamedTuple):
-    """All that the other end needs to connect, and to be sure whom it meets."""
+    """Everything that the other end needs to connect, and to verify the driver's identity."""
 
     name: str
     pid: int  # of the driver
@@ -35,7 +35,7 @@ class LineAddress(NamedTuple):
 
 
 class LocalSocket(LineSocket):
-    """Of one machine."""
+    """A socket of one machine."""
 
     def __init__(self, fileno: int | None = None) -> None:
         super().__init__(socket.AF_UNIX, fileno)
@@ -45,29 +45,29 @@ class DriverLine(ListeningLine):
     """The driver's end.
 
     Args:
-        may_enter: whether the process of this id, which is one of the same user, may be at the other end.
+        may_enter: whether the process with this id, which belongs to the same user, may be at the other end.
 
     Attributes:
-        address: what the worker connects to.
+        address: for the worker to connect to.
 
     Raises:
         LineError: this system has no such sockets.
     """
 
-    _process = -1  # becomes readable with the death of the worker, whoever has copies of its end
+    _process = -1  # becomes readable with the death of the worker, even if other processes have copies of its end
 
     def __init__(self, may_enter: Callable[[int], bool]) -> None:
         super().__init__()
         self._may_enter = may_enter
         listener = LocalSocket()
-        self._listener = listener  # an interrupt finds it here
+        self._listener = listener  # so that an interrupt finds it here
         self.address = listen(listener, "line", 1)
 
     def read(self, *, wait: bool = False) -> bool:
         """Reads what has arrived, and keeps it for `arrived`."""
         done = super().read(wait=wait)
         if done and not self._arrived and self._has_died():
-            super().read()  # what it sent in between
+            super().read()  # what it sent before its death
             self.ended |= not self._arrived
         return done
 
@@ -76,7 +76,7 @@ class DriverLine(ListeningLine):
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
-        """All that has to be waited for: once the worker is dead its process is readable, if that can be told."""
+        """Everything to wait for; once the worker is dead its process is readable, if the kernel supports that."""
         dies = [] if self.ended or self._process < 0 else [(self._process, select.POLLIN)]
         return super().descriptors + dies
 
@@ -89,12 +89,12 @@ class DriverLine(ListeningLine):
         if uid != os.getuid() or not self._may_enter(pid):
             connection.close()  # a stranger who has read the name in /proc/net/unix
             return
-        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or it is dead already: Ray says it too
+        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or it is dead already: Ray reports that too
             self._process = os.pidfd_open(pid)
         self._entered(connection)
 
     def close(self) -> None:
-        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
         process, self._process = self._process, -1
         if process >= 0:
             os.close(process)
@@ -102,7 +102,7 @@ class DriverLine(ListeningLine):
 
 
 def listen(listener: LocalSocket, purpose: str, waiting: int) -> LineAddress:
-    """Gives a socket a name that nobody can guess, under which `waiting` processes at once may ask to be let in.
+    """Gives a socket an unguessable name, under which `waiting` processes may connect at the same time.
 
     Raises:
         LineError: this system has no such sockets.
@@ -119,14 +119,14 @@ def listen(listener: LocalSocket, purpose: str, waiting: int) -> LineAddress:
 
 
 def flush_streams() -> None:
-    """What this process has printed so far comes before what is printed by whoever has its streams next."""
+    """Flushes this process's output, so that it precedes that of the next process with its streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # it may be anything: closed, None, or the user's own
             stream.flush()
 
 
 def hand_over(connection: LocalSocket, numbers: Iterable[int]) -> None:
-    """Gives whoever has just connected copies of these descriptors of this process, those that are open."""
+    """Sends a new connection copies of these descriptors of this process, as far as they are open."""
     sent = [number for number in numbers if _is_open(number)]
     with contextlib.suppress(OSError):  # it has gone again
         socket.send_fds(connection, [bytes(sent) or b"\0"], sent)
@@ -145,10 +145,10 @@ def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> 
 
     Args:
         address: of the driver's end.
-        handed_over: copies of the descriptors that the driver hands over at once are put here, by their numbers there.
+        handed_over: collects copies of the descriptors that the driver sends at once, by their numbers there.
 
     Raises:
-        LineError: the driver is on another machine or in other namespaces, has gone, or is not what answers there.
+        LineError: the driver is on another machine or in other namespaces, has gone, or another process answers there.
     """
     try:
         if (here := _namespaces()) != address.machine:
@@ -163,7 +163,7 @@ def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> 
                 if not numbers:
                     raise LineError(f"{address.name} was closed by the driver, which has no descriptor left")
                 handed_over.update(zip(numbers, copies, strict=False))
-        except BaseException:  # Ctrl-C too: nobody else has the socket yet
+        except BaseException:  # including Ctrl-C: no other code has the socket yet
             connection.close()
             raise
     except (OSError, MemoryFileError) as error:

@@ -1,17 +1,18 @@
-"""What memory is backed by: finds the file behind an address, for it to be mapped again in another process.
+"""The file that backs memory: finds the file mapped at an address, so that another process can map it again.
 
 Promise: memory that comes from a file (`np.memmap`, `torch.from_file`, Arrow's memory maps, torch's shared memory)
-travels as a `Region`, a reference, and is never read whole. Mapped again it means what it meant: shared and writable,
-private, or read-only. What can't be named, or is not the user's, is nobody's region and is copied by whoever asks:
-anonymous memory, Ray's object store, our own files. So are the pages of a private mapping that were written.
+is sent as a `Region`, a reference, and is never read whole. Mapped again it behaves as before: shared and writable,
+private, or read-only. Memory without a nameable file, or not the user's, has no region and is copied by the caller:
+anonymous memory, Ray's object store, our own files. So are written pages of private mappings.
 
-Driver: `Mappings`, a picture of `/proc/self/maps` at one moment. Worker: `open_region`. Ray is unknown here.
+Driver: `Mappings`, a snapshot of `/proc/self/maps`. Worker: `open_region`. This module does not import Ray.
 
 NOTE [Torch's shared memory]. A storage is shared for torch if torch's own allocator has mapped it: `share_memory_()`
-then does nothing, while it moves any other storage to new memory, which cuts it off from everybody else. An object that
-shares its tensors again when it is unpickled must not lose them that way. So what torch regards as shared in the driver
-is opened by torch's allocator in the worker too, by the kind that made it: one for the sharing strategy
-"file_descriptor" and for `torch.from_file`, one for "file_system", which counts its users through a manager process.
+then does nothing, while it moves any other storage to new memory, which separates it from all other users. An object
+that shares its tensors again when it is unpickled must not lose them that way. So a storage that torch regards as
+shared in the driver is opened by torch's allocator in the worker too, by the kind that created it: one for the sharing
+strategy "file_descriptor" and for `torch.from_file`, one for "file_system", which counts its users through a manager
+process.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _LINE = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) r([w-]).([sp]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) +(/.*)$", re.MULTILINE
 )
 _LIBRARY = re.compile(rb"\.so[.\d]*$")
-# Never referred to: Ray's object store gives its memory to others, and our files have an owner of their own. Huge pages
+# Never referred to: Ray's object store reuses its memory, and our files have an owner of their own. Huge pages
 # of hugetlbfs and System V segments can't be mapped like files.
 _NO_DATA = re.compile(rb"^/(?:.*/)?plasma[^/]*$|rayloader-|^/anon_hugepage|^/SYSV")
 _DELETED = " (deleted)"
-# Files here are as short-lived as memory: held open, for their names may go at any time.
+# Files here are as short-lived as memory: they are held open, because their names may disappear at any time.
 _SHARED_MEMORY = "/dev/shm/"
 _COUNT = 64  # bytes before a storage of the strategy "file_system": the count of its users
 
@@ -58,15 +59,15 @@ class SharedStorage:
 
     nbytes: int
     has_descriptor: bool  # torch keeps the file open, so that the storage can be sent on
-    manager: bytes = b""  # the address of the process that counts the users of `handle`; none if nobody counts
+    manager: bytes = b""  # the address of the process that counts the users of `handle`; empty if none does
     handle: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of a file as it was mapped; `offset` and `nbytes` in whole pages."""
+    """A part of a file as it was mapped; `offset` and `nbytes` in whole pages."""
 
-    path: str  # as the kernel shows it; with " (deleted)" it leads nowhere
+    path: str  # as the kernel shows it; with " (deleted)" it no longer exists
     offset: int
     nbytes: int
     shared: bool
@@ -74,12 +75,12 @@ class Region:
     device: int
     inode: int
     size: int  # of the file, in bytes
-    held: FileAddress | None = None  # the driver's descriptor of it, where the path does not do
-    storage: SharedStorage | None = None  # what torch has it mapped for
+    held: FileAddress | None = None  # the driver's descriptor of it, if the path is not enough
+    storage: SharedStorage | None = None  # how torch has mapped it
 
     @property
     def named(self) -> Region:
-        """The same without a descriptor: equal if it is the same memory."""
+        """The region without a descriptor: equal if it is the same memory."""
         return replace(self, held=None)
 
 
@@ -95,7 +96,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """One mapping of this process, or several that continue each other."""
+    """One mapping of this process, or several adjacent ones."""
 
     start: int
     end: int
@@ -108,7 +109,7 @@ class _Mapped:
 
 
 class Mappings:
-    """The file-backed memory of this process, as it is when it is asked first. That takes some milliseconds."""
+    """The file-backed memory of this process, as it is on first use. That takes some milliseconds."""
 
     @functools.cached_property
     def _mapped(self) -> list[_Mapped]:
@@ -120,7 +121,7 @@ class Mappings:
 
     @functools.cached_property
     def _ends(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Of each mapping: its first address, and the one behind its last."""
+        """For each mapping: its first address, and the one after its last."""
         starts, ends = [mapped.start for mapped in self._mapped], [mapped.end for mapped in self._mapped]
         return np.array(starts, np.int64), np.array(ends, np.int64)
 
@@ -136,13 +137,13 @@ class Mappings:
         return found
 
     def __contains__(self, address: object) -> bool:
-        """Whether a file's bytes are at the address, for `codec.encode`."""
+        """Whether the bytes at the address belong to a file, for `codec.encode`."""
         assert isinstance(address, int)
         found = bisect(self._mapped, address, key=lambda mapped: mapped.start) - 1
         return found >= 0 and address < self._mapped[found].end
 
     def find(self, addresses: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Which mapping each stretch of memory is in, for `region`; -1 for none, and for what is empty."""
+        """The mapping that contains each stretch of memory, for `region`; -1 for none, and for empty stretches."""
         if not len(addresses) or not self._mapped:
             return np.full(len(addresses), -1, np.int64)
         starts, ends = self._ends
@@ -158,8 +159,8 @@ class Mappings:
         Args:
             index: of the mapping.
             low: address of its first byte that is needed.
-            high: address behind the last.
-            storages: that lie there and are shared memory for torch.
+            high: address after the last.
+            storages: those there that are shared memory for torch.
 
         Returns:
             The region, the descriptor it depends on, and the address of its first byte; None if its file can't be
@@ -195,7 +196,7 @@ class Mappings:
 
 
 def _read(maps: bytes) -> list[_Mapped]:
-    """Those of the text of `/proc/self/maps` that hold data, ascending."""
+    """The mappings in `/proc/self/maps` that hold data, ascending."""
     mapped: list[_Mapped] = []
     for start, end, write, share, offset, major, minor, inode, path in _LINE.findall(maps):
         if _LIBRARY.search(path) or _NO_DATA.search(path):
@@ -211,7 +212,7 @@ def _read(maps: bytes) -> list[_Mapped]:
             path=os.fsdecode(path.replace(rb"\012", b"\n")),
         )
         if mapped:
-            # The kernel splits a mapping where advice was given for a part of it.
+            # The kernel splits a mapping if advice was given for a part of it.
             last = mapped[-1]
             if new == replace(last, start=last.end, end=new.end, offset=last.offset + last.end - last.start):
                 new = replace(last, end=new.end)
@@ -223,7 +224,7 @@ def _read(maps: bytes) -> list[_Mapped]:
 def written_pages(start: int, nbytes: int) -> list[tuple[int, int]]:
     """Where a private mapping of this process differs from its file: offsets from `start` and sizes of runs of pages.
 
-    All of it if the kernel does not say.
+    All of it if the kernel does not reveal that.
     """
     dirty = []
     try:
@@ -256,7 +257,7 @@ def open_region(region: Region, *, here: bool) -> int:
         A descriptor of the caller's.
 
     Raises:
-        ReplicaError: the file is not here, or is another one.
+        ReplicaError: the file is not here, or is a different one.
     """
     writable = region.shared and region.writable
     what = "shared memory" if region.path.startswith((_SHARED_MEMORY, "/memfd:", "/dev/zero")) else "a file"
@@ -272,7 +273,7 @@ def open_region(region: Region, *, here: bool) -> int:
     )
     if region.path.endswith(_DELETED) or region.held is not None:
         remedy = "give the dataset a copy (clone(), np.array()), or keep the workers on the driver's node"
-        if writable:  # what has that name here is no part of it
+        if writable:  # a file with that name here is not the same memory
             raise ReplicaError(f"{where} does not reach node {socket.gethostname()}; {remedy}")
     try:
         fd = os.open(region.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -293,11 +294,11 @@ def open_region(region: Region, *, here: bool) -> int:
 def open_storage(region: Region, fd: int) -> tuple[torch.UntypedStorage, int] | None:
     """The storage of a region as torch has it, and where in the region it starts.
 
-    None if there is none, or if the driver has dropped it since: then its name leads nowhere.
+    None if there is none, or if the driver has dropped it since: then its name no longer exists.
 
     Args:
         region: of this node's.
-        fd: what `open_region` gave for it.
+        fd: from `open_region`.
     """
     shared = region.storage
     if shared is None:
@@ -316,26 +317,26 @@ def open_storage(region: Region, fd: int) -> tuple[torch.UntypedStorage, int] | 
             return None
         storage = shared_by_name(shared.manager, shared.handle, shared.nbytes)
         return storage, _COUNT
-    except (OSError, RuntimeError):  # without a name, nobody can share it once more
+    except (OSError, RuntimeError):  # without a name, it cannot be shared again
         return None
 
 
 def _shared_storage(mapped: _Mapped, storage: torch.UntypedStorage) -> SharedStorage | None:
-    """How torch's allocator has mapped a storage; None where workers can do without it."""
+    """How torch's allocator has mapped a storage; None if workers do not need to know."""
     if not mapped.shared or mapped.offset:
         return None
     start = storage.data_ptr() - mapped.start
     if start == 0:
-        fd, _ = share_by_descriptor(storage)  # shared already: this only tells
+        fd, _ = share_by_descriptor(storage)  # shared already: this only returns the descriptor
         return SharedStorage(storage.nbytes(), fd >= 0)
     if start == _COUNT:
-        manager, handle, nbytes = share_by_name(storage)  # as above
+        manager, handle, nbytes = share_by_name(storage)  # shared already, see above
         return SharedStorage(nbytes, True, manager, handle)
     return None
 
 
 def _reach(mapped: _Mapped, descriptors: dict[tuple[int, int], str]) -> tuple[int, bool] | None:
-    """A descriptor of the file behind a mapping, and whether its path leads to it; None if there is no way."""
+    """A descriptor of the file behind a mapping, and whether its path leads to it; None if it can't be opened."""
     flags = (os.O_RDWR if mapped.shared and mapped.writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
     for path in _ways(mapped, descriptors):
         with contextlib.suppress(OSError):
@@ -351,7 +352,7 @@ def _reach(mapped: _Mapped, descriptors: dict[tuple[int, int], str]) -> tuple[in
 def _ways(mapped: _Mapped, descriptors: dict[tuple[int, int], str]) -> Iterator[str]:
     yield mapped.path
     if not mapped.path.endswith(_DELETED):
-        # There, but with another number: some file systems show one in `stat` and another in `maps`.
+        # It exists, but with another number: some file systems show one in `stat` and another in `maps`.
         yield f"/proc/self/map_files/{mapped.start:x}-{mapped.end:x}"
         return
     if (mapped.inode, mapped.device) in descriptors:

@@ -1,4 +1,4 @@
-"""How much memory there is to have, the error when it is not enough, and a pause for the collector. No state."""
+"""Reports available memory, raises an error when it is insufficient, and pauses the garbage collector. No state."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from rayloader.errors import ReplicaMemoryError
 
-# Below this nothing is asked: it costs more than it could tell.
+# Smaller sizes are not checked: the check would cost more than it is worth.
 _SMALL = 1 << 24
 
 
 def check_room(nbytes: int, purpose: str) -> None:
-    """Sees to it that so much memory can be written to.
+    """Makes sure that so much memory can be written to.
 
     Raises:
-        ReplicaMemoryError: there is less; it says what was needed, what there is, and what to do.
+        ReplicaMemoryError: there is less; it says what was needed, what is available, and what to do.
     """
     if nbytes < _SMALL:
         return
@@ -32,7 +32,7 @@ def check_room(nbytes: int, purpose: str) -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps Python's garbage collector out of what makes many objects and no garbage: three times as fast."""
+    """Pauses Python's garbage collector while many objects and no garbage are created: three times as fast."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,7 +43,7 @@ def no_collection() -> Iterator[None]:
 
 
 def available() -> int | None:
-    """Bytes that can be had without swapping, on this machine and in this process's control group."""
+    """Bytes that are available without swapping, on this machine and in this process's control group."""
     return min(_machine_and_groups(), default=None)
 
 
@@ -63,14 +63,14 @@ def _machine_and_groups() -> Iterator[int]:
 
 
 def _groups(root: Path, group: str, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """What a control group and those above it have left; a container may see its own as the root."""
+    """The remaining bytes of a control group and those above it; a container may see its own as the root."""
     path = root / group.strip("/")
     for folder in (path, *path.parents):
         with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no such file
             left = int((folder / limit).read_text()) - int((folder / usage).read_text())
             for line in (folder / "memory.stat").read_text().splitlines():
                 if line.startswith(f"{cache} "):
-                    left += int(line.split()[1])  # files' pages, which the kernel drops first
+                    left += int(line.split()[1])  # pages of files, which the kernel drops first
             yield max(0, left)
         if folder == root:
             return

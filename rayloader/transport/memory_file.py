@@ -1,15 +1,15 @@
-"""Anonymous memory files: memory that one process makes and others on the machine open by an address.
+"""Anonymous memory files: memory that one process creates and others on the machine open by an address.
 
-Promise: nothing is visible in the file system, and the kernel frees a file with its last user, whatever dies. A file
-can't be resized, so that no access to a mapping of it can fail. `open_file` opens that very file or nothing: the
-number in an address may be another process's file by the time it is used, or in another PID namespace.
+Promise: nothing is visible in the file system, and the kernel frees a file with its last user, whichever process dies.
+A file can't be resized, so that no access to a mapping of it can fail. `open_file` opens that very file or nothing: the
+number in an address may belong to another process's file by the time it is used, or in another PID namespace.
 
-Arenas and images are made of them. No state; any thread may call. Ray is unknown here.
+Arenas and images consist of them. No state; any thread may call. This module does not import Ray.
 
-NOTE [Proof of identity]. A descriptor is reached as `/proc/<pid>/fd/<n>`. Boot and PID namespace must be the maker's,
+NOTE [Proof of identity]. A descriptor is reached as `/proc/<pid>/fd/<n>`. Boot and PID namespace must be the creator's,
 or the numbers mean something else. The link must show our name, with its 128 random bits, *before* anything is opened:
-opening a stranger's device or pipe can have effects. Inode, device and size must match after, for the number may have
-been given away in between.
+opening a stranger's device or pipe can have effects. Inode, device and size must match afterwards, because the number
+may have been reused in between.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MemoryFileError(RayloaderError):
 
 @dataclass(frozen=True, slots=True)
 class FileAddress:
-    """All that another process needs to open a file by its descriptor, and to be sure that it is the right one."""
+    """What another process needs to open a file by its descriptor, and to verify that it is the right one."""
 
     pid: int  # of the process that holds it open, in its PID namespace
     fd: int
@@ -43,7 +43,7 @@ class FileAddress:
 
     @property
     def header(self) -> bytes:
-        """What a file that is to be told from a copy of it begins with."""
+        """The first bytes of a file that must be distinguishable from a copy of it."""
         return f"{self.name} version 1".encode()
 
 
@@ -51,18 +51,18 @@ class MemoryFile:
     """A memory file and its descriptor, which close together.
 
     Args:
-        kind: of use; a part of its name.
-        nbytes: its size, for good.
+        kind: its purpose; a part of its name.
+        nbytes: its size, which cannot change.
 
     Attributes:
         fd: readable and writable.
-        address: what others open it by while this is open.
+        address: for others to open it while this object is open.
 
     Raises:
         MemoryFileError: this system has no memory files, or no room for one.
     """
 
-    fd: int = -1  # for `close` too, where an interrupt came before the constructor's first line
+    fd: int = -1  # for `close` too, if an interrupt came before the constructor's first line
 
     def __init__(self, kind: str, nbytes: int) -> None:
         name = f"rayloader-{kind}-{secrets.token_hex(16)}"
@@ -79,11 +79,11 @@ class MemoryFile:
         self.close()
 
     def seal(self, *, writes: bool) -> None:
-        """Forbids further seals, and writing if `writes`, which fails while somebody has it mapped for that."""
+        """Forbids further seals, and writing if `writes`, which fails while any process has it mapped for that."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, (fcntl.F_SEAL_WRITE if writes else 0) | fcntl.F_SEAL_SEAL)
 
     def close(self) -> None:
-        """Nobody can open it any more; who has it open or mapped keeps it. Callable more than once."""
+        """No process can open it any more; those that have it open or mapped keep it. Callable more than once."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -103,7 +103,7 @@ def open_file(address: FileAddress, *, writable: bool) -> int:
 
     Raises:
         MemoryFileError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is
-            found in its place is something else.
+            found in its place is another file.
     """
     if (here := this_machine()) != address.machine:
         raise MemoryFileError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
@@ -122,12 +122,12 @@ def open_file(address: FileAddress, *, writable: bool) -> int:
 
 
 def others_may_open() -> bool:
-    """Whether the kernel lets other processes of the same user at this one's descriptors."""
+    """Whether the kernel lets other processes of the same user open this one's descriptors."""
     return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
 def this_machine() -> str:
-    """Where a process's number in `/proc` means the same process."""
+    """Identifies where a process's number in `/proc` means the same process."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"boot {file.read().strip()}, {os.readlink('/proc/self/ns/pid')}"

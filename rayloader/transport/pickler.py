@@ -1,4 +1,4 @@
-"""Pickles an object but for the memory of its tensors and arrays, in whose place it leaves tokens; see codec.py.
+"""Pickles an object without the memory of its tensors and arrays, for which it inserts tokens; see codec.py.
 
 Quantized, sparse, nested, conjugated tensors and wrapper subclasses are pickled as torch pickles them, with tokens for
 the storages inside. Anything else is cloudpickle's.
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 PROTOCOL = 5
 _OF_SKELETONS = make_tensor.__module__
 _SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not this machine's
-_TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's processes: 5 since Python 3.14, before it 4
+_TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's processes: 5 from Python 3.14 on, before that 4
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 _USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
@@ -62,12 +62,12 @@ _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 class Span:
-    """The bytes `start` to `end` of one storage, and the token that stands for them."""
+    """The bytes `start` to `end` of one storage, and the token that represents them."""
 
     __slots__ = ("end", "index", "shared", "start", "storage", "token")
 
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int, *, shared: bool) -> None:
-        self.storage = storage  # kept: else another storage could get its identity
+        self.storage = storage  # kept: otherwise another storage could get its identity
         self.shared = shared
         self.start, self.end = start, end
         self.token = pickle.PickleBuffer(bytearray())  # writable: a read-only one has an opcode of its own
@@ -75,21 +75,21 @@ class Span:
 
 
 class Pickler(by_value.Pickler):
-    """Of one object; the arguments are those of `codec.encode`."""
+    """The pickler of one object; the arguments are those of `codec.encode`."""
 
     def __init__(self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None) -> None:
-        self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will ask for them
+        self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will request them
         super().__init__(file, protocol=PROTOCOL, buffer_callback=self.references.append)
         self.known_classes = known_classes
         self.carry = carry
         self.mapped = mapped
         self.groups = None if mapped is None else bulk.Groups()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
-        self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of what a token stands for
+        self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
         self.carried_objects: list[Any] = []
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
-        self.copied: tuple[str, str] | None = None  # as `Encoded.copied`
+        self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
         self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
 
     def reducer_override(self, obj: Any) -> Any:
@@ -144,7 +144,7 @@ class Pickler(by_value.Pickler):
             if self.known_classes:
                 return classes.reduce_by_id(obj, super().reducer_override)
             return classes.with_slots(obj, super().reducer_override(obj))
-        if not issubclass(kind, types.FunctionType):  # cloudpickle's own are of these
+        if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
             self.ordinary.add(kind)
             return NotImplemented
         reduced = super().reducer_override(obj)
@@ -157,12 +157,12 @@ class Pickler(by_value.Pickler):
         if (reduction := handles.reduce(obj, kind)) is not None:
             return reduction
         if issubclass(kind, DataPipeWrapper):
-            # Its own way is plain pickle's, which leaves what __main__ has to __main__.
+            # Its own pickling is plain pickle's, which needs the same __main__.
             return kind, (datapipe_in(obj),)
         return reduce_generator(obj, self._reduced) if issubclass(kind, KINDS) else None
 
     def _reduced(self, obj: Any) -> Any:
-        """As if this class had no `reducer_override`."""
+        """The reduction without this class's `reducer_override`."""
         reduce = self.dispatch_table.get(type(obj))
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(PROTOCOL)
 
@@ -178,7 +178,7 @@ class Pickler(by_value.Pickler):
         return replaced
 
     def overlap(self) -> tuple[str, str] | None:
-        """As `Encoded.overlap`. Memory that is a file's is shared by all that refer to it.
+        """For `Encoded.overlap`. Memory of a file is shared by everything that refers to it.
 
         Raises:
             ValueError: an array was resized after it was pickled.
@@ -187,7 +187,7 @@ class Pickler(by_value.Pickler):
         for array, low, nbytes in self.arrays:
             if (_address(array), array.nbytes) != (low, nbytes):
                 raise bulk.resized()
-            dense = array.flags.forc  # else only its first item is sure not to be a gap
+            dense = array.flags.forc  # otherwise only its first item is certain not to be a gap
             high = low + (nbytes if dense else min(nbytes, array.itemsize))
             stretches.append((low, high, f"an array of shape {array.shape}"))
         if not stretches:
@@ -210,12 +210,12 @@ class Pickler(by_value.Pickler):
         if (arguments := self._arguments(tensor)) is not None:
             return (make_tensor, arguments) if state is None else (make_tensor, arguments, state, None, None, set_state)
         if tensor.layout in _SPARSE:
-            plain = tensor if self.mapped is None else tensor.detach()  # whose values are no part of a graph
+            plain = tensor if self.mapped is None else tensor.detach()  # whose values do not belong to a graph
             return make_sparse, reduce_as_torch(plain, PROTOCOL)[1], state, None, None, set_state
         return NotImplemented
 
     def _with_autograd(self, tensor: Tensor, reduction: Any) -> Any:
-        """A reduction of a replica's tensor, with what autograd keeps of it and torch's pickling leaves out."""
+        """A reduction of a replica's tensor, with autograd's attributes, which torch's pickling leaves out."""
         with no_torch_function():
             if not tensor.is_leaf:
                 return reduction
@@ -262,10 +262,10 @@ class Pickler(by_value.Pickler):
         return token, name, offset, size, stride, tensor.requires_grad
 
     def token(self, storage: torch.UntypedStorage, start: int, end: int) -> pickle.PickleBuffer:
-        """Stands for a storage of which these bytes are used."""
+        """The token of a storage of which these bytes are used."""
         span = self.spans.get(storage._cdata)
         if span is None:
-            # Of shared memory in a replica, the whole storage: it is opened again, not copied.
+            # For shared memory in a replica, the whole storage: it is opened again, not copied.
             shared = self.mapped is not None and storage.is_shared()
             start, end = (0, storage.nbytes()) if shared else (start, end)
             span = self.spans[storage._cdata] = Span(storage, start, end, shared=shared)
@@ -275,23 +275,23 @@ class Pickler(by_value.Pickler):
         return span.token
 
     def _subclass_of_array(self, array: np.ndarray[Any, Any]) -> Any:
-        """With the attributes, which NumPy's pickling leaves out. The mask of a masked array is one of them."""
+        """Includes the attributes, which NumPy's pickling leaves out. The mask of a masked array is one of them."""
         kind = type(array)
         base = np.ma.MaskedArray if issubclass(kind, np.ma.MaskedArray) else np.ndarray
         pickling = [(getattr(kind, name, None), getattr(base, name, None)) for name in _PICKLING]
         if kind in self.dispatch_table or any(own is not numpys for own, numpys in pickling):
             return NotImplemented
         attributes = _without_map(getattr(array, "__dict__", {}))
-        if base is np.ma.MaskedArray:  # which copies the attributes of the array that it is made of
+        if base is np.ma.MaskedArray:  # it copies the attributes of the array that it is created from
             copies = "_optinfo", "_basedict"
             attributes = attributes | {name: _without_map(attributes[name]) for name in copies if name in attributes}
         names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
         return self._array(array, (attributes, {name: getattr(array, name) for name in names if hasattr(array, name)}))
 
     def _array(self, array: np.ndarray[Any, Any], attributes: tuple[dict[str, Any], ...] = ()) -> Any:
-        """Attributes: only of a subclass, those in `__dict__` and those in `__slots__`."""
+        """`attributes`: only for a subclass, those in `__dict__` and those in `__slots__`."""
         kind, dtype = type(array), array.dtype
-        writable = True  # as all arrays are after the pickling between torch's processes
+        writable = True  # as all arrays are after pickling between torch's processes
         if self.mapped is not None:
             self.arrays.append((array, _address(array), array.nbytes))
             writable = array.flags.writeable
@@ -307,7 +307,7 @@ class Pickler(by_value.Pickler):
         strides, offset, order = None, 0, "C"
         low, nbytes = _address(array), array.nbytes
         if self.mapped is None and array.flags.fnc:
-            order = "F"  # that pickling keeps this order and C order, and makes C order of all else
+            order = "F"  # that pickling keeps this order and C order, and converts all others to C order
         elif not array.flags.c_contiguous:
             if self.mapped is not None:
                 first, end = byte_bounds(array)
@@ -328,14 +328,14 @@ class Pickler(by_value.Pickler):
 
 
 def _copied_generator(function: types.FunctionType) -> tuple[str, str] | None:
-    """Of a function that travels by value: its name, and that of a generator which the rest of its module uses too."""
+    """For a function that travels by value: its name, and that of a generator that the rest of its module uses too."""
     module = sys.modules.get(function.__module__ or "")
     if (
         module is None
         or namespace_of(module) is not function.__globals__
         or module.__name__ in ("__main__", "__mp_main__")
     ):
-        return None  # of what there is in __main__ everything travels
+        return None  # everything in __main__ travels
     for name in names_in(function.__code__):
         if is_a(function.__globals__.get(name), KINDS):
             return f"{module.__name__}.{function.__qualname__}", name
@@ -343,14 +343,14 @@ def _copied_generator(function: types.FunctionType) -> tuple[str, str] | None:
 
 
 def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Those of an array that may be a view of a file, without the map of the file, which cannot be pickled."""
+    """The attributes of an array that may be a view of a file, without its memory map, which cannot be pickled."""
     return {**attributes, "_mmap": None} if isinstance(attributes.get("_mmap"), mmap.mmap) else attributes
 
 
 def _check_can_leave(obj: Any, kind: type) -> None:
     """Raises a TypeError for what means nothing, or something else, in another process."""
     if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
-        # Its pickle is the number of a descriptor, which is another one's elsewhere.
+        # Its pickle is the number of a descriptor, which means another one elsewhere.
         raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
     if kind is io.TextIOWrapper and obj is not sys.stdout and obj is not sys.stderr:
         # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.

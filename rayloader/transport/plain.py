@@ -1,9 +1,9 @@
 """Plain batches: a dense contiguous tensor, or a tuple, list or dict of some, each with a storage of its own.
 
-Most batches are that, and like the batch before. Pickling them costs more than all the rest of their way, so their
-skeleton says just what the parts are, and both ends remember the skeletons that they met last.
+Most batches are like that, and like the batch before. Pickling them costs more than all the rest of their transport, so
+their skeleton only describes the parts, and both ends remember the skeletons that they met last.
 
-Promise: `encode` takes only what `decode` makes again exactly, storages included. No state beside the caches.
+Promise: `encode` accepts only what `decode` recreates exactly, storages included. No state besides the caches.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rayloader.transport.raw import DTYPES, NAMES, NUMPYS, array_tensor_over, fl
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-MARK = 0  # first byte of the skeleton; that of a pickle is another
+MARK = 0  # first byte of the skeleton; a pickle begins with another one
 _KINDS: tuple[type, ...] = (Tensor, tuple, list, dict)
 _CACHED = 64  # skeletons
-_MOST_DIMENSIONS = 32  # of an array of NumPy's, whatever its version
+_MOST_DIMENSIONS = 32  # of a NumPy array, in any version
 
 _Spec = tuple[str, tuple[int, ...], tuple[int, ...], int]  # of a tensor: dtype's name, size, stride, bytes
 
 
 class Fresh(NamedTuple):
-    """A tensor that nobody but the collate function has had, which made it plain, contiguous and of its own memory."""
+    """A tensor that only the collate function has had, which made it plain, contiguous and in memory of its own."""
 
     tensor: Tensor
     memory: memoryview  # its bytes, flat
@@ -43,7 +43,7 @@ NOT_FRESH: Mapping[int, Fresh] = MappingProxyType({})
 
 
 def encode(obj: Any, fresh: Mapping[int, Fresh] = NOT_FRESH) -> tuple[bytes, list[memoryview]] | None:
-    """Skeleton and buffers; None if `obj` is not a plain batch. `fresh` tensors, by their `id`, need no look."""
+    """Skeleton and buffers; None if `obj` is not a plain batch. `fresh` tensors, by their `id`, are not inspected."""
     kind = type(obj)
     names: tuple[str, ...] = ()
     if kind is Tensor:
@@ -106,10 +106,10 @@ def _skeleton(kind: int, names: tuple[str, ...], specs: tuple[_Spec, ...]) -> by
 
 
 class _Part(NamedTuple):
-    """How to make a tensor."""
+    """How to create a tensor."""
 
     nbytes: int
-    array: np.dtype[Any] | None  # if an array of this type has just its strides
+    array: np.dtype[Any] | None  # if an array of this type has exactly its strides
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -12,10 +12,10 @@ import torch
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Data types of plain strided tensors by the name that travels. Quantized ones need their quantizer too.
+# Data types of plain strided tensors by the name that is sent. Quantized ones need their quantizer too.
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 NAMES = {d: name for name, d in DTYPES.items() if not name.startswith(("qint", "quint"))}
-# Those that NumPy has under the same name, and those that `torch.frombuffer` knows.
+# Those that exist in NumPy under the same name, and those that `torch.frombuffer` knows.
 NUMPYS: dict[torch.dtype, np.dtype[Any]] = {
     getattr(torch, name): np.dtype(name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -45,7 +45,7 @@ def memory(address: int, nbytes: int, owner: object) -> Any:
 
 
 def gather(addresses: np.ndarray[Any, Any], nbytes: int) -> np.ndarray[Any, Any]:
-    """A copy of so many bytes from each address, one behind the other."""
+    """A copy of `nbytes` bytes from each address, one after the other."""
     offsets = addresses - addresses.min()
     # They are items of one array, which begins at the lowest and whose items overlap; only these are read. The larger
     # its step, the sooner NumPy can count the bytes of so many items.
@@ -58,9 +58,9 @@ def gather(addresses: np.ndarray[Any, Any], nbytes: int) -> np.ndarray[Any, Any]
 def storage_over(view: memoryview) -> torch.UntypedStorage:
     """A storage of these flat bytes, which it keeps alive.
 
-    Torch moves a storage to other memory when it is shared (`share_memory_`, a multiprocessing queue) and lets go of
-    the old, whatever NumPy views of it there are. So these bytes belong to the storage object, not to its memory alone:
-    a NumPy view keeps a tensor, the tensor its storage, and that the bytes.
+    Torch moves a storage to other memory when it is shared (`share_memory_`, a multiprocessing queue) and releases
+    the old memory, even if NumPy views of it exist. So these bytes belong to the storage object, not only to its
+    memory: a NumPy view keeps a tensor, the tensor its storage, and that the bytes.
     """
     storage: Any
     if view.readonly:  # torch.frombuffer would warn
@@ -73,7 +73,7 @@ def storage_over(view: memoryview) -> torch.UntypedStorage:
 
 
 def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of these flat bytes, which are all of its storage, and which that keeps alive as above."""
+    """A tensor of these flat bytes, which are its whole storage, and which that keeps alive as above."""
     if view.readonly or dtype not in _FROM_BUFFER:
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(view), 0, size, stride)
     tensor = torch.frombuffer(view, dtype=dtype)
@@ -84,7 +84,7 @@ def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], str
 
 
 def array_tensor_over(view: memoryview, dtype: np.dtype[Any], size: tuple[int, ...]) -> torch.Tensor:
-    """The same, writable and contiguous, of a type that NumPy has: in a third of the time."""
+    """Like `tensor_over`, writable and contiguous, of a type that NumPy has: in a third of the time."""
     tensor = torch.from_numpy(np.ndarray(size, dtype, view))
     tensor.untyped_storage().rayloader_memory = view  # type: ignore[attr-defined]
     return tensor
@@ -94,7 +94,7 @@ def flat_bytes(buffer: Buffer, nbytes: int, number: int) -> memoryview:
     """A buffer as flat bytes.
 
     Raises:
-        ValueError: it has another size than `nbytes`; the error calls it `buffer <number>`.
+        ValueError: its size is not `nbytes`; the error calls it `buffer <number>`.
     """
     view = memoryview(buffer)
     if view.nbytes != nbytes:
@@ -105,7 +105,7 @@ def flat_bytes(buffer: Buffer, nbytes: int, number: int) -> memoryview:
 def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
     """Copies each buffer once, for readers of read-only memory such as Ray's object store.
 
-    One allocation a buffer, so that a small tensor that is kept does not keep a whole batch.
+    One allocation per buffer, so that a small tensor that is kept does not keep a whole batch.
     """
     copies = []
     for buffer in buffers:
@@ -117,9 +117,9 @@ def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
 
 
 def new_memory(nbytes: int) -> memoryview:
-    """Writable bytes of their own, with whatever was there.
+    """Writable bytes of their own, uninitialized.
 
-    Many are mapped: the heap would cut what is kept out of the room that they leave, and could give nothing of it back.
+    Large sizes are mapped: the heap would cut smaller blocks out of the room that they leave, and could not return it.
     """
     memory: Any
     if nbytes >= _MAPPED:

@@ -1,4 +1,4 @@
-"""Makes tensors and arrays over a skeleton's buffers: the functions that skeletons name. No state.
+"""Creates tensors and arrays over a skeleton's buffers: the functions that skeletons name. No state.
 
 A span arrives as (storage, the byte of the original storage at which it starts).
 """
@@ -17,7 +17,7 @@ from rayloader.transport.raw import DTYPES
 
 
 def make_tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad: bool, kind: Any = Tensor) -> Tensor:
-    """A view of a span."""
+    """Creates a view of a span."""
     dtype = DTYPES[name]
     storage, start = span or (torch.UntypedStorage(0), 0)
     tensor = torch.empty(0, dtype=dtype, device="cpu")  # the user may have set another default device
@@ -31,7 +31,7 @@ def make_tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad:
 
 
 def itself(obj: Any) -> Any:
-    """What was carried beside the skeleton."""
+    """Returns an object that was carried besides the skeleton."""
     return obj
 
 
@@ -41,7 +41,7 @@ def set_state(tensor: Tensor, state: object) -> None:
 
 
 def set_autograd(tensor: Tensor, both: tuple[object, dict[str, Any]]) -> None:
-    """The same, and what autograd keeps of it."""
+    """Gives a tensor its attributes, and those of autograd."""
     state, kept = both
     if state is not None:
         set_state(tensor, state)
@@ -53,8 +53,8 @@ def set_autograd(tensor: Tensor, both: tuple[object, dict[str, Any]]) -> None:
 
 
 def make_sparse(layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:
-    """A sparse tensor of others."""
-    # Not torch's own function: that also appends the tensor to a list which only torch.load empties.
+    """Creates a sparse tensor from others."""
+    # Not torch's own function, which also appends the tensor to a list that only torch.load empties.
     if layout is torch.sparse_coo:
         *data, coalesced = parts
         return torch.sparse_coo_tensor(*data, check_invariants=False, is_coalesced=coalesced)
@@ -71,7 +71,7 @@ def make_array(
     writable: bool = True,
     kind: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
-    """A view of a buffer."""
+    """Creates a view of a buffer."""
     array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides, order)
     if not writable:
         array.flags.writeable = False
@@ -86,7 +86,7 @@ def set_array(array: np.ndarray[Any, Any], state: tuple[Any, tuple[dict[str, Any
     if attributes:
         own, slots = attributes
         if hasattr(array, "__dict__"):
-            vars(array).clear()  # what `__array_finalize__` has set
+            vars(array).clear()  # set by `__array_finalize__`
             vars(array).update(own)
         for name, value in slots.items():
             object.__setattr__(array, name, value)

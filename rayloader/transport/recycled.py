@@ -1,8 +1,8 @@
-"""Memory for what the driver has to copy, used again once nobody can look at it any more.
+"""Memory for the driver's copies, reused once nothing refers to it any more.
 
-Promise: a copy is writable and nobody else's, and stays so for as long as any view of it lives, in whatever thread. It
+Promise: a copy is writable and belongs to nobody else, for as long as any view of it lives, in whatever thread. It
 lies in an arena of which this process is the writer as well as the reader, so that NOTE [Leases] and NOTE [Forks] in
-arena.py hold for it. Without arenas, or without room, a copy has fresh memory of its own. Nobody waits.
+arena.py hold for it. Without arenas, or without room, a copy has fresh memory of its own. Nothing waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
 
 
 class Recycled:
-    """Makes copies. One thread at a time copies; `close` may be called by any, more than once."""
+    """Makes copies. One thread at a time copies; any may call `close`, more than once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,13 +25,13 @@ class Recycled:
         self._off = False  # no arena can be made here, or it is closed
 
     def copy(self, buffer: memoryview) -> memoryview:
-        """A copy of flat bytes, as `room`."""
+        """A copy of flat bytes, in memory from `room`."""
         copied = self.room(buffer.nbytes)
         np.copyto(np.frombuffer(copied, np.uint8), np.frombuffer(buffer, np.uint8))
         return copied
 
     def room(self, nbytes: int) -> memoryview:
-        """Memory for so many bytes; a small one has memory of its own, so that whoever keeps it keeps nothing else."""
+        """Memory for `nbytes` bytes; small sizes get memory of their own, so that keeping them keeps nothing else."""
         if nbytes > lanes.SMALL_BYTES:
             with self._lock:
                 leased = self._leased(nbytes)
@@ -61,12 +61,12 @@ class Recycled:
 
     @property
     def leased_bytes(self) -> int:
-        """Of copies of which views live. Any thread may ask."""
+        """Bytes of copies that have live views. Any thread may ask."""
         arena = self._arena
         return arena.leased_bytes if arena is not None else 0
 
     def close(self) -> None:
-        """Gives memory that nobody uses back to the system at once, and the rest with the last view of each copy."""
+        """Gives unused memory back to the system at once, and the rest with the last view of each copy."""
         with self._lock:
             self._off = True
             arena, self._arena, self._writer = self._arena, None, None

@@ -1,4 +1,4 @@
-"""What every kind of handle that is opened again in a worker needs: the refusal, and the file that must be there."""
+"""Shared by all handles that are opened again in a worker: the error, and the check that a file is there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Reduction = tuple[Any, ...]
 
 
 def refusal(obj: Any, why: str) -> TypeError:
-    """The error for what cannot be had in another process."""
+    """The error for an object that cannot exist in another process."""
     return TypeError(f"cannot pickle {type(obj).__name__!r} object: {why}")
 
 
 def there(path: str) -> str:
-    """The path, if this machine has it."""
+    """Returns the path, if this machine has it."""
     if not os.path.exists(path):
         reason = "a file that the dataset has open in the trainer must be on the node of each worker, at the same path"
         raise FileNotFoundError(errno.ENOENT, reason, path)

@@ -1,7 +1,7 @@
-"""The thread that sends what a line has queued while its worker is at work.
+"""The thread that sends a line's queue while its worker builds batches.
 
 Promise: owns one thread, `rayloader-sender`, which starts when something is queued and ends with `close`, or with the
-line. A line that nobody refers to any more is not kept by it.
+line. It does not keep a line alive that nothing else refers to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rayloader.transport.line import Line
 
 
 class Sender:
-    """Of one line."""
+    """The sender of one line."""
 
     def __init__(self, line: Line) -> None:
         self._line = weakref.ref(line)
@@ -23,15 +23,15 @@ class Sender:
         self._thread = DaemonThread(self._loop, "rayloader-sender")
 
     def ring(self) -> None:
-        """Something is queued."""
+        """There is something in the queue."""
         self._thread.start()
         self._bell.ring()
 
     def close(self) -> None:
-        """Ends the thread, and waits for it. The line must have been closed: it may wait for that."""
+        """Ends the thread, and waits for it. The line must have been closed, because the thread may wait for that."""
         self._closed = True
         self._bell.ring()
-        if threading.current_thread() is not self._thread:  # a collector may run this in there
+        if threading.current_thread() is not self._thread:  # the garbage collector may run this there
             self._thread.join()
 
     def _loop(self) -> None:

@@ -1,11 +1,11 @@
 """Which stretches of an arena are free. Pure bookkeeping: no memory, no processes, no clock.
 
-NOTE [Reuse]. A slot that is as large as one that came back is that one, the last that came back first: its memory is
+NOTE [Reuse]. A slot gets the place of a returned one of the same size, the one that came back last first: its memory is
 still in the processor's cache. Sizes are rounded up by an eighth at most, so that batches that vary a little meet the
-same sizes again. If there is no such slot, all free slots are joined with their neighbours, and the lowest stretch that
-fits is cut: that touches no new page while an old one fits.
+same sizes again. If there is no such slot, all free slots are joined with their neighbours, and the new one is cut from
+the lowest stretch that fits: that touches no new page while an old one fits.
 
-NOTE [Cold memory]. What costs memory is a page that was touched, not a slot that is free. Memory that no slot has
+NOTE [Cold memory]. A page costs memory once it was touched, even if its slot is free. Memory that no slot has
 covered while `COLD_AFTER` slots were taken is *cold*, and may be given back to the system. It is counted in chunks.
 """
 
@@ -29,11 +29,11 @@ class FreeSlots:
     """
 
     def __init__(self, start: int, end: int) -> None:
-        self._same_size: dict[int, list[int]] = {}  # starts of free slots by their size, the last that came back last
+        self._same_size: dict[int, list[int]] = {}  # starts of free slots by size, in the order of their return
         self._stretches = [(start, end)]  # the other free room: start, end, ascending
         self._taken = 0  # slots so far
-        self._uses: dict[tuple[int, int], int] = {}  # since `cold` was asked last: what `_taken` was, by start and size
-        self._last_use = np.zeros(-(-end // CHUNK), np.int64)  # of each chunk: what `_taken` was; 0: not touched
+        self._uses: dict[tuple[int, int], int] = {}  # since `cold` was called last: `_taken` by start and size
+        self._last_use = np.zeros(-(-end // CHUNK), np.int64)  # of each chunk: the value of `_taken`; 0: not touched
         self._touched = 0  # chunks, counted from the lowest
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
@@ -49,7 +49,7 @@ class FreeSlots:
         return slot
 
     def put_back(self, start: int, size: int) -> None:
-        """A slot, as `take` gave it, is free again."""
+        """A slot, as returned by `take`, is free again."""
         self._same_size.setdefault(size, []).append(start)
 
     def cold(self, in_use: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -84,7 +84,7 @@ class FreeSlots:
         return None
 
     def _join(self) -> None:
-        """Makes stretches of all free slots."""
+        """Turns all free slots into stretches."""
         free = [(start, start + size) for size, starts in self._same_size.items() for start in starts]
         self._same_size.clear()
         joined: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ class FreeSlots:
 
 
 def rounded(nbytes: int) -> int:
-    """The size of a slot for so many bytes: whole pages, at most an eighth more than is needed, or one page."""
+    """The size of a slot for `nbytes` bytes: whole pages, at most an eighth more than needed, or one page."""
     pages = max(1, -(-nbytes // PAGE))
     step = 1 << max(0, pages.bit_length() - 4)
     return -(-pages // step) * step * PAGE

@@ -1,23 +1,23 @@
-"""What a SQLite connection answers about itself, to know whether another one gives the same values.
+"""What a SQLite connection reveals about itself, to find out whether another one gives the same values.
 
-Promise: nothing is written, neither to a database nor to temporary tables; no lock is taken but that of a read; nothing
+Promise: nothing is written, neither to a database nor to temporary tables; no lock is taken except a read lock; nothing
 that the program has registered is called, except `text_factory`. Only the thread that may use the connection may call.
 
-NOTE [The same answers]. A connection does not tell how it was opened, nor what the program has registered with it. But
-another one is opened here, in the way in which the workers will open theirs, and both are asked the same:
+NOTE [The same answers]. A connection does not reveal how it was opened, nor what the program has registered with it. So
+another one is opened here, in the same way as the workers will open theirs, and both are asked the same:
 
-- `EXPLAIN BEGIN IMMEDIATE` does nothing, and shows whether it would take the lock for writing. It would not where the
+- `EXPLAIN BEGIN IMMEDIATE` has no effect, and shows whether it would take the write lock. It would not if the
   database was opened for reading only.
-- `journal_mode` tells an `immutable` connection to a database with a write-ahead log, which it does not read.
-- The lists of functions, collations and modules name all that was added. What replaces something of the same name is
-  called with text that is not UTF-8: Python's `sqlite3` cannot hand that to a function of the program's, and fails.
-- Converters are looked up in a dictionary. A key of ours, which equals none, sees by which of a query's names:
+- `journal_mode` reveals an `immutable` connection to a database with a write-ahead log, which it does not read.
+- The lists of functions, collations and modules name all additions. To find replacements with the same name, these are
+  called with text that is not UTF-8: Python's `sqlite3` cannot pass that to a function of the program's, and fails.
+- Converters are looked up in a dictionary. A key of ours, which equals none, notices which of a query's names are used:
   declared types, names of columns or neither. That is `detect_types`.
 
-- Callbacks (authorizer, trace, progress) are the only objects of the program's that a connection holds besides its two
-  factories, and Python's collector tells what it holds.
+- Callbacks (authorizer, trace, progress) are the only objects of the program that a connection holds besides its two
+  factories, and Python's garbage collector reveals what it holds.
 
-All the rest is a setting that can be read and set.
+Everything else is a setting that can be read and set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rayloader.transport.reopening import refusal
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-# What changes the rows that a connection gives, or how fast it gives them.
+# Settings that change the rows of a connection, or its speed.
 _SETTINGS = (
     *("automatic_index", "busy_timeout", "cell_size_check", "count_changes", "empty_result_callbacks", "foreign_keys"),
     *("full_column_names", "ignore_check_constraints", "legacy_alter_table", "query_only", "read_uncommitted"),
@@ -44,7 +44,7 @@ _SETTINGS = (
 )
 _SETTINGS_OF_A_DATABASE = "cache_size", "mmap_size"
 
-# All texts are asked for as bytes: `text_factory` may make anything of a text.
+# All texts are requested as bytes, because `text_factory` may convert a text to anything.
 _ENCODING = "SELECT CAST(encoding AS BLOB) FROM pragma_encoding"
 _DATABASES = "SELECT CAST(name AS BLOB), CAST(file AS BLOB) FROM pragma_database_list ORDER BY seq"
 _FUNCTIONS = "SELECT CAST(name AS BLOB), CAST(type AS BLOB), narg, flags FROM pragma_function_list WHERE NOT builtin"
@@ -56,14 +56,14 @@ _NO_CONVERTER = "RAYLOADER"
 
 
 def asked(connection: Connection, query: str, *parameters: str) -> list[tuple[Any, ...]]:
-    """The rows, past the program's `row_factory`."""
+    """The rows of a query, without the program's `row_factory`."""
     cursor = connection.cursor()
     cursor.row_factory = None
     return cursor.execute(query, parameters).fetchall()
 
 
 def quoted(name: str) -> str:
-    """The name as SQL writes it."""
+    """The name, quoted for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -71,17 +71,17 @@ def quoted(name: str) -> str:
 
 
 def has_callbacks(connection: Connection, sqlite3: ModuleType) -> bool:
-    """Whether it holds other objects than a new one."""
+    """Whether it holds other objects than a new connection."""
     with closing(sqlite3.connect(":memory:", isolation_level=connection.isolation_level)) as new:
         new.row_factory, new.text_factory = connection.row_factory, connection.text_factory
         return Counter(map(type, gc.get_referents(connection))) != Counter(map(type, gc.get_referents(new)))
 
 
 def databases(connection: Connection) -> list[tuple[bytes, bytes]]:
-    """Name and path of each; no path, if it is in memory.
+    """Name and path of each database; no path, if it is in memory.
 
     Raises:
-        TypeError: their text is UTF-16. All names come in it, and all of it can be handed to a program's collation.
+        TypeError: their text is UTF-16. Then all names are too, and all of them can be passed to a program's collation.
     """
     if asked(connection, _ENCODING) != [(b"UTF-8",)]:
         raise refusal(connection, "its text is UTF-16, with which a collation of the program's cannot be told")
@@ -89,14 +89,14 @@ def databases(connection: Connection) -> list[tuple[bytes, bytes]]:
 
 
 def settings(connection: Connection, databases: Iterable[str]) -> dict[str, int]:
-    """What PRAGMA can read and set, by its name there."""
+    """The settings that PRAGMA can read and set, by name."""
     names = [f"{quoted(schema)}.{name}" for schema in databases for name in _SETTINGS_OF_A_DATABASE]
     answers = {name: asked(connection, f"PRAGMA {name}") for name in (*_SETTINGS, *names)}
-    return {name: rows[0][0] for name, rows in answers.items() if rows}  # none where SQLite does not know it
+    return {name: rows[0][0] for name, rows in answers.items() if rows}  # none if SQLite does not know it
 
 
 def numbered_settings(connection: Any, sqlite3: ModuleType) -> tuple[dict[int, int], dict[int, bool]]:
-    """Limits, which Python tells from 3.11 on, and SQLite's configuration, from 3.12 on."""
+    """Limits, which Python reveals from 3.11 on, and SQLite's configuration, from 3.12 on."""
     limits = [getattr(sqlite3, name) for name in dir(sqlite3) if name.startswith("SQLITE_LIMIT_")]
     switches = [getattr(sqlite3, name) for name in dir(sqlite3) if name.startswith("SQLITE_DBCONFIG_")]
     return {n: connection.getlimit(n) for n in limits}, {n: connection.getconfig(n) for n in switches}
@@ -117,7 +117,7 @@ class _Observer(str):
 
 
 def detect_types(connection: Connection, sqlite3: ModuleType) -> int:
-    """What it was opened with."""
+    """The argument `detect_types` with which it was opened."""
     with closing(sqlite3.connect(":memory:", detect_types=sqlite3.PARSE_DECLTYPES | sqlite3.PARSE_COLNAMES)) as other:
         if not all(_looked_up(other, sqlite3)):
             raise refusal(connection, "the program has converters of TEXT and of INT, which hide its `detect_types`")
@@ -139,7 +139,7 @@ def _looked_up(connection: Connection, sqlite3: ModuleType) -> tuple[bool, bool]
             del sqlite3.converters[observer]
 
 
-# ---- what is unlike another one
+# ---- differences from another connection
 
 
 def check_alike(connection: Connection, new: Connection, databases: Iterable[str]) -> None:
@@ -153,7 +153,7 @@ def check_alike(connection: Connection, new: Connection, databases: Iterable[str
     if journal_modes(connection, databases) != journal_modes(new, databases):
         raise refusal(connection, "its databases cannot be opened in the same way")
     for (module,) in set(asked(connection, _MODULES)) - set(asked(new, _MODULES)):
-        asked(new, f"PRAGMA table_info({quoted(module.decode())})")  # some are there from their first use on
+        asked(new, f"PRAGMA table_info({quoted(module.decode())})")  # some exist only after their first use
     if not set(asked(connection, _MODULES)) <= set(asked(new, _MODULES)):
         raise refusal(connection, "it has modules of an extension")
     if set(asked(connection, _FUNCTIONS)) != set(asked(new, _FUNCTIONS)):
@@ -166,23 +166,23 @@ def check_alike(connection: Connection, new: Connection, databases: Iterable[str
 
 
 def _writes(connection: Connection) -> list[tuple[int, ...]]:
-    """What it would do to begin to write; only the numbers, the texts do not matter."""
+    """What it would do to begin to write; only the numbers, because the texts do not matter."""
     return [(row[0], *row[2:5]) for row in asked(connection, "EXPLAIN BEGIN IMMEDIATE")]
 
 
 def journal_modes(connection: Connection, databases: Iterable[str]) -> list[bytes]:
-    """Of each database."""
-    for schema in databases:  # it is known when the database has been read
+    """The journal mode of each database."""
+    for schema in databases:  # it is known once the database has been read
         asked(connection, f"SELECT count(*) FROM {quoted(schema)}.sqlite_master")
     return [asked(connection, _JOURNAL_MODE, schema)[0][0] for schema in databases]
 
 
 def _calls(new: Connection) -> Iterator[str]:
-    """Of the functions and collations that a program may replace, with text that is not UTF-8."""
+    """Calls of the functions and collations that a program may replace, with text that is not UTF-8."""
     for (name,) in asked(new, _COLLATIONS):
         yield f"{_NO_UTF8} = {_OTHER_NO_UTF8} COLLATE {quoted(name.decode())}"
     for name, _, count, _ in asked(new, _FUNCTIONS):
-        if count:  # -1 stands for any number; the value itself may be random, as that of `fts5_locale` is
+        if count:  # -1 means any number; the value itself may be random, like that of `fts5_locale`
             yield f"typeof({quoted(name.decode())}({', '.join([_NO_UTF8] * abs(count))}))"
 
 

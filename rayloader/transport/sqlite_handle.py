@@ -1,6 +1,6 @@
-"""A SQLite connection that only reads, opened anew in each worker.
+"""SQLite connections that only read: opened again in each worker.
 
-Promise: the new connection gives the values that this one gives. Where that cannot be known, it is refused with a
+Promise: the new connection gives the same values as the original. If that cannot be known, it is refused with a
 TypeError, see NOTE [The same answers] in sqlite_answers.py. Nothing is imported that the program has not imported. Only
 the thread that may use the connection may call.
 """
@@ -40,10 +40,10 @@ class _Opening(NamedTuple):
 
 
 def reduce(obj: Any, sqlite3: ModuleType) -> Reduction | None:
-    """How to make an object of `sqlite3` anew; None if it is neither a connection nor a part of one.
+    """How to recreate an object of `sqlite3`; None if it is neither a connection nor a part of one.
 
     Raises:
-        TypeError: it cannot be had in another process, or might give other values there.
+        TypeError: it cannot exist in another process, or might give other values there.
     """
     if type(obj) in (sqlite3.Cursor, getattr(sqlite3, "Blob", None)):
         raise refusal(obj, "it belongs to a connection; keep the connection, and make this in `__getitem__`")
@@ -100,7 +100,7 @@ def _databases(connection: Connection) -> Iterator[tuple[str, _Database]]:
 
 
 def _is_open(path: str) -> bool:
-    """Whether the file of this path is open, and none is that had it before."""
+    """Whether the file at this path is open, rather than a removed one that had the same path."""
     found = False
     for descriptor in os.listdir("/proc/self/fd"):
         link = f"/proc/self/fd/{descriptor}"
@@ -112,7 +112,7 @@ def _is_open(path: str) -> bool:
 
 
 def _added(registered: dict[Any, Any]) -> dict[Any, Any]:
-    """What the program has registered, of adapters or converters of the whole process."""
+    """The program's additions to the adapters or converters of the process."""
     return {key: how for key, how in registered.items() if getattr(how, "__module__", None) != "sqlite3.dbapi2"}
 
 
@@ -147,7 +147,7 @@ def _closed() -> Connection:
 
 
 def _set(connection: Connection, state: tuple[dict[str, Any], dict[Any, Any], dict[str, Any]]) -> None:
-    """What may refer to the connection, and so arrives after it."""
+    """Sets attributes that may refer to the connection, and so arrive after it."""
     import sqlite3
 
     attributes, adapters, converters = state
@@ -166,7 +166,7 @@ _before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # adapters and conver
 
 
 def unregister() -> None:
-    """Puts the adapters and converters of the process back, which connections have brought."""
+    """Restores the adapters and converters of the process, which connections have replaced."""
     while _before:
         registered, before = _before.pop()
         for key, how in before.items():

@@ -1,15 +1,15 @@
 """Lines to workers that no local socket reaches: how the two ends of a TCP connection meet.
 
-Promise: the driver listens at an address of its node, on a port that the system picks, until the worker is in. Both
-ends prove that they know a secret of 256 random bits, which has gone to the worker with a Ray call; before that nothing
-that the other says is looked into. What goes over the line is not encrypted, as what goes between Ray's own processes
-is not, unless Ray is told to use TLS: then there are no such lines.
+Promise: the driver listens at an address of its node, on a port that the system picks, until the worker is connected.
+Both ends prove that they know a secret of 256 random bits, which has gone to the worker with a Ray call; before that,
+nothing else from the other end is read. The line's data is not encrypted, nor is that between Ray's own processes,
+unless Ray is configured to use TLS: then there are no such lines.
 
 NOTE [Handshake]
-The driver says: MAGIC and 32 random bytes. The worker answers with 32 of its own and with the HMAC, by the secret, of
-its role and both; then the driver says the HMAC of its own role and both. Whoever does not answer right is turned away,
-and has learned 32 random bytes. Only so many may be about to answer, and the newest takes the place of the oldest: a
-stranger holds up nobody, for a worker that was turned away so tries again for as long as it may take to connect.
+The driver sends MAGIC and 32 random bytes. The worker answers with 32 of its own and with the HMAC, by the secret, of
+its role and both; then the driver sends the HMAC of its own role and both. A process that does not answer correctly is
+turned away, and has learned 32 random bytes. Only a few may be about to answer, and the newest replaces the oldest: a
+stranger delays nobody, because a worker that was turned away for that reason tries again until its time limit.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from rayloader.transport.tcp_socket import TcpSocket
 MAGIC = b"rayloader line 1"
 _NONCE = 32  # bytes
 _PROOF = 32  # bytes, of a SHA-256
-# What is read at once of a message that has large buffers behind it: more would be copied once more.
+# Bytes to read at once of a message that has large buffers behind it: more would be copied once more.
 _HEAD_BYTES = 1 << 12
-_MOST_AWAITED = 1 << 30  # bytes; the system takes less where it has less room
-# Connections that have yet to prove themselves.
+_MOST_AWAITED = 1 << 30  # bytes; the system accepts less if it has less room
+# Connections that have not proven themselves yet.
 MOST_STRANGERS = 8
-_BACKLOG = 64  # that the system keeps until the driver looks
-# How long a connection may take, in seconds: then there is a firewall. Longer than a few lost packets take TCP.
+_BACKLOG = 64  # kept by the system until the driver accepts them
+# How long a connection attempt may take, in seconds: then there is a firewall. More than TCP needs for a few lost
+# packets.
 CONNECT_S = 8.0
-# How long the driver may take to say something then, in seconds: the program may keep its threads from running.
+# How long the driver may then take to send something, in seconds: the program may block its threads.
 GREETING_S = 60.0
 _RETRY_S = 0.05
 
@@ -48,7 +49,7 @@ NewBuffer = Callable[[int], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """All that the worker needs to connect, and to prove that it may."""
+    """Everything that the worker needs to connect, and to prove that it may."""
 
     host: str  # a numeric address
     port: int
@@ -59,11 +60,11 @@ class TcpDriverLine(ListeningLine):
     """The driver's end.
 
     Args:
-        host: a numeric address of this machine, which workers reach.
-        new_buffer: gives writable memory for a buffer of so many bytes that is to arrive.
+        host: a numeric address of this machine that workers can reach.
+        new_buffer: returns writable memory for a received buffer.
 
     Attributes:
-        address: what the worker connects to.
+        address: for the worker to connect to.
 
     Raises:
         LineError: no socket can listen there.
@@ -75,11 +76,11 @@ class TcpDriverLine(ListeningLine):
         super().__init__()
         self._new_buffer = new_buffer
         self._wakes_for = 1  # bytes
-        self._strangers: dict[TcpSocket, tuple[bytes, bytearray]] = {}  # oldest first: nonce, and what it has said
+        self._strangers: dict[TcpSocket, tuple[bytes, bytearray]] = {}  # oldest first: nonce, and the bytes received
         try:
             family, *_, name = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
             listener = TcpSocket(family)
-            self._listener = listener  # an interrupt finds it here
+            self._listener = listener  # so that an interrupt finds it here
             listener.bind(name)
             listener.listen(_BACKLOG)
             listener.setblocking(False)
@@ -89,22 +90,22 @@ class TcpDriverLine(ListeningLine):
         self.address = TcpAddress(host, listener.getsockname()[1], secrets.token_bytes(32))
 
     def new_buffer(self, nbytes: int) -> memoryview:
-        """Memory for a buffer that is to arrive."""
+        """Memory for a buffer that will arrive."""
         return self._new_buffer(nbytes)
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
-        """All that has to be waited for, with the events of `select.poll`."""
+        """Everything to wait for, with the events of `select.poll`."""
         strangers = [(stranger.fileno(), select.POLLIN) for stranger in list(self._strangers)]
         return super().descriptors + strangers
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it is open, and there is nothing to wait for but what comes."""
+        """Whether it is open, and only incoming data has to be waited for."""
         return super().is_quiet and not self._strangers
 
     def read(self, *, wait: bool = False) -> bool:
-        """Reads what has arrived, and keeps it for `arrived`; lets the worker in before."""
+        """Reads what has arrived, and keeps it for `arrived`; first accepts the worker."""
         done = super().read(wait=wait)
         connection = self._socket
         if done and isinstance(connection, TcpSocket):
@@ -114,7 +115,7 @@ class TcpDriverLine(ListeningLine):
         return done
 
     def _wake_for(self, connection: TcpSocket, nbytes: int) -> None:
-        """Nobody is to be woken for less than so many bytes, or half of what the system has room for."""
+        """Wakes no thread for less than `nbytes` bytes, or half of what the system has room for."""
         if nbytes != self._wakes_for:
             self._wakes_for = nbytes
             with contextlib.suppress(OSError):  # closed meanwhile
@@ -152,7 +153,7 @@ class TcpDriverLine(ListeningLine):
             stranger.send(MAGIC + nonce)
 
     def _proves_itself(self, stranger: TcpSocket) -> bool:
-        """Whether all that it had to say has come, and is right."""
+        """Whether its complete answer has come, and is correct."""
         nonce, said = self._strangers[stranger]
         try:
             count = len(said)
@@ -181,13 +182,13 @@ class TcpDriverLine(ListeningLine):
             stranger.end()
 
     def close(self) -> None:
-        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
         super().close()
         self._send_away()
 
 
 class TcpLine(Line):
-    """The worker's end. What is kept is sent while the worker goes on with something else, by a thread of its own."""
+    """The worker's end. A thread of its own sends kept data while the worker continues."""
 
     apart = _HEAD_BYTES
 
@@ -197,11 +198,11 @@ class TcpLine(Line):
         self._sender: Sender | None = None
 
     def new_buffer(self, nbytes: int) -> memoryview:
-        """Memory for what has to be copied before it is sent."""
+        """Memory for data that has to be copied before it is sent."""
         return self._new_buffer(nbytes)
 
     def keep(self) -> None:
-        """What is not sent of the last message's buffers may be written to from here on."""
+        """From here on, the unsent buffers of the last message may be written to."""
         super().keep()
         if self.unsent:
             if self._sender is None:
@@ -209,7 +210,7 @@ class TcpLine(Line):
             self._sender.ring()
 
     def close(self) -> None:
-        """Ends the line at once, whatever is under way. Callable more than once, and by any thread."""
+        """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
         super().close()
         sender, self._sender = self._sender, None
         if sender is not None:
@@ -223,12 +224,12 @@ def connect(
 
     Args:
         address: of the driver's end.
-        new_buffer: gives writable memory for what has to be copied before it is sent.
+        new_buffer: returns writable memory for data that has to be copied before it is sent.
         limit: seconds until there is a connection.
-        patience: seconds from then on until the driver has said all that it has to.
+        patience: seconds from then on until the driver has sent everything that it has to.
 
     Raises:
-        LineError: the driver can't be reached there, has gone, or is not what answers there.
+        LineError: the driver can't be reached there, has gone, or another process answers there.
     """
     until = time.monotonic() + limit
     while True:
@@ -236,7 +237,7 @@ def connect(
             return TcpLine(_met(address, until, patience), new_buffer)
         except OSError as error:
             if isinstance(error, ConnectionAbortedError) and time.monotonic() + _RETRY_S < until:
-                time.sleep(_RETRY_S)  # turned away for somebody who came later
+                time.sleep(_RETRY_S)  # turned away for a newer connection
                 continue
             raise LineError(
                 f"no connection from {socket.gethostname()} to port {address.port} of {address.host}: "
@@ -246,7 +247,7 @@ def connect(
 
 
 def _met(address: TcpAddress, until: float, patience: float) -> TcpSocket:
-    """A connection to the driver, which both ends have proven to be that."""
+    """A connection to the driver, after both ends have proven their identity."""
     family, *_, name = socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )[0]
@@ -264,14 +265,14 @@ def _met(address: TcpAddress, until: float, patience: float) -> TcpSocket:
         proof = _exactly(connection, _PROOF, until)
         if not hmac.compare_digest(proof, _proof(address.secret, b"driver", theirs, nonce)):
             raise ConnectionError("what answers there does not know the line's secret")
-    except BaseException:  # Ctrl-C too: nobody else has the socket yet
+    except BaseException:  # including Ctrl-C: no other code has the socket yet
         connection.end()
         raise
     return connection
 
 
 def _exactly(connection: TcpSocket, nbytes: int, until: float) -> bytes:
-    """So many bytes, and not one of what follows."""
+    """Exactly `nbytes` bytes, and none of those that follow."""
     said = b""
     while len(said) < nbytes:
         connection.settimeout(max(0.01, until - time.monotonic()))

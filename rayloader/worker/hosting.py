@@ -1,6 +1,6 @@
-"""The workers that one process hosts: which of them is at work, and what an answer says of the work.
+"""The workers that one process hosts: which of them is active, and what an answer reports about its work.
 
-Promise: one worker at a time has the process's random generators, the one that works. No Ray, and no channel.
+Promise: only the active worker uses the process's random generators. No Ray, and no channel.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from rayloader.worker.worker import Task, Worker
 
 
 class Hosting:
-    """Of one process.
+    """The workers of one process.
 
     Args:
-        lane: where batches go; an answer says what became of it.
+        lane: takes batches; an answer reports what happened to the batch there.
 
     Attributes:
-        idle: seconds since the last answer for which there was nothing to do, for `Answer.spent`.
+        idle: seconds since the last answer without anything to do, for `Answer.spent`.
     """
 
     def __init__(self, lane: WorkerLane) -> None:
         self.idle = 0.0
         self._lane = lane
         self._workers: dict[int, Worker] = {}  # by their ids
-        self._at_work: Worker | None = None  # whose generators are the process's
+        self._at_work: Worker | None = None  # the active one, whose generators are the process's
         # For `Answer.spent`, perf_counter() or seconds.
-        self._free_since = 0.0  # it has done all that it was told
-        self._answered = 0.0  # the last answer was ready
-        self._sending = 0.0  # it, and what had to be done before the next task
+        self._free_since = 0.0  # when it had finished all its calls
+        self._answered = 0.0  # when the last answer was ready
+        self._sending = 0.0  # time to send it, and for what had to be done before the next task
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -43,26 +43,26 @@ class Hosting:
         return iter(self._workers.values())
 
     def get(self, worker_id: int) -> Worker | None:
-        """That worker, if it is here."""
+        """That worker, if this process hosts it."""
         return self._workers.get(worker_id)
 
     def add(self, worker_id: int, worker: Worker) -> None:
-        """It is here, and at work."""
+        """This process hosts the worker from now on, and it is the active one."""
         self._switch_to(None)
         self._at_work = self._workers[worker_id] = worker
 
     def remove(self, worker_id: int) -> None:
-        """It is somewhere else."""
+        """This process no longer hosts the worker."""
         if self._at_work is self._workers.pop(worker_id, None):
             self._at_work = None
 
     def clear(self) -> None:
-        """None is here."""
+        """This process hosts no worker any more."""
         self._workers.clear()
         self._at_work = None
 
     def begins(self) -> None:
-        """An epoch, for one of the workers."""
+        """One of the workers begins an epoch."""
         self._free_since = time.perf_counter()
         self.idle = self._sending = 0.0
 
@@ -71,7 +71,7 @@ class Hosting:
         self.idle += time.perf_counter() - self._free_since
 
     def is_free(self) -> None:
-        """The last answer is on its way."""
+        """The last answer was sent."""
         self._free_since = time.perf_counter()
         self._sending = self._free_since - self._answered
 
@@ -97,7 +97,7 @@ class Hosting:
         tasks: Iterable[tuple[int, Wire, int | None]],
         dropped: Callable[[int, int], bool],
     ) -> Answer:
-        """A worker builds again what it had built; see `Worker.replay`."""
+        """A worker rebuilds batches; see `Worker.replay`."""
         self._switch_to(worker_id)
         worker = self._workers[worker_id]
         began = time.perf_counter()
@@ -114,7 +114,7 @@ class Hosting:
         return Answer(result, seconds, spent, progress, doubt, state, lane.take_full(), lane.error)
 
     def _switch_to(self, worker_id: int | None) -> None:
-        """Workers of one process take turns with its generators."""
+        """Lets another worker of the process use its generators."""
         worker = self._workers[worker_id] if worker_id is not None else None
         if worker is self._at_work:
             return

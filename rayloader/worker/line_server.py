@@ -1,7 +1,7 @@
-"""The worker's end of a line: does what comes over it, in order, and answers.
+"""The worker's end of a line: carries out the calls that come over it, in order, and answers.
 
-Promise: nothing here is called for each batch through Ray, which wraps each method of an actor's class in a function of
-its own: hence a class beside the actor's. No thread; it owns the line and the memory in which answers wait.
+Promise: no method here is called through Ray for a batch. Ray wraps each method of an actor's class in a function of
+its own, which is why this is a class beside the actor's. No thread; it owns the line and the memory for queued answers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rayloader.transport.recycled import Recycled
 from rayloader.worker.hosting import Hosting
 from rayloader.worker.worker import Task
 
-# How often a process that has something to do looks what else has come over its line, in seconds: what nobody wants any
-# more it need not begin.
+# How often a busy process checks for new messages on its line, in seconds: it need not begin calls that were
+# cancelled.
 LOOK_SECONDS = 0.001
 
 
 class LineServer:
-    """Of one process.
+    """The server of one process.
 
     Args:
-        hosting: does what is asked.
-        lane: where batches go.
+        hosting: carries out the calls.
+        lane: takes batches.
     """
 
     def __init__(self, hosting: Hosting, lane: WorkerLane) -> None:
@@ -37,15 +37,16 @@ class LineServer:
         self._lane = lane
         self._line: Line | None = None
         self._line_address: local_line.LineAddress | tcp_line.TcpAddress | None = None
-        self._copies: Recycled | None = None  # of what can't be sent at once
-        self._calls: deque[tuple[Any, ...]] = deque()  # that came over the line, not begun, oldest first
-        self._looked = 0.0  # perf_counter(): at what has come
-        self._dropped = 0, 0, 0  # after this call and up to that nobody wants the tasks from this one on
+        self._copies: Recycled | None = None  # of data that cannot be sent at once
+        self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
+        self._looked = 0.0  # perf_counter(): when the line was checked last
+        # Cancelled are, of the calls after the first number and up to the second, the tasks from the third on.
+        self._dropped = 0, 0, 0
 
     def serve(self, address: local_line.LineAddress | tcp_line.TcpAddress, early: list[Any]) -> Served:
-        """Does over a line what `run`, `replay` and `resume` do, until the line ends.
+        """Carries out over a line what `run`, `replay` and `resume` do, until the line ends.
 
-        It also ends, with the line left open for the next `serve`, where an answer has to go through Ray. `early` are
+        It also ends, with the line left open for the next `serve`, if an answer has to go through Ray. `early` are
         messages that come before those of the line.
         """
         if self._line is None or self._line_address != address:
@@ -72,7 +73,7 @@ class LineServer:
             wire = None if answer.result is None else answer.result.wire
             fields = (None if answer.result is None else answer.result.fields, *answer.fields[1:])
             if wire is not None and wire[2]:  # references to Ray's objects
-                line.drain()  # what is older comes first
+                line.drain()  # older answers come first
                 self._hosting.is_free()
                 return Served(answer=pack((worker_id, call, fields), [wire]))
             self._send(line, (Up.ANSWER, worker_id, call, fields))
@@ -82,12 +83,12 @@ class LineServer:
         return Served()
 
     def _do(self, kind: int, worker_id: int, call: int, *arguments: Any) -> Answer | None:
-        """Carries out a call that came over the line; None if nobody wants it any more."""
+        """Carries out a call that came over the line; None if it was cancelled."""
         if kind == Down.REPLAY:
             (tasks,) = arguments
             return self._hosting.replay(worker_id, call, tasks, self.is_dropped)
         task_id, indices, room = arguments
-        arena = self._lane.open(room)  # it brings news of the arena, whatever becomes of the task
+        arena = self._lane.open(room)  # it brings news of the arena, even if the task is cancelled
         if self.is_dropped(call, task_id):
             return None
         return self._hosting.run(worker_id, Task(call, task_id, indices), arena)
@@ -96,7 +97,7 @@ class LineServer:
         line.send(packed(message, line.apart))
 
     def _attend(self, line: Line) -> None:
-        """Takes in what has come over the line, and waits for it if there is nothing to do; sends what is unsent."""
+        """Receives from the line, waiting if there is nothing to do; sends what is unsent."""
         now = time.perf_counter()
         if self._calls:
             if now - self._looked < LOOK_SECONDS and not line.unsent:
@@ -121,14 +122,14 @@ class LineServer:
                 self._calls.append(message)
 
     def is_dropped(self, call: int, task_id: int) -> bool:
-        """Whether nobody wants this task any more, which came with this call."""
+        """Whether this task, which came with this call, was cancelled."""
         after_call, up_to_call, from_task = self._dropped
         return (after_call < call <= up_to_call and task_id >= from_task) or (
             self._line is not None and self._line.ended and self._line.hung_up
         )
 
     def _connected(self, address: local_line.LineAddress | tcp_line.TcpAddress) -> Line:
-        """A line in place of the one before, if there was one."""
+        """A line that replaces the previous one, if there was one."""
         self._end_line()
         if isinstance(address, local_line.LineAddress):
             return local_line.connect(address)
@@ -144,6 +145,6 @@ class LineServer:
             copies.close()
 
     def hang_up(self) -> None:
-        """Ends the line, and forgets what came over it."""
+        """Ends the line, and drops the calls that came over it."""
         self._calls.clear()
         self._end_line()

@@ -1,7 +1,7 @@
-"""Where a worker process prints and logs: where the program does, as a forked process would.
+"""Where a worker process prints and logs: to the same places as the program, as a forked process would.
 
 Promise: the worker's standard output and error are the program's own, from `open` to `close`. On another machine, or
-where the program can't be reached, they stay Ray's, which shows them in the program with a prefix; then log records go
+if the program can't be reached, they stay Ray's, which shows them in the program with a prefix; then log records go
 to standard error, with the program's levels and format.
 """
 
@@ -24,21 +24,21 @@ from rayloader.transport.local_line import STANDARD_STREAMS, LineAddress, connec
 
 
 class Output:
-    """Of one process."""
+    """The output of one process."""
 
     def __init__(self) -> None:
         self._address: LineAddress | None = None
         self._line: Line | None = None
         self._lock = threading.RLock()
         self._streams = sys.stdout, sys.stderr  # Ray's
-        self._own: dict[int, int] = {}  # copies of the streams as Ray has made them, by number
+        self._own: dict[int, int] = {}  # copies of the streams as Ray created them, by number
         self._loggers: LoggingState | None = None
         self._restore: Callable[[], None] | None = None
-        self._abandoned: Line | None = None  # of the process that this one was forked from
+        self._abandoned: Line | None = None  # of the process from which this one was forked
         os.register_at_fork(after_in_child=self._is_forked)
 
     def open(self, address: LineAddress | None, loggers: LoggingState) -> None:
-        """Prints and logs there from now on."""
+        """Prints and logs to the program from now on."""
         if self._restore is not None:
             self._restore()
             self._restore = None
@@ -49,20 +49,20 @@ class Output:
         self._restore = loggers.adopt(self._handler)
 
     def settle(self) -> None:
-        """To be called when the user's modules are imported: what they have set up exists in the program too."""
+        """To be called when the user's modules are imported: the program has made their settings too."""
         if self._loggers is not None:
             self._loggers.settle(self._handler)
             self._loggers.filter_warnings()
 
     def close(self) -> None:
-        """Prints where Ray lets it, and logs as at the process's start."""
+        """Prints to Ray's streams, and logs as at the process's start."""
         restore, self._restore, self._loggers = self._restore, None, None
         if restore is not None:
             restore()
         self._disconnect()
 
     def send(self, names: list[str], fields: dict[str, Any]) -> None:
-        """Has the handlers of the program's loggers handle a record; waits while too much is under way."""
+        """Passes a record to the handlers of the program's loggers; waits while too many are queued."""
         with self._lock:
             if self._abandoned is not None and self._line is None and self._address is not None:
                 with contextlib.suppress(LineError):
@@ -72,9 +72,9 @@ class Output:
                 self._line.drain()
 
     def _is_forked(self) -> None:
-        """In a child that user code forked: it gets a connection of its own, for messages of two would be mixed."""
-        self._lock = threading.RLock()  # it may have been another thread's
-        self._abandoned, self._line = self._line, None  # to close that would end the parent's
+        """In a child that user code forked: it gets a connection of its own, because messages of two would be mixed."""
+        self._lock = threading.RLock()  # another thread may have held it
+        self._abandoned, self._line = self._line, None  # closing it would end the parent's
 
     def _handler(self, name: str, level: int) -> logging.Handler:
         handler: logging.Handler
@@ -97,7 +97,7 @@ class Output:
         if handed_over and not self._own:
             self._own = {number: os.dup(number) for number in STANDARD_STREAMS}
         _put(handed_over)
-        if handed_over:  # Ray's streams write each piece of a line by itself: those of two processes would mix
+        if handed_over:  # Ray's streams write a line in pieces: the lines of two processes would mix
             sys.stdout, sys.stderr = (
                 os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
                 for number in STANDARD_STREAMS
@@ -114,10 +114,10 @@ class Output:
 
 
 class _Forwarder(logging.Handler):
-    """Stands for the handlers that a logger has in the program.
+    """Represents the handlers that a logger has in the program.
 
     Attributes:
-        logger_name: of that logger.
+        logger_name: name of that logger.
     """
 
     def __init__(self, output: Output, name: str) -> None:
@@ -126,7 +126,7 @@ class _Forwarder(logging.Handler):
         self.logger_name = name
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Sends the record once, for all loggers above its own that have handlers in the program."""
+        """Sends the record once, for its own logger and all above it that have handlers in the program."""
         if hasattr(record, _SENT):
             return
         setattr(record, _SENT, True)
@@ -140,7 +140,7 @@ _SENT = "_rayloader_sent"
 
 
 def _forwarding(name: str) -> list[str]:
-    """The loggers from this one up to which a record is handed that have handlers in the program."""
+    """The loggers, from this one upwards, that receive its records and have handlers in the program."""
     found: list[str] = []
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
@@ -150,12 +150,12 @@ def _forwarding(name: str) -> list[str]:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What travels of a record. The program need not know the classes of what was logged here."""
+    """The part of a record that is sent. The program need not know the classes of what was logged here."""
     fields = {key: value for key, value in record.__dict__.items() if key != _SENT}
     if not (_is_plain(record.msg) and _is_plain(record.args)):
         fields.update(msg=record.getMessage(), args=None)
     else:
-        record.getMessage()  # raises here what it would raise there
+        record.getMessage()  # raises here the error that it would raise there
     if record.exc_info:
         fields.update(exc_info=None, exc_text=record.exc_text or logging.Formatter().formatException(record.exc_info))
     worker = get_worker_info()
@@ -165,12 +165,12 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _pickled(names: list[str], fields: dict[str, Any]) -> bytes:
-    """Values that the program has put into the record, of whatever class, travel as text."""
+    """Pickles the fields; values of other classes that the program has put into the record are sent as text."""
     return pickle.dumps((names, {key: value if _is_plain(value) else repr(value) for key, value in fields.items()}))
 
 
 def _is_plain(value: Any, depth: int = 3) -> bool:
-    """Whether it is made of Python's own types, and not too deep."""
+    """Whether it consists of Python's own types, and is not too deep."""
     if type(value) in (list, tuple):
         return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
     if type(value) is dict:
@@ -179,7 +179,7 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
 
 
 def _put(descriptors: dict[int, int]) -> None:
-    """Makes these the standard streams, by number; the copies are closed."""
+    """Makes these the standard streams, by number, and closes the copies."""
     for number, copy in descriptors.items():
         os.dup2(copy, number)
         os.close(copy)

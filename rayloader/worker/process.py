@@ -1,10 +1,10 @@
 """The worker process: an actor that hosts one worker, or several.
 
-Promise: user code runs in the actor's one main thread. Nothing that user code raises leaves through Ray: it travels as
-a `Result`. The process is warm: `stop` puts back what the user's code may have changed of it (see `process_state.py`),
+Promise: user code runs in the actor's one main thread. Exceptions of user code never leave through Ray: they travel as
+a `Result`. The process is warm: `stop` restores what the user's code may have changed (see `process_state.py`),
 so that another epoch, or another loader, finds it as new. The actor starts no thread and owns nothing but its process.
 
-It is told its tasks by calls of `run`, one a task, or over a line by a call of `serve` that lasts as long as the line
+It gets its tasks by calls of `run`, one per task, or over a line, by a call of `serve` that lasts as long as the line
 does.
 """
 
@@ -47,7 +47,7 @@ from rayloader.worker.line_server import LineServer
 from rayloader.worker.output import Output
 from rayloader.worker.worker import Task, Worker
 
-# What is copied into the reply at most of a batch that could be sent out of band: that takes Ray longer than a copy.
+# A batch that could be sent out of band is copied into the reply up to this size: beyond it, a copy takes longer.
 IN_BAND_BYTES = 1 << 16
 # Variables that Ray sets in the program and in its workers, to different values.
 _OWN_VARIABLES = "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT"
@@ -66,12 +66,13 @@ class WorkerProcess:
         self._hosting = Hosting(lane)
         self._server = LineServer(self._hosting, lane)
         self._output = Output()
-        self._image: tuple[str, Image] | None = None  # that this worker hosts for its node; of what image
+        # The image this process holds for its node, with the name of the driver's image it was copied from.
+        self._image: tuple[str, Image] | None = None
         note_modules()
         sys.breakpointhook = functools.partial(self._breakpoint, sys.breakpointhook)
 
     def hello(self, probe: FileAddress | None = None) -> WorkerAddress:
-        """Where this worker runs; also the proof that it does. `probe` is a memory file of the driver's."""
+        """Reports where this worker runs, which also proves that it does. `probe` is a memory file of the driver's."""
         machine, reaches = "", False
         with contextlib.suppress(MemoryFileError):
             machine = this_machine()
@@ -81,19 +82,19 @@ class WorkerProcess:
         return WorkerAddress(os.getpid(), session.node_id(), socket.gethostname(), reaches, machine)
 
     def host(self, name: str, image: ImageAddress, contents: list[Any]) -> ImageAddress:
-        """Makes an image of what came through Ray, for all workers of this node.
+        """Makes an image from contents that came through Ray, for all workers of this node.
 
-        It stays until this worker is started on another image than `name`, and longer where it is open.
+        It stays until this worker is started on another image than `name`, and longer while it is open anywhere.
         """
-        self._image = None  # first: for two there may be no room
+        self._image = None  # first: there may not be room for two
         self._image = name, image_from_contents(image, contents)
         return self._image[1].address
 
     def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
-        """Makes this process worker `setup.worker_id`, beside those that it is; at its start, or as it was."""
+        """Makes this process worker `setup.worker_id`, besides others: newly started, or as in `state`."""
         alone = not self._hosting
         if alone:
-            freeze()  # neither `stop` nor the search for generators looks at what is here by now
+            freeze()  # neither `stop` nor the search for generators looks at objects that exist by now
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
         worker = Worker(setup)
@@ -111,7 +112,7 @@ class WorkerProcess:
 
         Args:
             message: packed (worker_id, call, task_id, indices, room): `call` counts the calls of this actor, `indices`
-                is what the sampler gave; `room`, which only a line brings, says where in this actor's arena the batch
+                came from the sampler; `room`, which only a line brings, says where in this actor's arena the batch
                 may lie.
 
         Returns:
@@ -122,14 +123,14 @@ class WorkerProcess:
         return self._packed(self._hosting.run(worker_id, Task(call, task_id, indices), None))
 
     def replay(self, message: Any) -> Any:
-        """Builds batches for what that changes in the worker, in order, for a while; they are not sent.
+        """Rebuilds batches for their effect on the worker, in order, for a limited time; they are not sent.
 
         Args:
-            message: packed (worker_id, call, tasks), with task_id, indices and digest of each task: it must be the
-                batch of that digest, if one is known. Without tasks it goes on with those that are left over.
+            message: packed (worker_id, call, tasks), with task_id, indices and digest of each task: its batch must have
+                that digest, if one is known. Without tasks it continues with those that are left over.
 
         Returns:
-            A packed `Answer`, which says how far it is.
+            A packed `Answer`, which reports the progress.
         """
         worker_id, call, tasks = unpack(message)
         return self._packed(self._hosting.replay(worker_id, call, tasks, self._server.is_dropped))
@@ -145,31 +146,31 @@ class WorkerProcess:
         return packed
 
     def serve(self, address: local_line.LineAddress | tcp_line.TcpAddress, early: list[Any]) -> Served:
-        """Does over a line what `run`, `replay` and `resume` do, until the line ends; see `LineServer.serve`."""
+        """Carries out `run`, `replay` and `resume` over a line, until the line ends; see `LineServer.serve`."""
         set_process_title(ray, f"ray::rayloader:{','.join(worker.label for worker in self._hosting)}")
         return self._server.serve(address, early)
 
     def _breakpoint(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        """For `breakpoint()` in user code: the terminal is the program's."""
+        """For `breakpoint()` in user code: the terminal belongs to the program."""
         logger.warning(
             "rayloader: breakpoint() in a worker process, which has no terminal. Debug with num_workers=0, which loads "
             "in the program itself; or install debugpy and attach Ray's distributed debugger to process %d",
             os.getpid(),
         )
-        sys.breakpointhook = hook  # this is said once
+        sys.breakpointhook = hook  # this is logged once
         return hook(*args, **kwargs)
 
     def hurry(self, worker_id: int) -> None:
-        """Another process will be that worker soon."""
+        """Another process will soon be that worker."""
         if (worker := self._hosting.get(worker_id)) is not None:
             worker.hurry()
 
     def leave(self, worker_id: int) -> None:
-        """This process is that worker no longer; another one is."""
+        """This process is no longer that worker; another one is."""
         self._hosting.remove(worker_id)
 
     def stop(self) -> None:
-        """Lets go of the dataset and puts the process back as it was."""
+        """Drops the dataset and restores the process."""
         self._server.hang_up()
         self._hosting.clear()
         set_worker_info(None)

@@ -1,6 +1,6 @@
 """A worker, in torch's sense: its dataset object, its random streams, and what it has built.
 
-Promise: seeded and set up as torch's worker loop does it, and it builds what torch's would. What user code raises is
+Promise: seeded and set up as by torch's worker loop, it builds what torch's worker would. An exception of user code is
 the result of a task, never an exception here.
 """
 
@@ -64,30 +64,30 @@ from rayloader.transport.memory import no_collection
 from rayloader.transport.memory_file import MemoryFileError
 from rayloader.worker.output import Output
 
-# How long a call builds again what was built before, in seconds: then it returns, so that the driver sees progress.
+# How long a call rebuilds batches, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
 
-_encode = functools.partial(codec.encode, known_classes=True, carry=CARRY)  # for the way back to the driver
+_encode = functools.partial(codec.encode, known_classes=True, carry=CARRY)  # for objects that go back to the driver
 
 
 class Task(NamedTuple):
-    """What it is to build."""
+    """What to build."""
 
     call: int
     task_id: int
     indices: Wire
-    again: bool = False  # it is built for what that changes in the worker
-    digest: int | None = None  # of what was delivered before, where it is built again
+    again: bool = False  # it is rebuilt for its effect on the worker
+    digest: int | None = None  # of the batch that was delivered before, if it is rebuilt
 
 
 class Worker:
-    """One of those that a process hosts.
+    """One of the workers that a process hosts.
 
     Args:
-        setup: what it is.
+        setup: which worker it is, and how to set it up.
 
     Attributes:
-        label: of what loader it is which worker.
+        label: names the loader and the worker.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -97,18 +97,18 @@ class Worker:
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._fetcher: Any = None
-        self._failure: Result | None = None  # of `start` or `resume`; answers every task
-        self._unrestored = False  # that failure says that this worker can't be brought to where it was
+        self._failure: Result | None = None  # of `start` or `resume`; the answer to every task
+        self._unrestored = False  # whether that failure means that this worker cannot be restored
         self._exhausted = False
         self._end_is_told = False  # in a snapshot
         self._epoch = 0
         self._dataset_epoch: int | None = None
-        self._tasks = 0  # built in this epoch
+        self._tasks = 0  # number built in this epoch
         self._last_task = -1
-        self._has_just_loaded = False  # the dataset a state, and no batch since
+        self._has_just_loaded = False  # whether the dataset has loaded a state, and built no batch since
         self._digest = 0
         self._doubt: int | None = None
-        self._goal: WorkerState | None = None  # to which an iterable dataset is being read again
+        self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
         self._parked: RandomState | None = None
         self._worker_info: Any = None
@@ -122,11 +122,11 @@ class Worker:
     def start(
         self, baseline: Baseline, output: Output, source: Source, state: WorkerState | None, *, alone: bool
     ) -> None:
-        """Process state, dataset, seeds, worker_init_fn, iterator: in torch's order. An error is kept."""
+        """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process, alone=alone)
             before = living_generators()
-            # As after a fork: the program has imported these modules, and made these objects, already.
+            # As after a fork: the program has already imported these modules and created these objects.
             with noting() as noted, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
@@ -151,9 +151,9 @@ class Worker:
         self._unrestored = self._failure is not None and state is not None
 
     def _restore(self, state: WorkerState) -> None:
-        """Makes this the worker that the snapshot was taken of; a stream that can't tell its state is read later."""
+        """Restores the worker from a snapshot; a stream without a state of its own is read later."""
         if state.error:
-            raise ReplayError(f"the state of worker {self._setup.worker_id} could not be told:\n{state.error}")
+            raise ReplayError(f"the state of worker {self._setup.worker_id} could not be saved:\n{state.error}")
         self._epoch, self._exhausted = state.epoch, state.exhausted
         self._tell_epoch(state.dataset_epoch)
         load_state(self._dataset, state.dataset)
@@ -167,14 +167,14 @@ class Worker:
             self._create_fetcher()
             return
         self._create_fetcher()
-        load_state(self._iterator, state.iterator)  # after `__iter__`, which may have put it back to its start
+        load_state(self._iterator, state.iterator)  # after `__iter__`, which may have reset it to its start
         if self._is_iterable:
             self._fetcher.ended = state.ended
         self._recorder.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
     def _read_on(self, until: float) -> bool:
-        """Reads an iterable dataset from its start to where it was; False if that is not done at the time `until`."""
+        """Reads an iterable dataset from its start to its position; False if this is not finished at time `until`."""
         goal = self._goal
         if goal is None:
             return True
@@ -197,9 +197,9 @@ class Worker:
                 or not self._recorder.is_at(goal.random)
             ):
                 raise ReplayError(
-                    f"the iterable dataset of worker {self._setup.worker_id} was to be read again up to batch "
-                    f"{goal.tasks}, and gave something else than before; to be resumed, a dataset must give the same "
-                    "each time that it is read, or have state_dict() and load_state_dict()"
+                    f"the iterable dataset of worker {self._setup.worker_id} was read again up to batch {goal.tasks}, "
+                    "and gave something else than before; to be resumed, a dataset must give the same each time that "
+                    "it is read, or have state_dict() and load_state_dict()"
                 )
             self._recorder.restore(goal.random)
         self._unrestored = self._failure is not None
@@ -208,26 +208,26 @@ class Worker:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many batches were built again, and how many that must be."""
+        """How many batches were rebuilt, and how many must be."""
         return self._replayed, self._to_replay
 
     def spent(self, ended: float, idle: float, sending: float) -> bytes:
-        """`Answer.spent` of the last task, which ended at perf_counter(), after idleness and sending, in seconds."""
+        """`Answer.spent` of the last task, which ended at `ended` (perf_counter()), after idle and sending seconds."""
         began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
         fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending
         return pack(self._setup.worker_id, began, idle, fetch, collate, transfer)
 
     def take_doubt(self) -> int | None:
-        """A task since this was asked last whose batch was believed, see `Answer`."""
+        """A task since the last call whose differing batch was accepted, see `Answer`."""
         doubt, self._doubt = self._doubt, None
         return doubt
 
     def snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
-        """The worker as it is now, if a snapshot is due after these seconds of work."""
+        """A snapshot of the worker, if one is due after these seconds of work."""
         self._recorder.worked(seconds)
         if self._goal is not None or self._unrestored:
             return None
-        begins = 0 < self._replayed == self._to_replay  # something new, after all that was built again
+        begins = 0 < self._replayed == self._to_replay  # something new, after everything was rebuilt
         ends = self._exhausted and not self._end_is_told
         self._end_is_told = self._exhausted
         if begins:
@@ -239,11 +239,11 @@ class Worker:
         return None if state is None else tuple(state)
 
     def hurry(self) -> None:
-        """It is to go on in another process soon."""
+        """It will soon continue in another process."""
         self._recorder.hurry()
 
     def snapshot(self) -> WorkerState:
-        """The worker as it is now, where it has changed since the last snapshot."""
+        """A snapshot of the worker, if it has changed since the last one."""
         return self._recorder.snapshot(self._iterator, **self._progress())
 
     def _progress(self) -> dict[str, Any]:
@@ -258,20 +258,20 @@ class Worker:
         }
 
     def park(self) -> None:
-        """Another worker of this process is to work."""
+        """Another worker of this process becomes active."""
         self._parked = RandomState.capture([])
 
     def unpark(self) -> None:
-        """This worker is to work again."""
+        """This worker becomes active again."""
         assert self._parked is not None
         self._parked.restore([])
         self._tell_who_reads()
 
     def resume(self, resumed: Resumed) -> WorkerState:
-        """A new iterator over the same dataset; as in torch's persistent workers nothing is seeded again.
+        """Begins a new epoch over the same dataset; as in torch's persistent workers nothing is seeded again.
 
-        What torch's worker would have been given is built first, also as there, and nothing more: the random streams
-        go on from behind it.
+        As there, tasks that torch's worker would have been given are built first, and nothing more: the random streams
+        continue after these.
         """
         self._read_on(math.inf)
         while self._left:
@@ -284,7 +284,7 @@ class Worker:
         self._tasks, self._last_task, self._digest = 0, -1, 0
         if self._unrestored and self._failure is not None:
             return self.snapshot()._replace(error=self._failure.text)
-        if self._fetcher is not None:  # else never started: that failure stands
+        if self._fetcher is not None:  # otherwise it never started: that failure remains
             self._failure = None
             with self._keeping_failure():
                 self._shuffle_datapipe(resumed.shared_seed)
@@ -295,13 +295,13 @@ class Worker:
         return self.snapshot()
 
     def _tell_epoch(self, epoch: int | None) -> None:
-        """To a dataset of an epoch before, what the program has told its own since then."""
+        """Sets the epoch that the program has set since, on a dataset from a previous epoch."""
         if epoch is not None:
             self._dataset_epoch = epoch
             self._dataset.set_epoch(epoch)
 
     def run(self, task: Task, arena: ArenaWriter | None) -> Result:
-        """A task's result."""
+        """Returns a task's result."""
         self._read_on(math.inf)
         while self._left:
             result = self._do(self._left.popleft(), None)
@@ -310,7 +310,7 @@ class Worker:
         return self._do(task, arena)
 
     def replay(self, tasks: list[Task], dropped: Callable[[int, int], bool]) -> Result | None:
-        """Builds these tasks again, for a while; the rest of them is left over. The result that ends the process."""
+        """Rebuilds tasks for a limited time, and keeps the rest. Returns only a result that ends the process."""
         self._left.extend(tasks)
         self._unrestored |= self._failure is not None
         self._to_replay += len(tasks)
@@ -330,7 +330,7 @@ class Worker:
         return None
 
     def _do(self, task: Task, arena: ArenaWriter | None) -> Result:
-        """The same when it is its turn; what is built again must be what it was."""
+        """Executes a task when it is its turn; a rebuilt batch must equal the original."""
         if self._rewind is not None:
             self._rewind.task_begins(task.task_id)
         result = self._build(task, arena)
@@ -342,20 +342,19 @@ class Worker:
             self._doubt = task.task_id
             return result
         with self._keeping_failure():
-            if believed:  # no batch at all: what would have followed it is lost too
+            if believed:  # no batch at all: the batches after it are lost too
                 what = result.text or "its stream has ended"
                 raise ReplayError(
-                    f"batch {task.task_id} of worker {self._setup.worker_id} was built again, for the worker lost its "
-                    "process or was resumed, and did not come: load_state_dict() of the dataset has not brought it to "
-                    f"where it was. Mend that, or begin the epoch anew. What came instead: {what}"
+                    f"batch {task.task_id} of worker {self._setup.worker_id} was to be rebuilt after its worker was "
+                    "replaced or resumed, but did not come: load_state_dict() of the dataset has not restored its "
+                    f"position. Correct that method, or start the epoch again. What came instead: {what}"
                 )
             raise ReplayError(
-                f"batch {task.task_id} of worker {self._setup.worker_id} was built again, for the worker lost its "
-                "process or was resumed, and is not what it was: it depends on something that cannot be restored, such "
-                "as a random generator that cannot be followed, the time, the process, or the order of a set of "
-                "strings (set PYTHONHASHSEED). Make generators in __init__ or in worker_init_fn, from the same seed in "
-                "each run; or give the dataset state_dict() and load_state_dict(): then it is believed to restore "
-                "itself"
+                f"batch {task.task_id} of worker {self._setup.worker_id} was rebuilt after its worker was replaced or "
+                "resumed, and differs from the original: it depends on something that cannot be restored, such as a "
+                "random generator that cannot be followed, the time, the process, or the order of a set of strings "
+                "(set PYTHONHASHSEED). Create generators in __init__ or in worker_init_fn, from the same seed in each "
+                "run; or give the dataset state_dict() and load_state_dict(), which are then trusted to restore it"
             )
         self._unrestored = True
         assert self._failure is not None
@@ -365,7 +364,8 @@ class Worker:
         self._began, self._fetched, self._collated = time.perf_counter(), 0.0, 0.0
         task_id = task.task_id
         if self._failure is not None and (self._unrestored or not self._exhausted):
-            # The indices of a stream are endless: that it can't start is told once, as an iterator that raised ends.
+            # A stream's indices are endless: its failure to start is reported once, just as an iterator that raised
+            # ends.
             self._exhausted = self._is_iterable and not task.again and not self._unrestored
             return replace(self._failure, task_id=task_id)
         if self._exhausted:
@@ -374,7 +374,7 @@ class Worker:
         setup = self._setup
         try:
             if setup.seed_batches:
-                # Of a stream: what its number would be if no worker's had ended; the true one depends on when that was.
+                # For a stream: its number if no worker's stream had ended; the true one depends on when that happened.
                 number = self._tasks * setup.num_workers + setup.worker_id if self._is_iterable else task_id
                 seed_all(setup.base_seed, self._epoch, number)
             if arena is not None:
@@ -389,12 +389,12 @@ class Worker:
             checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum(buffer.nbytes for buffer in encoded.buffers)
             if arena is not None:
-                del batch, encoded, fresh  # the last that refer to the batch, unless user code does
+                del batch, encoded, fresh  # the last references to the batch, unless user code has some
                 wire = sealed(wire, arena)
             result = Result(task_id, ResultKind.BATCH, wire, "", nbytes, tuple(skipped), checksum, samples)
         except skipping.NothingLeft:
             result = Result(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
-        except Exception as error:  # all that user code can raise: it belongs to the user, not to Ray
+        except Exception as error:  # anything that user code can raise: it belongs to the user, not to Ray
             if isinstance(error, StopIteration) and self._is_iterable:
                 self._exhausted = True
                 return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
@@ -402,9 +402,9 @@ class Worker:
             if self._has_just_loaded:
                 add_note(
                     error,
-                    "rayloader: this is the first batch since load_state_dict() of the dataset has brought a worker "
-                    "that was replaced or resumed to where it was; if the error comes from what was loaded, the "
-                    "dataset cannot go on from what its state_dict() gave",
+                    "rayloader: this is the first batch since load_state_dict() of the dataset restored a worker that "
+                    "was replaced or resumed; if the error comes from the loaded state, the dataset cannot continue "
+                    "from what its state_dict() returned",
                 )
             result = replace(_error(task_id, self._where), skipped=tuple(skipped), digest=checksum)
         except BaseException as error:
@@ -419,7 +419,7 @@ class Worker:
     def _load(
         self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]
     ) -> tuple[Any, int, FreshTensors]:
-        """A batch, how many samples are in it, and which of its tensors are fresh."""
+        """Returns a batch, how many samples are in it, and which of its tensors are fresh."""
         setup = self._setup
         collate_into(arena)
         try:
@@ -443,7 +443,7 @@ class Worker:
     def _keeping_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception:  # all that user code can raise, as in _build
+        except Exception:  # anything that user code can raise, as in _build
             self._failure = _error(-1, self._where)
         except BaseException as error:
             self._failure = replace(_exited(-1, error), kind=ResultKind.NOT_STARTED)
@@ -462,7 +462,7 @@ class Worker:
         self._tell_who_reads()
 
     def _tell_who_reads(self) -> None:
-        """What `get_worker_info()` and `get_shard_info()` give from now on."""
+        """Sets the answers of `get_worker_info()` and `get_shard_info()`."""
         set_worker_info(self._worker_info)
         self._reader.attach(self._worker_info)
 
@@ -483,15 +483,15 @@ class Worker:
 
 
 def _open_replica(source: Source, *, here: bool) -> Any:
-    """The replica: from the driver's image, or this node's own, or a copy if neither can be opened."""
+    """Opens the replica: from the driver's image, from this node's own, or as a copy if neither can be opened."""
     if source.contents is None or source.hosted is None:
         opened = open_image(source.image, here=here)
     else:
         try:
             opened = open_image(ray.get(source.hosted[0]), here=here)
         except ReplicaMemoryError:
-            raise  # no room for one: none for a copy in each worker
-        except (RayError, MemoryFileError):  # the host died, or may not be looked into
+            raise  # there is no room for one image, so there is none for a copy in each worker
+        except (RayError, MemoryFileError):  # the host died, or its memory may not be opened
             if source.contents[0] is None:
                 raise
             opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
@@ -500,7 +500,7 @@ def _open_replica(source: Source, *, here: bool) -> Any:
 
 
 def _error(task_id: int, where: str) -> Result:
-    """The exception being handled, as torch sends it; in words only when its type cannot travel."""
+    """The exception being handled, as torch sends it; as text only if its type cannot be pickled."""
     wrapper = ExceptionWrapper(where=where)
     assert wrapper.exc_type is not None
     text = f"Caught {wrapper.exc_type.__name__} {where}.\nOriginal {wrapper.exc_msg}"
@@ -512,7 +512,7 @@ def _error(task_id: int, where: str) -> Result:
 
 
 def _exited(task_id: int, error: BaseException) -> Result:
-    # Ray's handler of SIGTERM raises SystemExit wherever the program is: that is no fault of the task's.
+    # Ray's handler of SIGTERM raises SystemExit wherever the program is: that is not the task's fault.
     frames = traceback.extract_tb(error.__traceback__)
     by_signal = any(frame.name == "sigterm_handler" and "/ray/" in frame.filename for frame in frames)
     kind = ResultKind.TERMINATED if by_signal else ResultKind.EXITED

@@ -180,7 +180,7 @@ def test_losses_are_torchs_to_the_digit():
 
 def test_without_a_patch_one_warning_names_the_remedy(monkeypatch):
     monkeypatch.setattr("rayloader.frameworks._warned", False)
-    with pytest.warns(UserWarning, match=r"made anew as torch.*; call rayloader.patch\(\)"):
+    with pytest.warns(UserWarning, match=r"rebuilt as torch.*; call rayloader.patch\(\)"):
         _, loader = prepared(rayloader.DataLoader, 2)
     assert type(loader.base_dataloader) is DataLoader
     prepared(rayloader.DataLoader, 2)

@@ -86,7 +86,7 @@ def test_ray_train(trainer, monkeypatch):
     expected = batches(DataLoader(Sums(), 8, shuffle=True, num_workers=2))
     assert len(expected) == 10
     monkeypatch.setattr("rayloader.frameworks._warned", False)
-    with pytest.warns(UserWarning, match="was made anew"):
+    with pytest.warns(UserWarning, match="was rebuilt as"):
         trainer.prepare_data_loader(rayloader.DataLoader(Sums(), num_workers=2))
     kinds = recorded(monkeypatch, rayloader.DataLoader)
     with rayloader.patch():
@@ -127,7 +127,7 @@ def test_the_loader_that_ray_train_makes_anew_has_no_position(trainer):
     with rayloader.patch():
         loader = rayloader.DataLoader(Sums(), 8)
         next(iter(trainer.prepare_data_loader(loader)))
-        with pytest.raises(rayloader.StateError, match="Under Ray Train make the loader with num_replicas"):
+        with pytest.raises(rayloader.StateError, match="Under Ray Train create the loader with num_replicas"):
             loader.state_dict()
 
 

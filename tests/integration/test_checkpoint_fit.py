@@ -301,7 +301,7 @@ def test_a_state_that_is_ahead_of_what_was_dispatched_is_refused():
     iterator = iter(loader)
     next(iterator), next(iterator)
     state = loader.state_dict()
-    with pytest.raises(StateError, match="tells 2 batches that were taken, and _num_yielded=1 that were dispatched"):
+    with pytest.raises(StateError, match="says that 2 batches were taken, and _num_yielded=1 dispatched"):
         small().load_state_dict({**state, "_num_yielded": 1})
     with pytest.raises(StateError, match="lacks _num_yielded"):
         small().load_state_dict({name: part for name, part in state.items() if name != "_num_yielded"})

@@ -372,7 +372,7 @@ def test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks():
     assert sorted(index for batch in loader for index in batch[0].tolist()) == list(INDICES)
     iterator = iter(loader)
     next(iterator)
-    with pytest.raises(StateError, match=r"sampler could not tell its state(?s:.*)lock"):
+    with pytest.raises(StateError, match=r"sampler could not save its state(?s:.*)lock"):
         loader.state_dict()
 
 
@@ -436,7 +436,7 @@ def test_other_workers_end_the_epoch_and_then_the_loaders_own_begin(caplog, pers
         again.load_state_dict(read(saved))
         if rest:
             assert list(batches(again)) == rest
-            assert ("only 3 processes" in caplog.text) is (num_workers == 4)
+            assert ("resumes with 3 processes" in caplog.text) is (num_workers == 4)
         now = torch.get_rng_state()
         following = list(batches(again))
         assert following == ordinary(arguments, num_workers, now)

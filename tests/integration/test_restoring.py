@@ -267,18 +267,18 @@ def test_a_state_that_cannot_be_told_hurts_only_who_asks_for_it():
     loader = make({"dataset": data.Untellable()})
     iterator = iter(loader)
     found = [lists(next(iterator)) for _ in range(8)]
-    with pytest.raises(StateError, match=r"could not tell its state(.|\n)*pickle"):
+    with pytest.raises(StateError, match=r"could not save its state(.|\n)*pickle"):
         loader.state_dict()
     found += [lists(batch) for batch in iterator]
     assert found == [lists(batch) for batch in make({"dataset": data.Indices()})]
 
 
 LOST = {
-    "its state can't be pickled": (data.Untellable, ReplayError, r"state of worker 0 could not be told(.|\n)*pickle"),
+    "its state can't be pickled": (data.Untellable, ReplayError, r"state of worker 0 could not be saved(.|\n)*pickle"),
     "state_dict raises": (
         lambda: data.Untellable(raises=True),
         ReplayError,
-        r"state of worker 0 could not be told(.|\n)*OSError: as planned",
+        r"state of worker 0 could not be saved(.|\n)*OSError: as planned",
     ),
     "load_state_dict raises": (lambda: data.OwnIterator(fails=True), ValueError, "as planned"),
 }
@@ -407,7 +407,7 @@ def in_small_steps(worker_id):
 
 
 NEWS = re.compile(
-    r"rayloader: worker 0 builds again what it had built before: (\d+) of (\d+) batches in (\d+) s, ([\d.]+) a second; "
+    r"rayloader: worker 0 is rebuilding earlier batches: (\d+) of (\d+) in (\d+) s, ([\d.]+) a second; "
     r"a dataset with state_dict\(\) and load_state_dict\(\) need not be read again"
 )
 
@@ -426,7 +426,7 @@ def test_building_again_is_no_hang(stream, samples, monkeypatch, caplog):
     loader = make(arguments, **options)
     found, state = interrupted(loader, at=20)
     assert found == torch.arange(96).view(-1, 4).tolist()
-    news = [r.getMessage() for r in caplog.records if "builds again" in r.getMessage()]
+    news = [r.getMessage() for r in caplog.records if "is rebuilding" in r.getMessage()]
     assert len(news) >= 2
     told = [NEWS.fullmatch(text).groups() for text in news]
     assert [int(done) for done, *_ in told] == sorted({int(done) for done, *_ in told}), "it goes on"
@@ -542,7 +542,7 @@ def test_a_believed_dataset_whose_batches_differ_is_warned_of_once(caplog):
         next(iterator)
     kill_worker(iterator)
     list(iterator)
-    told = [record.getMessage() for record in caplog.records if "is not what it was" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "differs from the original" in record.getMessage()]
     assert len(told) == 1
     assert "a shuffle buffer" in told[0]
 

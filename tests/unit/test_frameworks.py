@@ -235,7 +235,7 @@ def test_a_loader_whose_batches_come_from_another_one_has_no_position():
     next(iter(skipping))
     assert pickle.loads(pickle.dumps(loader)).state_dict()["position"] is None
     for source in (loader, anew):
-        with pytest.raises(rayloader.StateError, match=r"reads the new one, .* make the loader with num_replicas"):
+        with pytest.raises(rayloader.StateError, match=r"reads the new one, .* create the loader with num_replicas"):
             source.state_dict()
     next(iter(anew))
     assert anew.state_dict()["position"]["delivered"] == 1
@@ -248,7 +248,7 @@ def test_a_loader_whose_batches_come_from_another_one_has_no_position():
 @pytest.mark.parametrize("wrapped", [lambda dataset: dataset, Shard])
 def test_nor_has_one_whose_batches_come_from_torchs(wrapped):
     loader = rayloader.DataLoader(Stream())
-    with pytest.warns(UserWarning, match="was made anew"):
+    with pytest.warns(UserWarning, match="was rebuilt as"):
         DataLoader(wrapped(loader.dataset), num_workers=loader.num_workers)
     with pytest.raises(rayloader.StateError, match=r"under rayloader\.patch"):
         loader.state_dict()
@@ -291,7 +291,7 @@ class Stream(IterableDataset):
 )
 def test_one_warning_tells_of_the_first_loader_that_is_made_anew(make, dataset, copied):
     loader = copied(rayloader.DataLoader(dataset, 2))
-    with pytest.warns(UserWarning, match=rf"anew as torch.*{make.__name__}: .* call rayloader.patch\(\)") as caught:
+    with pytest.warns(UserWarning, match=rf"rebuilt as torch.*{make.__name__}: .* call rayloader.patch\(\)") as caught:
         anew = make(loader.dataset, num_workers=loader.num_workers)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -304,7 +304,7 @@ def test_one_warning_tells_of_the_first_loader_that_is_made_anew(make, dataset, 
 def test_it_tells_of_a_loader_that_was_resized():
     loader = rayloader.DataLoader(DATASET, num_workers=2)
     loader.resize(1)
-    with pytest.warns(UserWarning, match="was made anew"):
+    with pytest.warns(UserWarning, match="was rebuilt as"):
         imported("framework").make_anew(loader)
 
 

@@ -31,7 +31,7 @@ def saved_and_new():
 
 def test_a_generator_that_is_made_later_is_missed_with_a_remedy():
     _, state, new = saved_and_new()
-    with pytest.raises(StateError, match=r"with 1 .*, these have 0.* first used .* before load_state_dict\(\)"):
+    with pytest.raises(StateError, match=r"with 1 .*, these have 0.* first use .* before load_state_dict\(\)"):
         local_state.restore(loader_of(new), state)
 
 

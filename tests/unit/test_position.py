@@ -103,12 +103,12 @@ def test_a_sampler_that_gives_others_is_refused():
     take(position, draw(position, iterator, 6), 0, 1)
     packed = owned(position.pack())
     packed["checksum"] ^= 1
-    with pytest.raises(StateError, match="does not give the same indices again"):
+    with pytest.raises(StateError, match="did not reproduce its indices"):
         begun()[0].unpack(packed)
 
 
 def test_nothing_can_be_told_before_the_workers_have_begun():
     position, _ = begun()
     position.journals[1].begun = False
-    with pytest.raises(StateError, match="before its workers had told their state"):
+    with pytest.raises(StateError, match="before its workers had reported their state"):
         position.pack()

@@ -142,7 +142,7 @@ def test_a_state_that_cannot_be_told_hurts_only_who_asks_for_it(reader):
     loader = make(Stream(ValueError("none")))
     batches = iter(reader(loader))
     assert next(batches) == [0, 1]
-    with pytest.raises(rayloader.StateError, match="Stream could not tell its state"):
+    with pytest.raises(rayloader.StateError, match="Stream could not save its state"):
         loader.state_dict()
     assert next(batches) == [2, 3]
 
