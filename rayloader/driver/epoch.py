@@ -303,6 +303,13 @@ class Epoch:
         self._drawing = True
         torch_draws = self._schedule.torch_draws
         if (changed := ahead.reach(torch_draws)) is not None:
+            out = self._out.task.task_id if self._out is not None and self._out.taken else -1
+            if out >= changed or self._position.is_past(changed):  # only without order
+                raise RayloaderError(
+                    "the sampler's indices, or its batch_size, were changed during the epoch, and you already have "
+                    'batches that would have to be drawn again. With in_order=False and scheduling="dynamic" the '
+                    "sampler is read far ahead: change it between two epochs, or pass prefetch_factor"
+                )
             self._undo(changed)
         self._position.drawn_by_torch = torch_draws
         self._drawing = False

@@ -196,6 +196,10 @@ class Position:
         """Whether the user already has this task's batch."""
         return task_id in self._ahead
 
+    def is_past(self, task_id: int) -> bool:
+        """Whether the user already has a batch of this task or of a later one."""
+        return self.next_task > task_id or any(taken >= task_id for taken in self._ahead)
+
     def settle(self) -> None:
         """Counts the batch that was handed over last, if it is not counted yet."""
         with self.lock:

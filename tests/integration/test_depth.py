@@ -1,12 +1,13 @@
 """Many tasks under way: nothing finished is withheld, the depth is bounded, and none of it shows."""
 
+import copy
 import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler, SubsetRandomSampler
 
 from latches import HANG_LIMIT, Gate, Mail
 from probes import Calls, Stream, as_is, load, oversubscribed
@@ -14,6 +15,7 @@ from rayloader import DataLoader
 from rayloader.driver.budget import CALLS_AHEAD
 from rayloader.driver.crew import Crew
 from rayloader.driver.epoch import Epoch
+from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import MemoryFileError
 
 # Bytes of a batch that does not fit into a socket's buffer.
@@ -70,6 +72,30 @@ def test_tasks_are_held_back_while_the_user_has_far_more_batches_to_take(unsent,
     tables = SimpleNamespace(unsent=unsent, deliverable=[None] * deliverable)
     epoch = SimpleNamespace(tables=tables, _schedule=SimpleNamespace(torch_draws=14, is_paced=automatic))
     assert Epoch._may_wait(epoch) is waits
+
+
+def test_indices_that_change_behind_batches_that_were_taken_are_an_error(tmp_path, depth_of):
+    """One worker is held up at the first of its 24 tasks; the user has 20 of the other's, up to task 39."""
+    depth_of(24)
+    gate, held = Gate(tmp_path / "gate"), []
+
+    def get(index):
+        if index in held:
+            gate.wait()
+        return index
+
+    sampler = SubsetRandomSampler(list(range(200)), generator=torch.Generator().manual_seed(0))
+    options = {"in_order": False, "scheduling": "dynamic", "seeding": "batch", "timeout": HANG_LIMIT}
+    loader = load(get, 200, 2, sampler=sampler, **options)
+    assert sorted(loader) == list(range(200))
+    held.append(next(iter(copy.deepcopy(sampler))))
+    iterator = iter(loader)
+    for _ in range(20):
+        next(iterator)
+    sampler.indices[:] = sampler.indices[::-1]
+    with pytest.raises(RayloaderError, match="changed during the epoch"):
+        list(iterator)
+    gate.open()
 
 
 def test_a_slow_batch_withholds_none_before_it(tmp_path, depth_of):
