@@ -153,8 +153,13 @@ class DrawAhead(Iterator[Any]):
         self._torch_draws = max(torch_draws, self._torch_draws)
         return changed
 
+    @property
+    def regroups(self) -> bool:
+        """Whether batches are of another size now than when the first were drawn."""
+        return not self._fixed_size and self._sampler.batch_size != self._batch_size
+
     def _has_changed(self, given: Any, drawn: Any) -> bool:
-        if not self._fixed_size and self._sampler.batch_size != self._batch_size:
+        if self.regroups:
             return True
         try:
             return self._subset is not None and not _same(self._looked_up(given), drawn)

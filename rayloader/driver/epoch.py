@@ -304,11 +304,11 @@ class Epoch:
         torch_draws = self._schedule.torch_draws
         if (changed := ahead.reach(torch_draws)) is not None:
             out = self._out.task.task_id if self._out is not None and self._out.taken else -1
-            if out >= changed or self._position.is_past(changed):  # only without order
+            if ahead.regroups and (out >= changed or self._position.is_past(changed)):  # only without order
                 raise RayloaderError(
-                    "the sampler's indices, or its batch_size, were changed during the epoch, and you already have "
-                    'batches that would have to be drawn again. With in_order=False and scheduling="dynamic" the '
-                    "sampler is read far ahead: change it between two epochs, or pass prefetch_factor"
+                    "the sampler's batch_size was changed during the epoch, and you already have batches that would "
+                    'have to be drawn again in other sizes. With in_order=False and scheduling="dynamic" the sampler '
+                    "is read far ahead: change batch_size between two epochs, or pass prefetch_factor"
                 )
             self._undo(changed)
         self._position.drawn_by_torch = torch_draws

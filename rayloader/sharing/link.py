@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,7 +183,7 @@ class Link:
     """
 
     def __init__(self, producer: Any, name: str, rank: int) -> None:
-        self._session = session.ensure()
+        self._session, self._pid = session.ensure(), os.getpid()
         self._producer, self._name, self._rank = producer, name, rank
         self._known_gone: dict[int, str] = {}
         self.connection = Connection(*self._get(self._producer.connect.remote(rank)).payload)
@@ -287,6 +288,11 @@ class Link:
             raise _gone(self._name, error) from error
 
     def check_session(self) -> None:
-        """Raises RaySessionError unless Ray is the one that it was."""
+        """Raises RaySessionError unless Ray is the one that it was, and this process the one that connected."""
+        if os.getpid() != self._pid:  # Ray would wait for ever: its threads are not here
+            raise RaySessionError(
+                f"a consumer of the share {self._name!r} works in the process that made it, and this one was forked "
+                "from it; start this process with the spawn method, and get the share by its name there"
+            )
         if session.current() != self._session:
             raise RaySessionError(f"Ray was shut down while the share {self._name!r} was read; connect to it again")

@@ -74,7 +74,8 @@ def test_tasks_are_held_back_while_the_user_has_far_more_batches_to_take(unsent,
     assert Epoch._may_wait(epoch) is waits
 
 
-def test_indices_that_change_behind_batches_that_were_taken_are_an_error(tmp_path, depth_of):
+@pytest.mark.parametrize("changes", ["batch_size", "indices"])
+def test_what_changes_behind_batches_that_were_taken_is_an_error_or_changes_no_more(tmp_path, depth_of, changes):
     """One worker is held up at the first of its 24 tasks; the user has 20 of the other's, up to task 39."""
     depth_of(24)
     gate, held = Gate(tmp_path / "gate"), []
@@ -84,18 +85,32 @@ def test_indices_that_change_behind_batches_that_were_taken_are_an_error(tmp_pat
             gate.wait()
         return index
 
-    sampler = SubsetRandomSampler(list(range(200)), generator=torch.Generator().manual_seed(0))
-    options = {"in_order": False, "scheduling": "dynamic", "seeding": "batch", "timeout": HANG_LIMIT}
-    loader = load(get, 200, 2, sampler=sampler, **options)
-    assert sorted(loader) == list(range(200))
+    sampler = SubsetRandomSampler([*range(200)], generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(
+        Calls(get, 400),
+        batch_size=2,
+        sampler=sampler,
+        num_workers=2,
+        in_order=False,
+        scheduling="dynamic",
+        seeding="batch",
+        timeout=HANG_LIMIT,
+    )
+    assert torch.cat([*loader]).sort().values.tolist() == [*range(200)]
     held.append(next(iter(copy.deepcopy(sampler))))
     iterator = iter(loader)
-    for _ in range(20):
-        next(iterator)
-    sampler.indices[:] = sampler.indices[::-1]
-    with pytest.raises(RayloaderError, match="changed during the epoch"):
-        list(iterator)
-    gate.open()
+    taken = [next(iterator) for _ in range(20)]
+    if changes == "batch_size":
+        loader.batch_sampler.batch_size = 3
+        with pytest.raises(RayloaderError, match="batch_size was changed during the epoch"):
+            next(iterator)
+        gate.open()
+    else:
+        sampler.indices[:] = [index + 200 for index in sampler.indices]
+        gate.open()
+        samples = torch.cat([*taken, *iterator])
+        assert (samples % 200).sort().values.tolist() == [*range(200)]
+        assert (samples >= 200).any()
 
 
 def test_a_slow_batch_withholds_none_before_it(tmp_path, depth_of):

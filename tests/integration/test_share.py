@@ -4,6 +4,8 @@ import collections
 import contextlib
 import itertools
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import ray
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from rayloader import ConsumerDroppedError, DataLoader, ShareError, StateError, share, shared
+from rayloader import ConsumerDroppedError, DataLoader, RaySessionError, ShareError, StateError, share, shared
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 HANG_LIMIT = 120  # seconds; on expiry subprocess.run kills the program and raises
@@ -386,3 +388,22 @@ def test_a_program_that_has_joined_the_same_ray_reads_by_name():
             timeout=HANG_LIMIT,
         )
     assert [float(line) for line in done.stdout.splitlines()] == expected, done.stderr
+
+
+@pytest.mark.parametrize("width", [2, 100_000])
+def test_a_forked_child_cannot_read_on(width):
+    with share(DataLoader(Noisy(width=width), 2, num_workers=1), consumers=1) as shared_loader:
+        iterator = iter(shared_loader.consumer(0))
+        next(iterator)
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(RaySessionError):
+                next(iterator)
+                os._exit(1)
+            os._exit(0)
+        with os.fdopen(os.pidfd_open(child)) as end:
+            has_ended = bool(select.select([end], [], [], HANG_LIMIT)[0])
+        if not has_ended:
+            os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len([*iterator]) == 5

@@ -246,7 +246,7 @@ TESTS = {
     },
     "integration/test_depth.py": {
         "test_where_no_line_is_possible_batches_come_by_ray_calls_and_that_is_said": ["rayloader: a worker is reached"],
-        "test_indices_that_change_behind_batches_that_were_taken_are_an_error": ["the sampler's indices, or its"],
+        "test_what_changes_behind_batches_that_were_taken_is_an_error_or_changes_no_more": ["the sampler's batch_size"],
     },
     "integration/test_errors.py": {
         "test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_works": ["DataLoader worker"],
@@ -322,6 +322,7 @@ TESTS = {
         "test_a_rank_belongs_to_the_last_that_has_connected": ["consumer ... is another", "rank must be"],
         "test_an_epoch_that_is_broken_off_is_over_for_who_does_it_and_for_all_if_all_do": ["this iterator is of epoch"],
         "test_set_epoch_reaches_the_sampler_and_must_be_one_number": ["set_epoch("],
+        "test_a_forked_child_cannot_read_on": ["a consumer of the share"],
         "test_all_go_on_from_a_state_of_one": [
             "the state is of batch",
             "the state is of another share",
