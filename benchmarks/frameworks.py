@@ -114,8 +114,8 @@ def table(document: dict[str, Any]) -> str:
     """In Markdown: what was measured on, and a row for each framework."""
     machine, settings, figures = document["machine"], document["settings"], document["figures"]
     caption = (
-        f"Seconds with {settings['workers']} workers on {machine['cores']} cores, medians of {settings['rounds']} "
-        f"rounds, {machine['date'][:10]}."
+        f"Seconds with {settings['workers']} workers on {machine['cores']} cores, epochs of {BATCHES} batches of 32 "
+        f"pictures, {rounds_of(settings['rounds'])}, {machine['date'][:10]}."
     )
     rows = [["framework", *(f"{metric}, {name}" for metric in METRICS for name in LOADERS), "same loss"]]
     for framework in dict.fromkeys(figure["case"] for figure in figures):
@@ -126,6 +126,11 @@ def table(document: dict[str, Any]) -> str:
         ]
         rows.append([framework, *(harness.show(figure) for figure in of_it), same_loss(figures, framework)])
     return f"{caption}\n\n{tables.markdown(rows)}"
+
+
+def rounds_of(count: int) -> str:
+    """How often it was measured, in words."""
+    return "one round" if count == 1 else f"medians of {count} rounds"
 
 
 def same_loss(figures: list[Figure], framework: str) -> str:

@@ -105,8 +105,8 @@ def table(document: dict[str, Any]) -> str:
     """In Markdown: what was measured on, and a row for each case."""
     machine, settings = document["machine"], document["settings"]
     caption = (
-        f"Seconds of an epoch, and times those of one loader, on {machine['cores']} cores, medians of "
-        f"{settings['rounds']} rounds, {machine['date'][:10]}."
+        f"Seconds of an epoch, and in brackets the ratio to one loader in the same round, on {machine['cores']} cores; "
+        f"both are medians of {settings['rounds']} rounds, {machine['date'][:10]}."
     )
     first = next(iter(document["seconds"].values()))
     rows = [["batches", *first]]

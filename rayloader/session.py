@@ -157,7 +157,7 @@ def check_names(options: dict[str, Any]) -> None:
     if unknown:
         raise TypeError(
             f"init() takes num_workers, ray_remote_args and what ray.init() takes, got {', '.join(unknown)}; choose "
-            f"from {', '.join(name for name in known if name != 'kwargs')}"
+            f"from num_workers, ray_remote_args, {', '.join(name for name in known if name != 'kwargs')}"
         )
 
 

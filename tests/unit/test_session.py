@@ -133,7 +133,7 @@ def test_options_that_ray_refuses_are_named(monkeypatch):
 
 
 def test_an_option_that_ray_does_not_know_is_an_error_at_once():
-    with pytest.raises(TypeError, match=r"got foo; choose from address, num_cpus, .*, runtime_env"):
+    with pytest.raises(TypeError, match=r"got foo; choose from num_workers, ray_remote_args, address, .*, runtime_env"):
         rayloader.init(foo=3, num_cpus=1)
     session.check_names({"_system_config": {}, "object_spilling_directory": "here", "namespace": "mine"})
 
