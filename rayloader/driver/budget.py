@@ -56,12 +56,12 @@ class Budget:
         for slot in self._tables.slots:
             if slot.allowance is not None:
                 slot.allowance.nbytes = max(0, self._nbytes - kept) / len(self._tables.slots)
-        if not _told:
-            ready, under_way = self._ready(), self._under_way(nbytes)
-            # With allowances the rest is bounded, but for the first tasks of each worker, which are torch's too.
-            taken = kept if self._limits else kept + sum(ready) + sum(under_way)
-            if taken >= self._nbytes:
-                self._tell(kept, ready, under_way)
+        if _told or (self._limits and kept < self._nbytes):
+            return
+        ready, under_way = self._ready(), self._under_way(nbytes)
+        # With allowances the rest is bounded, but for the first tasks of each worker, which are torch's too.
+        if self._limits or kept + sum(ready) + sum(under_way) >= self._nbytes:
+            self._tell(kept, ready, under_way)
 
     def _ready(self) -> list[int]:
         """Bytes of batches that were not taken, by worker."""

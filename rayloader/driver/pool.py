@@ -143,12 +143,13 @@ class Pool:
         None while actors start: what is free will be less once they have their places.
         """
         self._check_lends()
+        if not (nodes := self._placement.joined(remote_args)[:count]):
+            return []
         for actor in self.actors:
             with contextlib.suppress(RayError):
                 if not actor.has_started():
                     return []
-        options = {"enable_task_events": False, **remote_args, "num_cpus": 1}
-        key, nodes = _key(remote_args), self._placement.joined(remote_args)[:count]
+        options, key = self._placement.options({**remote_args, "num_cpus": 1}, count, count), _key(remote_args)
         wheres = [{"scheduling_strategy": node_first(ray, node_id)} for node_id in nodes]
         return [self._make(lease, key, options, where, had_room=True) for where in wheres]
 

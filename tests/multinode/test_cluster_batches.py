@@ -98,6 +98,18 @@ def deep(monkeypatch):
     monkeypatch.setattr(Pace, "saw", saw)
 
 
+def wait_until_idle(batches, look=lambda: None):
+    """Until the workers have answered all that they may be given while no batch is taken; calls `look` meanwhile."""
+    tables = batches._epoch.tables
+
+    def workers_are_idle():
+        with tables.lock:
+            look()
+            return not [slot for slot in tables.crew.slots if slot.calls]
+
+    wait_until(workers_are_idle, "the workers have done what they may")
+
+
 @pytest.mark.usefixtures("deep")
 def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefetch_bytes():
     """Though hundreds of tasks were drawn while batches were small."""
@@ -111,13 +123,7 @@ def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefet
         assert next(iterator)[0] == index
     epoch, ready = iterator._epoch, []
     assert len(epoch.tables.schedule.tasks) > 300, "the window is not deep, so nothing is tried"
-
-    def workers_are_idle():
-        with epoch.tables.lock:
-            ready.append(epoch.bytes_under_way)
-            return not [slot for slot in epoch.tables.crew.slots if slot.calls]
-
-    wait_until(workers_are_idle, "the workers have done what they may")
+    wait_until_idle(iterator, lambda: ready.append(epoch.bytes_under_way))
     assert budget // 4 < max(ready) <= budget + 2 * 8 * grown  # beyond it what Ray had been told before
     assert [int(batch[0]) for batch in iterator] == [index % 100 for index in range(40, 500)]
 
@@ -131,13 +137,7 @@ def test_ray_spills_nothing_on_our_account_while_the_trainer_does_something_else
     options = {"arenas": False, "prefetch_factor": depth, "prefetch_bytes": budget, "ray_remote_args": there}
     batches = iter(load(lambda index: torch.full((4 * MB,), index, dtype=torch.uint8), 250, **options))
     assert int(next(batches)[0]) == 0
-    tables = batches._epoch.tables
-
-    def workers_are_idle():
-        with tables.lock:
-            return not [slot for slot in tables.crew.slots if slot.calls]
-
-    wait_until(workers_are_idle, "the workers have done what they may")
+    wait_until_idle(batches)
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     assert bool(list(session.glob("ray_spilled_objects*/*"))) == spills
     assert [int(batch[-1]) for batch in batches] == list(range(1, 250))
@@ -171,13 +171,7 @@ def test_the_object_store_never_holds_more_than_prefetch_bytes_while_the_trainer
     before = peak_bytes(node)
     batches = iter(loader)
     assert int(next(batches)[0]) == 0
-    tables = batches._epoch.tables
-
-    def workers_are_idle():
-        with tables.lock:
-            return not [slot for slot in tables.crew.slots if slot.calls]
-
-    wait_until(workers_are_idle, "the workers have done what they may")
+    wait_until_idle(batches)
     # Beside what is ready there is the batch that was taken, until Ray has freed it. And Ray adds some hundred bytes to
     # each object, which begins on a page that it may share with others.
     slack = batch + (budget // batch + 1) * 2 * os.sysconf("SC_PAGE_SIZE")
