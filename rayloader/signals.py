@@ -1,8 +1,9 @@
 """Signal handlers belong to the program: those that Ray sets in their place are removed again.
 
-Promise: `SignalHandlers().restore()` makes every signal do what it did when that object was created. Ray replaces the
-handler of SIGTERM in Python, and those of SIGTERM and of the signals of a crash (`faulthandler`'s) below Python, in the
-kernel's table; at its shutdown it removes its own and leaves none. So both tables are saved.
+Promise: `SignalHandlers().restore()` makes every signal do what it did when that object was created, or what the
+program has made it do since. Ray replaces the handler of SIGTERM in Python, and those of SIGTERM and of the signals of
+a crash (`faulthandler`'s) below Python, in the kernel's table; at its shutdown it removes its own and leaves none. So
+both tables are saved.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ _ACTION_BYTES = 512
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+_libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+_libc.signal.restype = ctypes.c_void_p
 
 
 class SignalHandlers:
@@ -34,21 +37,44 @@ class SignalHandlers:
                 if handler is not None and signal.getsignal(number) is not handler:  # None: not set by Python
                     signal.signal(number, handler)
         for number, action in self._in_kernel.items():
-            if _action(number) != action:
-                _libc.sigaction(number, self._wanted(number, action), None)
+            if _action(number) == action:
+                continue
+            while True:  # the main thread may set another handler at any moment
+                handler = signal.getsignal(number)
+                self._restore_in_kernel(number, handler)
+                if signal.getsignal(number) is handler:
+                    break
 
-    def _wanted(self, number: int, action: bytes) -> bytes:
-        """The action for the kernel: the saved one, unless the program has set another handler meanwhile."""
-        handler = signal.getsignal(number)
+    def _restore_in_kernel(self, number: int, handler: Any) -> None:
+        """Makes the kernel do what Python's handler says: the program may have set another one than the saved one."""
         if handler is self._in_python[number]:
-            return action
-        if not callable(handler):
-            return _action(number)
-        interrupt = self._in_python[signal.SIGINT]  # CPython has one function for all handlers in Python
-        return self._in_kernel[signal.SIGINT] if callable(interrupt) else _action(number)
+            _libc.sigaction(number, self._in_kernel[number], None)
+        elif callable(handler):
+            if _PYTHONS_ACTION is not None:
+                _libc.sigaction(number, _PYTHONS_ACTION, None)
+        elif handler is not None:  # None: not set by Python
+            _libc.signal(number, int(handler))
 
 
 def _action(number: int) -> bytes:
     action = ctypes.create_string_buffer(_ACTION_BYTES)
     _libc.sigaction(number, None, action)
     return action.raw
+
+
+def _pythons_action() -> bytes | None:
+    """The kernel's action for signals with a handler in Python, which is one for all of them; None if it is unknown."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # usually that of SIGINT, unless the program runs in the background
+            return _action(number)
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    free = max(number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_DFL)
+    signal.signal(free, lambda *_: None)
+    try:
+        return _action(free)
+    finally:
+        signal.signal(free, signal.SIG_DFL)
+
+
+_PYTHONS_ACTION = _pythons_action()  # on import, because only the main thread can find it out

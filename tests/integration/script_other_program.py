@@ -10,9 +10,23 @@ import ray
 
 import rayloader
 
+# On a busy machine the start of its Ray may take longer than the 30 s after which `ray.init` gives up.
 OTHER = """
-import ray
+import time
 
+import ray
+from ray._private import services
+
+
+def patient(*arguments, once=services.get_node):
+    while True:
+        try:
+            return once(*arguments)
+        except RuntimeError:
+            time.sleep(0.1)  # as Ray does
+
+
+services.get_node = patient
 ray.init(include_dashboard=False, num_cpus=1)
 print(ray.get_runtime_context().get_session_name())
 """
