@@ -28,7 +28,7 @@ class SignalHandlers:
     def __init__(self) -> None:
         numbers = signal.valid_signals()
         self._in_python: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
-        self._in_kernel = {number: _action(number) for number in numbers}
+        self._in_kernel: dict[int, bytes] = {number: _action(number) for number in numbers}
 
     def restore(self) -> None:
         """Restores them; Python lets only the main thread change its own handlers, so other threads leave these."""
