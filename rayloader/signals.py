@@ -64,17 +64,18 @@ def _action(number: int) -> bytes:
 
 def _pythons_action() -> bytes | None:
     """The kernel's action for signals with a handler in Python, which is one for all of them; None if it is unknown."""
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # usually that of SIGINT, unless the program runs in the background
-            return _action(number)
+    if callable(signal.getsignal(signal.SIGINT)):  # usually, unless the program runs in the background
+        return _action(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
         return None
     free = max(number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_DFL)
+    before = _action(free)
     signal.signal(free, lambda *_: None)
     try:
         return _action(free)
     finally:
         signal.signal(free, signal.SIG_DFL)
+        _libc.sigaction(free, before, None)  # a library may have set one that Python does not know of
 
 
 _PYTHONS_ACTION = _pythons_action()  # on import, because only the main thread can find it out
