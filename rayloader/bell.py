@@ -43,6 +43,38 @@ class Bell:
         return self._silent.acquire(timeout=max(0.0, timeout))
 
 
+class Waker:
+    """A descriptor that any thread can make readable.
+
+    It is closed with the last reference to it, or when the garbage collector finds it in a cycle. A finalizer in the
+    same cycle may still use it afterwards: a ring after that does nothing.
+    """
+
+    descriptor = _in = -1  # also for `__del__`, if an interrupt came before the constructor's end
+
+    def __init__(self) -> None:
+        self.descriptor, self._in = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._in, False)
+
+    def ring(self) -> None:
+        """Makes the descriptor readable."""
+        if self._in >= 0:  # otherwise nobody waits any more
+            with contextlib.suppress(BlockingIOError):  # it has been rung often enough
+                os.write(self._in, b"!")
+
+    def heard(self) -> None:
+        """Makes it readable no more, until the next ring."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.descriptor, 4096)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        descriptors, self.descriptor, self._in = (self.descriptor, self._in), -1, -1
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                close(descriptor)
+
+
 class DaemonThread(threading.Thread):
     """A thread that may be started, and waited for, by threads that a signal handler interrupts.
 

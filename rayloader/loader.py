@@ -577,6 +577,8 @@ def shutdown() -> None:
     iterator, pool = sys.modules.get("rayloader.driver.iterator"), sys.modules.get("rayloader.driver.pool")
     if iterator is not None:
         iterator.close_all()
+    if (inbox := sys.modules.get("rayloader.sharing.inbox")) is not None:
+        inbox.close_all()
     if (link := sys.modules.get("rayloader.sharing.link")) is not None:
         link.end_all()
     if pool is not None:

@@ -5,6 +5,7 @@ Ray is imported when a loader is shared or a share is read, not with this module
 
 from __future__ import annotations
 
+import logging
 import pickle
 import sys
 import uuid
@@ -23,14 +24,12 @@ from rayloader.shard_info import ranks_told
 from rayloader.sharding import is_whole
 
 if TYPE_CHECKING:
-    from rayloader.sharing.copying import Copying
+    from rayloader.sharing.inbox import Inbox
     from rayloader.sharing.link import Link
     from rayloader.sharing.messages import Reply
 
-# Batches that a consumer has requested and the user has not taken, so that replies are on their way while the user
-# works.
-_ASKED = 3
 _FORMAT = "rayloader.Consumer"
+logger = logging.getLogger("rayloader")
 
 
 def share(
@@ -165,6 +164,7 @@ class Consumer:
         self.name, self.rank, self.consumers = name, rank, connection.consumers
         self.epoch, self._taken = connection.epoch, connection.taken
         self._sampler_epoch: int | None = None
+        self._inbox: Inbox | None = None  # from the first iterator on
         self._iterator: _Iterator | None = None  # of this epoch, if it has begun
 
     def __repr__(self) -> str:
@@ -186,9 +186,32 @@ class Consumer:
     def __iter__(self) -> Iterator[Any]:
         if self._iterator is not None:
             self._go_to(self.epoch + 1, 0)
-        self._iterator = _Iterator(self, self._link, self.epoch, self._taken, self._sampler_epoch)
+        inbox = self._begun()
+        self._iterator = _Iterator(self, inbox, self.epoch, self._taken)
         self._sampler_epoch = None
         return self._iterator
+
+    def _begun(self) -> Inbox:
+        """Where the batches of this epoch will come in."""
+        from rayloader.sharing.inbox import CallInbox
+        from rayloader.sharing.line_inbox import LineInbox
+        from rayloader.transport.line import LineError
+
+        begin = self.epoch, self._taken, self._sampler_epoch
+        if self._inbox is None:
+            self._inbox = LineInbox(self._link) if self._link.may_use_lines else CallInbox(self._link)
+        try:
+            self._inbox.begin(*begin)
+        except LineError as error:
+            logger.warning(
+                "rayloader: batches of the share %r come by Ray calls, which take longer than a socket: %s",
+                self.name,
+                error,
+            )
+            self._inbox.close()
+            self._inbox = CallInbox(self._link)
+            self._inbox.begin(*begin)
+        return self._inbox
 
     def _go_to(self, epoch: int, taken: int) -> None:
         """The next `iter()` begins there; the iterator before is of no use any more."""
@@ -243,23 +266,23 @@ class Consumer:
 
     def close(self) -> None:
         """This consumer needs no more batches: the others do not wait for it from now on."""
-        if self._iterator is not None:
-            self._iterator.close()
+        if self._inbox is not None:
+            self._inbox.close()
         self._link.leave()
 
 
 class _Iterator:
     """The rest of one epoch, from a place on."""
 
-    _copying: Copying | None = None  # from the first large batch on; here, for `__init__` may raise
+    _inbox: Inbox | None = None  # here too, for `__init__` may raise
 
-    def __init__(self, consumer: Consumer, link: Link, epoch: int, taken: int, sampler_epoch: int | None) -> None:
-        self._consumer, self._link = consumer, link
+    def __init__(self, consumer: Consumer, inbox: Inbox, epoch: int, taken: int) -> None:
+        self._consumer, self._inbox = consumer, inbox
         self._epoch, self._taken = epoch, taken
-        self._begun: Any = link.begin(epoch, taken, sampler_epoch)
-        self._asked: dict[int, Any] = {}  # requested replies, by the batch's number
         self._ended = False
-        self._pins = link.connection.pin_memory and torch.accelerator.is_available()
+        connection = consumer._link.connection
+        self._pins = connection.pin_memory and torch.accelerator.is_available()
+        self._device = connection.pin_memory_device
 
     def __iter__(self) -> _Iterator:
         return self
@@ -267,42 +290,29 @@ class _Iterator:
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        if self._consumer._iterator is not self:
+        consumer, inbox, number = self._consumer, self._inbox, self._taken
+        if consumer._iterator is not self or inbox is None:
             raise ShareError(
                 f"this iterator is of epoch {self._epoch}, which this consumer has left: iter() or load_state_dict() "
                 "was called since"
             )
-        if self._begun is not None:
-            try:
-                self._link.result(self._begun)
-            except ValueError:  # of `set_epoch`: it may be called again for this epoch
-                self._consumer._go_to(self._epoch, self._taken)
-                raise
-            self._ask()  # not before: the producer's calls overlap, and it must know of `set_epoch` when it begins
-            self._begun = None
-        batch, error, ends = self._opened(self._link.result(self._asked[self._taken]))
+        try:
+            reply = inbox.next(number)
+        except ValueError:  # of `set_epoch`: it may be called again for this epoch
+            consumer._go_to(self._epoch, number)
+            raise
+        batch, error, ends = self._opened(reply)
         if ends:
             self._ended = True
-            self._consumer._go_to(self._epoch + 1, 0)
+            consumer._go_to(self._epoch + 1, 0)
             raise StopIteration
-        # The last two lines mark the batch as taken: after an interrupt before them the next call returns it again.
-        self._ask(1)
-        if self._copying is not None:
-            self._copying.taken(self._taken + 1)
-        del self._asked[self._taken]
-        self._taken = self._consumer._taken = self._taken + 1
+        inbox.tell(number + 1)
+        # These lines mark the batch as taken: after an interrupt before them the next call returns it again.
+        del inbox.pending[number]
+        self._taken = consumer._taken = number + 1
         if error is not None:
             raise error
         return batch
-
-    def _ask(self, more: int = 0) -> None:
-        """Reports how many batches were taken, and requests the next ones."""
-        taken = self._taken + more
-        for number in range(taken, taken + _ASKED):
-            if number not in self._asked:
-                self._asked[number] = self._link.take(self._epoch, taken, number)
-                if self._copying is not None:
-                    self._copying.expect(number, self._asked[number])
 
     def _opened(self, reply: Reply) -> tuple[Any, Exception | None, bool]:
         """The batch; or the error raised in its place; or that there are no more."""
@@ -313,28 +323,15 @@ class _Iterator:
             return None, None, True
         if reply.kind is Kind.ERROR:
             return None, pickle.loads(reply.payload), False
-        wire = pickle.loads(reply.payload) if reply.kind is Kind.INLINE else self._copied(reply.payload[0])
-        batch = from_wire(wire)
-        return pin_memory(batch, self._link.connection.pin_memory_device) if self._pins else batch, None, False
-
-    def _copied(self, ref: Any) -> Any:
-        """The wire of a large batch, which is this consumer's own."""
-        from rayloader.sharing.copying import Copying
-
-        wire = self._link.stored(ref)
-        if self._copying is None:
-            self._copying = Copying(self._link.fetch, self._link.check_session)
-            for number, call in self._asked.items():
-                if number > self._taken:
-                    self._copying.expect(number, call)
-        return self._copying.copied(self._taken, wire)
+        batch = from_wire(reply.payload)
+        return pin_memory(batch, self._device) if self._pins else batch, None, False
 
     def close(self) -> None:
-        """Ends what is done ahead; `__next__` may be called still. Callable more than once."""
-        if (copying := self._copying) is not None:
-            self._copying = None
-            copying.close(wait=True)
+        """Ends what is done ahead. Callable more than once."""
+        if (inbox := self._inbox) is not None:
+            self._inbox = None
+            inbox.rest(wait=True)
 
     def __del__(self) -> None:
-        if self._copying is not None:
-            self._copying.close(wait=False)
+        if self._inbox is not None and self._consumer._iterator is self:
+            self._inbox.rest(wait=False)

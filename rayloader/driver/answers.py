@@ -13,16 +13,14 @@ thread that waits here inside Ray while another thread shuts Ray down.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import os
 import select
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from rayloader._compat_ray import on_completed
+from rayloader.bell import Waker
 from rayloader.waiting import NONE_YET
 
 
@@ -38,7 +36,7 @@ class Answers:
 
     def __init__(self) -> None:
         self._answers: dict[Any, Any] = {}  # to the watched calls
-        self._waker = _Waker()
+        self._waker = Waker()
         self._waiting = 0  # threads that wait
         self._descriptors: dict[Any, tuple[tuple[int, int], ...]] = {}  # by owner
         self._owners: dict[int, Any] = {}  # by descriptor
@@ -114,33 +112,3 @@ class Answers:
             self._answers[ref] = answer
             self.ready.add(owner)
             self._waker.ring()
-
-
-class _Waker:
-    """A descriptor that any thread can make readable.
-
-    It is closed with the last reference to it, or when the garbage collector finds it in a cycle. A finalizer in the
-    same cycle may still use it afterwards: a ring after that does nothing.
-    """
-
-    descriptor = _in = -1  # also for `__del__`, if an interrupt came before the constructor's end
-
-    def __init__(self) -> None:
-        self.descriptor, self._in = os.pipe()
-        os.set_blocking(self.descriptor, False)
-        os.set_blocking(self._in, False)
-
-    def ring(self) -> None:
-        if self._in >= 0:  # otherwise nobody waits any more
-            with contextlib.suppress(BlockingIOError):  # it has been rung often enough
-                os.write(self._in, b"!")
-
-    def heard(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.descriptor, 4096)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        descriptors, self.descriptor, self._in = (self.descriptor, self._in), -1, -1
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                close(descriptor)

@@ -1,8 +1,8 @@
-"""A shared loader in the producer's process, and how its batches are stored.
+"""A shared loader in the producer's process, and its batches in the form in which all consumers get them.
 
-Promise: the batches are those that the loader would have given in the program that shared it. A large batch is put into
-Ray's object store once, from where all consumers of a node copy it; a small one travels with each reply. An error of
-the loader takes the place of its batch.
+Promise: the batches are those that the loader would have given in the program that shared it. Each is encoded once. Its
+bytes stay where the loader's worker has built them; without workers they are copied, because the dataset may write to
+them again. An error of the loader takes the place of its batch.
 
 All methods run in one thread of the producer, which is not that of its event loop.
 """
@@ -14,7 +14,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -26,14 +26,15 @@ from rayloader.protocol import CARRY
 from rayloader.replica import unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.sharing.ledger import Place
-from rayloader.sharing.messages import Kind, Pipeline
+from rayloader.sharing.messages import Kind, Pipeline, Produced
 from rayloader.state.process_state import Baseline
 from rayloader.transport import codec
-from rayloader.transport.lanes import fits_in_band, to_wire
+from rayloader.transport.lanes import SMALL_BYTES, switched_off, to_wire
+from rayloader.transport.line import packed
 from rayloader.transport.memory_file import MemoryFileError
+from rayloader.transport.recycled import Recycled
+from rayloader.transport.tcp_line import TcpLine
 
-# Batches up to this many bytes travel with each consumer's reply, which Ray then keeps out of its object store.
-INLINE_BYTES = 50_000
 # The share of its time that the producer may spend on states of the loader, for the consumers' `state_dict()`.
 STATE_SHARE = 0.01
 
@@ -41,20 +42,27 @@ STATE_SHARE = 0.01
 class HostedLoader:
     """The loader of one share.
 
+    Args:
+        name: of the share.
+        kept_bytes: how many bytes of batches the share keeps, besides those that the loader prefetches.
+
     Attributes:
         length: batches in an epoch; or why there is no length.
+        lines: whether batches may come over lines.
         pinning: its pin_memory and pin_memory_device, which the consumers carry out.
         states: of the loader at some places, or the error in place of one; oldest first. They start with the newest
             that is not after the slowest consumer's place.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, kept_bytes: int) -> None:
+        self._name, self._kept_bytes = name, kept_bytes
         self.length: int | str = 0
+        self.lines = False
         self.pinning = False, ""
         self.states: dict[Place, Any] = {}
         self._loader: Any = None
         self._iterator: Iterator[Any] = iter(())
+        self._copies: Recycled | None = None  # without workers
         self._began = self._spent = 0.0  # time.perf_counter(); seconds spent on states
 
     def open(self, pipeline: Pipeline) -> bool:
@@ -70,6 +78,9 @@ class HostedLoader:
         self._loader = loader = codec.decode(*opened, pipeline.carried)
         self.pinning = bool(loader.pin_memory), loader.pin_memory_device
         loader.pin_memory = False  # the consumers pin batches
+        loader.prefetch_bytes += self._kept_bytes  # which the loader counts as its user's
+        self.lines = loader.arenas and not switched_off()
+        self._copies = Recycled() if loader.num_workers == 0 else None
         pipeline.random.restore([])
         try:
             self.length = len(self._loader)
@@ -79,7 +90,7 @@ class HostedLoader:
         self._note_state(Place(0, 0))
         return True
 
-    def begin(self, epoch: int, sampler_epoch: int | None) -> tuple[Any, int] | None:
+    def begin(self, epoch: int, sampler_epoch: int | None) -> tuple[Produced, int] | None:
         """Begins to iterate; returns the error if that fails, in the form of a batch."""
         loader = self._loader
         try:
@@ -92,8 +103,20 @@ class HostedLoader:
         self._note_state(Place(epoch, 0))
         return None
 
-    def next(self, front: Place, lowest: Place) -> tuple[Any, int] | None:
-        """The consumers' batch at the front, and its bytes; None after the last batch."""
+    def produce(
+        self, front: Place, lowest: Place, most: int, give: Callable[[tuple[Produced, int] | None], object]
+    ) -> None:
+        """Gives the consumers' batches from the front on, and the bytes of each; None after the last batch.
+
+        They are `most`, or fewer: after a large one the ledger has to say whether there is room for another.
+        """
+        for number in range(front.number, front.number + most):
+            found = self._next(Place(front.epoch, number), lowest)
+            give(found)
+            if found is None or found[1] > SMALL_BYTES:
+                break
+
+    def _next(self, front: Place, lowest: Place) -> tuple[Produced, int] | None:
         try:
             batch = next(self._iterator)
         except StopIteration:
@@ -118,18 +141,19 @@ class HostedLoader:
             self.states[place] = error if isinstance(error, StateError) else StateError(str(error))
         self._spent += time.perf_counter() - began
 
-    def _as_batch(self, batch: Any) -> tuple[Any, int]:
+    def _as_batch(self, batch: Any) -> tuple[Produced, int]:
         try:
             encoded = codec.encode(batch, carry=CARRY)
         except Exception as error:  # of the user's own pickling
             unpicklable.note_batch(error, batch, functools.partial(codec.encode, carry=CARRY))
             return self._as_error(error)
+        if self._copies is not None:
+            encoded = encoded._replace(buffers=[self._copies.copy(buffer) for buffer in encoded.buffers])
         wire = to_wire(encoded)
-        if fits_in_band(wire, INLINE_BYTES):
-            return (Kind.INLINE, pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)), encoded.nbytes
-        return (Kind.STORED, [ray.put(wire)]), encoded.nbytes
+        content = (Kind.BY_CALL.value, None) if encoded.carried else (Kind.BATCH.value, wire)
+        return Produced(Kind.BATCH, wire, packed(content, TcpLine.apart)), encoded.nbytes
 
-    def _as_error(self, error: Exception) -> tuple[Any, int]:
+    def _as_error(self, error: Exception) -> tuple[Produced, int]:
         if self._loader.num_workers == 0:  # with workers, the traceback is in the text already
             add_note(error, "".join(traceback.format_tb(error.__traceback__)))
         text = f"Caught {type(error).__name__} in the producer of the share {self._name!r}: {error}"
@@ -138,4 +162,4 @@ class HostedLoader:
             pickle.loads(pickled)
         except Exception:  # the pickling of its type may raise anything
             pickled = pickle.dumps(RuntimeError(text))
-        return (Kind.ERROR, pickled), len(pickled)
+        return Produced(Kind.ERROR, pickled, packed((Kind.ERROR.value, pickled), None)), len(pickled)

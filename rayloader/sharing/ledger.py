@@ -85,6 +85,11 @@ class Ledger:
         """The place of the slowest consumer; the front if no consumer reads any more."""
         return min((consumer.place for consumer in self._reading()), default=self._front)
 
+    @property
+    def room(self) -> int:
+        """How many more batches may be kept, unless they are large."""
+        return self._buffer - len(self._kept)
+
     def step(self) -> Step:
         """What to do next."""
         after = Place(self._front.epoch + 1, 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import os
 import time
@@ -23,17 +22,16 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayloader import session
-from rayloader._compat_ray import on_completed
 from rayloader.errors import RaySessionError, ShareError, add_note
 from rayloader.protocol import CARRY
 from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
-from rayloader.sharing import copying
 from rayloader.sharing.messages import NAMESPACE, Connection, Kind, Pipeline, Reply, Terms
 from rayloader.sharing.producer import Producer
 from rayloader.state.process_state import ProcessState
 from rayloader.state.random_state import RandomState
 from rayloader.transport import codec
+from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
 from rayloader.waiting import NONE_YET, wait_for
 
@@ -141,8 +139,7 @@ def end(producer: Any) -> None:
 
 
 def end_all() -> None:
-    """Ends all that this process has started, and what it reads."""
-    copying.close_all()
+    """Ends all that this process has started."""
     for _, producer in list(_owned):
         with contextlib.suppress(Exception):  # one that cannot be ended must not keep the others alive
             end(producer)
@@ -188,25 +185,27 @@ class Link:
         self._known_gone: dict[int, str] = {}
         self.connection = Connection(*self._get(self._producer.connect.remote(rank)).payload)
 
-    def begin(self, epoch: int, taken: int, sampler_epoch: int | None) -> Any:
-        """Calls `Producer.begin`; pass the return value of this method and of `take` to `result`."""
-        return self._call("begin", epoch, taken, sampler_epoch)
+    @property
+    def may_use_lines(self) -> bool:
+        """Whether batches may come over a line."""
+        return self.connection.lines and not switched_off() and not session.uses_tls()
 
-    def take(self, epoch: int, taken: int, wanted: int) -> Any:
-        """`Producer.take`."""
-        return self._call("take", epoch, taken, wanted)
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Makes a Ray call to the producer on behalf of this consumer; pass the return value to `result`."""
+        self.check_session()
+        return getattr(self._producer, method).remote(self._rank, self.connection.number, *arguments)
 
     def state(self, epoch: int, taken: int) -> tuple[int, int, Any, int]:
         """Calls `Producer.state`: the place, the loader's state, and the number of batches between them."""
-        return tuple(self.result(self._call("state", epoch, taken)).payload)
+        return tuple(self.result(self.call("state", epoch, taken)).payload)
 
     def seek(self, epoch: int, taken: int) -> None:
         """`Producer.seek`."""
-        self.result(self._call("seek", epoch, taken))
+        self.result(self.call("seek", epoch, taken))
 
     def leave(self) -> None:
         """`Producer.leave`."""
-        self.result(self._call("leave"))
+        self.result(self.call("leave"))
 
     def result(self, ref: Any) -> Reply:
         """The reply to a call, once it has come; may be requested again.
@@ -216,38 +215,14 @@ class Link:
             ValueError: it refuses an argument.
         """
         reply = self._get(ref)
-        for rank in reply.gone.keys() - self._known_gone.keys():
-            logger.warning(
-                "rayloader: consumer %d of the share %r reads no more: %s", rank, self._name, reply.gone[rank]
-            )
-        self._known_gone = reply.gone
+        self.note_gone(reply.gone)
         return reply
 
-    def stored(self, ref: Any) -> Any:
-        """An object in Ray's store that came with a reply."""
-        return self._guarded(lambda: self._wait(ref))
-
-    def fetch(self, call: Any, came: Callable[[Any], None]) -> None:
-        """Has a large batch that was asked for by this call brought here as soon as the reply is there.
-
-        A thread of Ray's calls `came` with it, or with an error of Ray's; never, if the batch is not a large one.
-        """
-
-        def replied(reply: Any) -> None:
-            if isinstance(reply, Reply) and reply.kind is Kind.STORED:
-                (ref,) = reply.payload
-                # The reference keeps the object until it is here.
-                on_completed(ref, functools.partial(fetched, ref))
-
-        def fetched(_: Any, wire: Any) -> None:
-            came(wire)
-
-        self.check_session()
-        on_completed(call, replied)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        self.check_session()
-        return getattr(self._producer, method).remote(self._rank, self.connection.number, *arguments)
+    def note_gone(self, gone: dict[int, str]) -> None:
+        """Logs which consumers no longer read, once for each."""
+        for rank in gone.keys() - self._known_gone.keys():
+            logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._name, gone[rank])
+        self._known_gone = gone
 
     def _get(self, ref: Any) -> Reply:
         reply: Reply = self._guarded(lambda: self._wait(ref))
@@ -260,16 +235,20 @@ class Link:
             try:
                 return _answer(ref)
             except GetTimeoutError:
-                holders = self._holders()
-                if holders:
-                    logger.warning(
-                        "rayloader: consumer %d of the share %r has waited for %.0f s: consumer(s) %s must first take "
-                        "the batches that are ready for them",
-                        self._rank,
-                        self._name,
-                        NOTICE_S,
-                        ", ".join(map(str, holders)),
-                    )
+                self.note_wait()
+
+    def note_wait(self) -> None:
+        """Logs that this consumer has waited for NOTICE_S, if it waits for other consumers."""
+        holders = self._holders()
+        if holders:
+            logger.warning(
+                "rayloader: consumer %d of the share %r has waited for %.0f s: consumer(s) %s must first take "
+                "the batches that are ready for them",
+                self._rank,
+                self._name,
+                NOTICE_S,
+                ", ".join(map(str, holders)),
+            )
 
     def _holders(self) -> list[int]:
         """The consumers that the producer waits for; none if it does not answer."""

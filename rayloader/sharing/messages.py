@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -9,9 +11,12 @@ from typing import Any, NamedTuple
 from rayloader.replica.opening import ImageAddress
 from rayloader.state.process_state import ProcessState
 from rayloader.state.random_state import RandomState
+from rayloader.transport.line import Message, Parcel
 
 # Of producers' actors, independent of the namespaces of the programs that meet in one Ray.
 NAMESPACE = "rayloader-shares"
+# Before each message of a producer's line: the series that it belongs to, and the number of its batch.
+HEAD = struct.Struct("<qq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,27 @@ class Pipeline:
 class Kind(Enum):
     """The kind of a reply."""
 
-    INLINE = 0  # a batch: its wire, pickled
-    STORED = 1  # a batch: Ray's object, in a list
-    ERROR = 2  # the loader's error in place of a batch: pickled
-    END = 3  # of the epoch
-    REFUSED = 4  # the share's own error
-    DONE = 5  # any other request
+    BATCH = 0  # a batch: its wire
+    ERROR = 1  # the loader's error in place of a batch: pickled
+    END = 2  # of the epoch
+    REFUSED = 3  # the share's own error
+    DONE = 4  # any other request
+    BY_CALL = 5  # over a line: a batch that refers to Ray's objects, which only a Ray call can bring
+    GONE = 6  # over a line, and in place of no batch: `Reply.gone` has changed
+
+
+class Produced(NamedTuple):
+    """A batch, or the loader's error in its place, as the producer keeps it for all consumers.
+
+    Attributes:
+        kind: BATCH or ERROR.
+        payload: what a Ray call brings: the wire, or the pickled error.
+        content: what a line brings: the same, packed; or BY_CALL.
+    """
+
+    kind: Kind
+    payload: Any
+    content: Message
 
 
 class Reply(NamedTuple):
@@ -62,6 +82,25 @@ class Reply(NamedTuple):
     gone: dict[int, str] = {}  # noqa: RUF012  # never written to
 
 
+class Begin(NamedTuple):
+    """Over a line, from a consumer: it iterates from a place on; batches of its earlier series are not needed."""
+
+    series: int
+    epoch: int
+    taken: int  # batches of that epoch
+    first: int  # number of the first batch to send: those between are at the consumer already
+    until: int  # number after the last batch to send for now
+    sampler_epoch: int | None
+
+
+class Take(NamedTuple):
+    """Over a line, from a consumer: it has taken so many batches of the epoch, and wants those before `until`."""
+
+    series: int
+    taken: int
+    until: int
+
+
 class Connection(NamedTuple):
     """What a consumer receives when it connects."""
 
@@ -71,6 +110,26 @@ class Connection(NamedTuple):
     epoch: int
     taken: int  # batches of that epoch
     length: int | str  # of an epoch; or why there is no length
+    lines: bool  # whether batches may come over a line
     pin_memory: bool
     pin_memory_device: str
     origin: Any  # as in `Terms`
+
+
+def for_line(series: int, number: int, content: Message) -> Message:
+    """A message of a producer's line: a packed content behind the HEAD."""
+    head = HEAD.pack(series, number)
+    return head + content if isinstance(content, bytes) else Parcel(head + content.message, content.buffers)
+
+
+def head_of(message: Message) -> tuple[int, int]:
+    """Series and number of a message of a producer's line."""
+    series, number = HEAD.unpack_from(message if isinstance(message, bytes) else message.message)
+    return series, number
+
+
+def content_of(message: Message) -> tuple[int, Any]:
+    """What it says: a kind's value, and a payload."""
+    body, buffers = (message, ()) if isinstance(message, bytes) else message
+    content: tuple[int, Any] = pickle.loads(memoryview(body)[HEAD.size :], buffers=buffers)
+    return content

@@ -1,19 +1,21 @@
 """The process that hosts a shared loader: produces each batch once, and gives it to every consumer.
 
 Promise: the ledger decides what is produced when, and what is kept. Every waiting consumer gets an answer: a batch, the
-end of the epoch, or an error.
+end of the epoch, or an error. Batches go out over each consumer's line (outbox.py), or where it has none as the answers
+to Ray calls (`take`); all else that a consumer asks for is a Ray call.
 
-Threads: Ray runs the methods on the event loop, which alone touches the ledger. The loader lives on one further thread,
-`rayloader-producer`; see hosted.py.
+Threads: Ray runs the methods on the event loop, which alone touches the ledger and the lines. The loader lives on one
+further thread, `rayloader-producer`; see hosted.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,7 +23,11 @@ from rayloader.errors import ConsumerDroppedError, ShareError, StateError
 from rayloader.sharding import is_whole
 from rayloader.sharing.hosted import HostedLoader
 from rayloader.sharing.ledger import End, Ledger, Passed, Place, Step
-from rayloader.sharing.messages import Connection, Kind, Pipeline, Reply, Terms
+from rayloader.sharing.messages import Begin, Connection, Kind, Pipeline, Produced, Reply, Take, Terms
+from rayloader.sharing.outbox import Outbox
+from rayloader.transport import tcp_line
+from rayloader.transport.line import Line, LineError
+from rayloader.transport.raw import new_memory
 
 _T = TypeVar("_T")
 
@@ -36,12 +42,13 @@ class Producer:
         self._share = uuid.uuid4().hex
         self._ledger = Ledger(terms.consumers, terms.buffer, terms.buffer_bytes)
         self._connections = [0] * terms.consumers  # number of the newest one
+        self._outboxes: list[Outbox] = []
         self._sampler_epochs: dict[int, int | None] = {}  # by epoch: what the first consumer had set
         self._changed = asyncio.Event()  # replaced with each change
         self._failure: BaseException | None = None  # of this file's own code: then everything stops
         self._opened = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # produces
-        self._hosted = HostedLoader(terms.name)  # only in the thread
+        self._hosted = HostedLoader(terms.name, terms.buffer_bytes)  # only in the thread
         self._thread = ThreadPoolExecutor(1, "rayloader-producer")
 
     # ---- for the owner
@@ -76,13 +83,32 @@ class Producer:
             self._terms.consumers,
             *self._ledger.place_of(rank),
             self._hosted.length,
+            self._hosted.lines,
             *self._hosted.pinning,
             self._terms.origin,
         )
         return self._done(tuple(connection))
 
+    async def attach(self, rank: int, connection: int, address: tcp_line.TcpAddress) -> Reply:
+        """Sends this consumer's batches over a line from now on; the answer says why there can be none, or is empty."""
+        if (refusal := self._refusal(rank, connection)) is not None:
+            return refusal
+        try:
+            line = await asyncio.get_running_loop().run_in_executor(None, _connected, address)
+        except LineError as error:
+            return self._done(str(error))
+        for outbox in [one for one in self._outboxes if (one.rank, one.connection) == (rank, connection)]:
+            self._hang_up(outbox)
+        self._outboxes.append(Outbox(rank, connection, line, self._hear))
+        return self._done("")
+
     async def begin(self, rank: int, connection: int, epoch: int, taken: int, sampler_epoch: int | None) -> Reply:
         """The consumer iterates from this place on. Its epoch for the sampler must equal that of the others."""
+        reply = self._begun(rank, connection, epoch, taken, sampler_epoch)
+        self._tell()
+        return reply
+
+    def _begun(self, rank: int, connection: int, epoch: int, taken: int, sampler_epoch: int | None) -> Reply:
         if (refusal := self._refusal(rank, connection)) is not None:
             return refusal
         first = self._sampler_epochs.setdefault(epoch, sampler_epoch)
@@ -96,7 +122,6 @@ class Producer:
             )
         self._ledger.reach(rank, Place(epoch, taken))
         self._ledger.ask(rank, Place(epoch, taken))
-        self._tell()
         return self._done()
 
     async def take(self, rank: int, connection: int, epoch: int, taken: int, wanted: int) -> Reply:
@@ -111,8 +136,7 @@ class Producer:
             if found is End.END:
                 return Reply(Kind.END, gone=self._ledger.gone())
             if found is not None:
-                kind, payload = found
-                return Reply(kind, payload, self._ledger.gone())
+                return Reply(found.kind, found.payload, self._ledger.gone())
             await self._changed.wait()
         return refusal
 
@@ -192,25 +216,79 @@ class Producer:
     def _done(self, payload: Any = None) -> Reply:
         return Reply(Kind.DONE, payload, self._ledger.gone())
 
+    # ---- over lines
+
+    def _hear(self, outbox: Outbox) -> None:
+        """A consumer has said something, or has gone."""
+        with self._failing():
+            for message in outbox.received():
+                self._heard(outbox, message)
+            if outbox.has_ended:
+                self._hang_up(outbox)
+            self._tell()
+
+    def _heard(self, outbox: Outbox, message: Begin | Take) -> None:
+        rank = outbox.rank
+        if isinstance(message, Begin):
+            outbox.begin(message)
+            epoch, taken = message.epoch, message.taken
+            reply = self._begun(rank, outbox.connection, epoch, taken, message.sampler_epoch)
+            if reply.kind is Kind.REFUSED:
+                outbox.end(reply.kind, reply.payload)
+                return
+        elif not outbox.allow(message) or self._refusal(rank, outbox.connection) is not None:
+            return
+        else:
+            epoch, taken = outbox.epoch, message.taken
+            self._ledger.reach(rank, Place(epoch, taken))
+        self._ledger.ask(rank, Place(epoch, message.until - 1))
+
+    def _send(self, outbox: Outbox) -> None:
+        """Sends what a consumer has room for, as far as it is produced."""
+        while (place := outbox.wants) is not None:
+            refusal = self._refusal(outbox.rank, outbox.connection)
+            found = None if refusal is not None else self._ledger.find(place)
+            outbox.tell_gone(self._ledger.gone())
+            if refusal is not None:
+                outbox.end(refusal.kind, refusal.payload)
+            elif found is End.END:
+                outbox.end(Kind.END)
+            elif isinstance(found, Produced):
+                outbox.send(found.content)
+            else:
+                break
+
+    def _hang_up(self, outbox: Outbox) -> None:
+        outbox.close()
+        self._outboxes.remove(outbox)
+
     # ---- producing
 
     def _tell(self) -> None:
-        """Something has changed: wakes all waiting calls."""
+        """Something has changed: wakes all waiting calls, and sends what can be sent."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        for outbox in self._outboxes:
+            self._send(outbox)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Tells all consumers if own code fails, for otherwise they would wait for ever."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self._tell()
+            raise
 
     async def _in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def _produce(self) -> None:
-        try:
+        with self._failing():
             while True:
                 await self._go_on()
                 self._tell()
-        except BaseException as error:  # otherwise the consumers would wait for ever
-            self._failure = error
-            self._tell()
-            raise
 
     async def _go_on(self) -> None:
         """Does the next step, or waits until there is one."""
@@ -219,18 +297,31 @@ class Producer:
         if step is Step.WAIT:
             await self._wait()
             return
-        epoch = ledger.front.epoch + 1
         if step is Step.BEGIN:
+            epoch = ledger.front.epoch + 1
             ledger.begin()
             for past in [past for past in self._sampler_epochs if past < ledger.lowest.epoch]:
                 del self._sampler_epochs[past]
-            found = await self._in_thread(self._hosted.begin, epoch, self._sampler_epochs.get(epoch))
+            error = await self._in_thread(self._hosted.begin, epoch, self._sampler_epochs.get(epoch))
+            if error is not None:
+                ledger.add(*error)
+                ledger.end()
         else:
-            found = await self._in_thread(self._hosted.next, ledger.front, ledger.lowest)
-        if found is not None:
-            ledger.add(*found)
-        if found is None if step is Step.PRODUCE else found is not None:  # the last one; or `iter()` has raised
-            ledger.end()
+            loop = asyncio.get_running_loop()
+
+            def give(produced: tuple[Produced, int] | None) -> None:  # in the thread
+                loop.call_soon_threadsafe(self._take_in, produced)
+
+            await self._in_thread(self._hosted.produce, ledger.front, ledger.lowest, ledger.room, give)
+
+    def _take_in(self, produced: tuple[Produced, int] | None) -> None:
+        """The next batch is there; None: the epoch has no more."""
+        with self._failing():
+            if produced is None:
+                self._ledger.end()
+            else:
+                self._ledger.add(*produced)
+            self._tell()
 
     async def _wait(self) -> None:
         """Waits until something changes; drops consumers that have kept the others waiting for too long."""
@@ -247,3 +338,7 @@ class Producer:
     async def _until_freed(self, lowest: Place) -> None:
         while self._ledger.lowest == lowest and self._ledger.held_up_by():
             await self._changed.wait()
+
+
+def _connected(address: tcp_line.TcpAddress) -> Line:
+    return tcp_line.connect(address, new_memory)

@@ -16,7 +16,9 @@ import ray
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
+from interrupts import interrupted_at, no_hang
 from rayloader import ConsumerDroppedError, DataLoader, RaySessionError, ShareError, StateError, share, shared
+from rayloader.sharing.line_inbox import MOST_AHEAD
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 HANG_LIMIT = 120  # seconds; on expiry subprocess.run kills the program and raises
@@ -57,6 +59,17 @@ class Witness(Noisy):
         return index, int(self.path.read_text())
 
 
+class Reusing(Noisy):
+    """Builds each sample in the same memory."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.output = torch.zeros(width)
+
+    def __getitem__(self, index):
+        return self.output.fill_(index)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(5))
@@ -83,14 +96,17 @@ def two(loader, **options):
         yield shared_loader.consumer(0), shared_loader.consumer(1)
 
 
-@pytest.mark.parametrize(("workers", "width"), [(0, 2), (1, 40_000)])
-def test_all_consumers_get_what_the_loader_would_have_given(workers, width):
+@pytest.mark.parametrize(
+    ("workers", "width", "lines"),
+    [(0, 2, True), (1, 40_000, True), (1, 40_000, False), full(0, 40_000, True), full(1, 2, True), full(0, 2, False)],
+)
+def test_all_consumers_get_what_the_loader_would_have_given(workers, width, lines):
     """Over two epochs, with random augmentation; each its own memory."""
     torch.manual_seed(1)
     loader = make(Noisy(width=width), num_workers=workers)
     expected = [list(loader) for _ in range(2)]
     torch.manual_seed(1)
-    with two(make(Noisy(width=width), num_workers=workers)) as consumers:
+    with two(make(Noisy(width=width), num_workers=workers, arenas=lines)) as consumers:
         for batches in expected:
             first, second = together(*consumers)
             assert equal(first, batches)
@@ -99,6 +115,32 @@ def test_all_consumers_get_what_the_loader_would_have_given(workers, width):
             assert equal(second, batches)
         assert [len(consumer) for consumer in consumers] == [len(loader)] * 2
         assert [consumer.epoch for consumer in consumers] == [2, 2]
+
+
+@pytest.mark.parametrize("width", [2, 5_000, 40_000])
+def test_a_batch_is_not_changed_by_a_dataset_that_uses_its_memory_again(width):
+    with share(DataLoader(Reusing(width), batch_size=None), consumers=1) as shared_loader:
+        assert [batch.unique().tolist() for batch in shared_loader.consumer(0)] == [[number] for number in range(12)]
+
+
+def put(samples):
+    return {"ref": ray.put(samples[0]), "noise": torch.ones(50_000)}
+
+
+def test_references_to_rays_objects_come_with_their_batch():
+    with two(DataLoader(range(5), collate_fn=put)) as consumers:
+        for found in together(*consumers):
+            assert ray.get([batch["ref"] for batch in found]) == list(range(5))
+            assert all(batch["noise"].sum() == 50_000 for batch in found)
+
+
+def test_where_there_can_be_no_line_batches_come_by_calls_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr("rayloader.session.node_ip", lambda: "192.0.2.77")  # no address of this machine
+    with share(make(), consumers=1, name="lineless") as shared_loader:
+        consumer = shared_loader.consumer(0)
+        assert [len(list(consumer)) for _ in range(2)] == [6, 6]
+    (message,) = [message for message in caplog.messages if "come by Ray calls" in message]
+    assert "batches of the share 'lineless' come by Ray calls, which take longer than a socket: can't listen" in message
 
 
 def threads():
@@ -180,16 +222,16 @@ def test_a_consumer_whose_process_was_killed_goes_on_in_another():
 
 
 def test_a_rank_belongs_to_the_last_that_has_connected():
-    with share(make(), consumers=1) as shared_loader:
+    with share(make(Noisy(40)), consumers=1) as shared_loader:
         old = iter(shared_loader.consumer(0))
         first = next(old)
         new = shared_loader.consumer(0)
         with pytest.raises(ShareError, match="has connected with the same rank"):
-            [next(old) for _ in range(4)]
+            [next(old) for _ in range(MOST_AHEAD + 1)]  # it has some of them already
         rest = list(new)
         # Nothing is lost; the batch of which nobody has said yet that it was taken may come once more.
-        assert len(rest) in (5, 6)
-        assert equal(rest[-5:], list(make())[1:])
+        assert len(rest) in (19, 20)
+        assert equal(rest[-19:], list(make(Noisy(40)))[1:])
         assert len(first) == 2
         for rank in (1, -1, "0", True):
             with pytest.raises(ValueError, match=f"from 0 to 0, got {rank!r}: this share has 1 consumers"):
@@ -370,6 +412,27 @@ def test_what_cannot_travel_is_named(tmp_path):
     with two(DataLoader(range(4), collate_fn=lock)) as consumers, pytest.raises(TypeError) as caught:
         next(iter(consumers[0]))
     assert "cannot be sent to the trainer: batch['lock']: _thread.lock" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("width", [2, full(40_000)])
+@pytest.mark.parametrize("stride", [23, full(1)])
+def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(width, stride):
+    with share(DataLoader(Noisy(40, width), batch_size=None), consumers=1) as shared_loader:
+        consumer = shared_loader.consumer(0)
+        for number in itertools.count(1, stride):
+            batches, found = iter(consumer), []
+            interrupt = None
+            with no_hang(lambda: interrupt and interrupt.where):  # noqa: B023
+                for _ in range(3):
+                    found.append(next(batches))
+                with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
+                    for _ in range(12):
+                        found.append(next(batches))
+                found += batches
+            assert [int(batch[0]) for batch in found] == list(range(40)), interrupt.where
+            if not interrupt.fired:
+                break
+        assert number > 100
 
 
 @pytest.mark.full

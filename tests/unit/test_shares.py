@@ -25,9 +25,10 @@ class FakeLink:
     """Gives the batches, and raises what a test puts in, once, at the next call of a method."""
 
     interrupts: ClassVar = {}  # method, and how many calls of it pass before one is interrupted
+    may_use_lines = False
 
     def __init__(self, producer, name, rank):
-        self.connection = Connection("share", 1, 1, 0, 0, len(BATCHES), False, "", None)
+        self.connection = Connection("share", 1, 1, 0, 0, len(BATCHES), False, False, "", None)
         self.taken = []
 
     def _interrupted(self, method):
@@ -37,15 +38,16 @@ class FakeLink:
                 del self.interrupts[method]
                 raise KeyboardInterrupt
 
-    def begin(self, epoch, taken, sampler_epoch):
-        return Reply(Kind.DONE)
-
-    def take(self, epoch, taken, wanted):
-        self._interrupted("take")
+    def call(self, method, *arguments):
+        if method == "begin":
+            return Reply(Kind.DONE)
+        assert method == "take"
+        self._interrupted("call")
+        _, taken, wanted = arguments
         self.taken.append(taken)
         if wanted >= len(BATCHES):
             return Reply(Kind.END)
-        return Reply(Kind.INLINE, pickle.dumps(to_wire(codec.encode(BATCHES[wanted]))))
+        return Reply(Kind.BATCH, to_wire(codec.encode(BATCHES[wanted])))
 
     def result(self, reply):
         self._interrupted("result")
@@ -69,7 +71,7 @@ def test_a_consumer_iterates_as_a_loader_does(consumer):
         pickle.dumps(consumer)
 
 
-@pytest.mark.parametrize("method", ["result", "take"])
+@pytest.mark.parametrize("method", ["result", "call"])
 @pytest.mark.parametrize("calls", range(4))
 def test_an_interrupted_next_loses_and_repeats_nothing(consumer, method, calls):
     batches = iter(consumer)
@@ -120,7 +122,7 @@ def link(monkeypatch):
     monkeypatch.setattr(rayloader.sharing.link, "wait_for", wait_for)
     for name in ("ensure", "current"):
         monkeypatch.setattr(rayloader.sharing.link.session, name, lambda: ("session", "job"))
-    connection = Connection("share", 1, 2, 0, 0, 5, False, "", None)
+    connection = Connection("share", 1, 2, 0, 0, 5, True, False, "", None)
     producer = FakeProducer(
         connect=[Reply(Kind.DONE, connection)],
         take=[NONE_YET, NONE_YET, Reply(Kind.END)],
@@ -132,7 +134,7 @@ def link(monkeypatch):
 def test_who_waits_long_is_told_for_whom(link, caplog):
     """And not told where it waits for the dataset."""
     with caplog.at_level(logging.WARNING, "rayloader"):
-        assert link.result(link.take(0, 0, 0)).kind is Kind.END
+        assert link.result(link.call("take", 0, 0, 0)).kind is Kind.END
     (said,) = caplog.messages
     assert "consumer 0 of the share 'numbers' has waited for 60 s: consumer(s) 1, 3 must first take" in said
 
@@ -140,7 +142,7 @@ def test_who_waits_long_is_told_for_whom(link, caplog):
 def test_after_the_shutdown_of_ray_it_is_not_called(link, monkeypatch):
     monkeypatch.setattr(rayloader.sharing.link.session, "current", lambda: None)
     with pytest.raises(RaySessionError, match="Ray was shut down while the share 'numbers' was read"):
-        link.take(0, 0, 0)
+        link.call("take", 0, 0, 0)
 
 
 @pytest.mark.usefixtures("link")

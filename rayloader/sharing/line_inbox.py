@@ -1,0 +1,239 @@
+"""A consumer's batches over a line of its own: received while the user works, into memory that is used again.
+
+Promise: small batches are read when the user asks for one; from the first large one on, `rayloader-ahead` reads, until
+the epoch is over. Large buffers are received straight into memory of transport/recycled.py, and are the user's to write
+to. A line that has ended, or that an interrupt may have torn, is replaced by a new one, and nothing is lost: the
+producer keeps what the user has not taken. Batches are put together in the user's thread.
+
+One thread reads at a time: the user's, or `rayloader-ahead` while there is one. Only the user's sends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import time
+
+from rayloader import session
+from rayloader.ahead import COPIED_AHEAD_BYTES, AheadThread
+from rayloader.bell import TICK_S, Waker
+from rayloader.errors import ShareError
+from rayloader.sharing.inbox import Inbox
+from rayloader.sharing.link import NOTICE_S, Link
+from rayloader.sharing.messages import Begin, Kind, Reply, Take, content_of, head_of
+from rayloader.transport.lanes import SMALL_BYTES
+from rayloader.transport.line import LineError, Message
+from rayloader.transport.recycled import Recycled
+from rayloader.transport.tcp_line import TcpDriverLine
+from rayloader.waiting import NONE_YET, Answer
+
+# How many batches the producer may send beyond those that the user has taken, if they are small.
+MOST_AHEAD = 8
+# How often the line is replaced without a message in between.
+_MOST_FRUITLESS = 3
+
+
+class LineInbox(Inbox):
+    """By a line."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._pid = os.getpid()
+        self._memory = Recycled()
+        self._waker = Waker()  # of the thread
+        self._line: TcpDriverLine | None = None
+        self._torn = False  # whether an interrupt may have come within a call of the line
+        self._fruitless = 0  # times that the line was replaced since the last message
+        self._thread: AheadThread | None = None
+        self._series = 0
+        self._epoch = self._taken = 0
+        self._sampler_epoch: int | None = None
+        self._gone: dict[int, str] | None = None  # news
+        self._largest = 1  # bytes of a batch of this series
+
+    def begin(self, epoch: int, taken: int, sampler_epoch: int | None) -> None:
+        """The consumer iterates from this place on; the producer may begin the epoch.
+
+        Raises:
+            LineError: there can be no line.
+        """
+        self.rest(wait=True)
+        self._link.check_session()
+        self._largest = 1
+        self._epoch, self._taken, self._sampler_epoch = epoch, taken, sampler_epoch
+        if self._is_usable:
+            self._send_begin()
+        else:
+            self._connect()
+
+    def next(self, number: int) -> Reply:
+        """Waits for the batch of that number, which is the next."""
+        self._link.check_session()
+        since = time.monotonic()
+        while (message := self.pending.get(number)) is None:
+            if not self._is_usable:
+                self._reconnect()
+            self._wait()
+            self._link.check_session()
+            if time.monotonic() - since >= NOTICE_S:
+                since = time.monotonic()
+                self._link.note_wait()
+        if self._gone is not None:
+            self._link.note_gone(self._gone)
+            self._gone = None
+        value, payload = content_of(message)
+        if (kind := Kind(value)) is Kind.REFUSED:
+            raise payload
+        if kind is Kind.BY_CALL:
+            return self._link.result(self._link.call("take", self._epoch, self._taken, number))
+        return Reply(kind, payload)
+
+    def tell(self, taken: int) -> None:
+        """Reports how many batches were taken, and requests more. May be repeated."""
+        self._taken = taken
+        if self._is_usable:
+            self._send(Take(self._series, taken, self._until))
+
+    def rest(self, *, wait: bool) -> None:
+        """No batch is needed until the next `begin`: ends what is done ahead."""
+        self._end_thread(wait=wait)
+        self._series += 1  # what comes now is of no use
+        self.pending = {}
+
+    def _end_thread(self, *, wait: bool) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None and os.getpid() == self._pid:  # a forked child has neither its locks nor the thread
+            thread.close(wait=False)
+            self._waker.ring()
+            if wait:
+                thread.close()
+
+    def close(self) -> None:
+        """Nothing more is needed; callable more than once."""
+        if os.getpid() != self._pid:  # the memory is the parent's
+            return
+        self.rest(wait=True)
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+        self._memory.close()
+
+    # ---- the line
+
+    @property
+    def _is_usable(self) -> bool:
+        return self._line is not None and not self._torn and not self._line.ended
+
+    @property
+    def _until(self) -> int:
+        """The number after the last batch to be sent for now."""
+        return self._taken + max(1, min(MOST_AHEAD, COPIED_AHEAD_BYTES // self._largest))
+
+    def _send_begin(self) -> None:
+        first = self._taken
+        while first in self.pending:
+            first += 1
+        until = max(first + 1, self._until)
+        self._send(Begin(self._series, self._epoch, self._taken, first, until, self._sampler_epoch))
+
+    def _send(self, message: Begin | Take) -> None:
+        assert self._line is not None
+        self._torn = True
+        self._line.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self._torn = False
+
+    def _reconnect(self) -> None:
+        """The line has ended, or is torn: makes a new one, or raises the error that tells why the producer is gone."""
+        self._fruitless += 1
+        if self._fruitless > _MOST_FRUITLESS:
+            raise ShareError(
+                "the connection to the producer of a share has ended again and again, without a message; if something "
+                "between the two machines ends it, set RAYLOADER_ARENAS=0, and batches come by Ray calls"
+            )
+        self._end_thread(wait=True)
+        self._series += 1
+        try:
+            self._connect()
+        except LineError as error:
+            raise ShareError(
+                f"the connection to the producer of a share is lost, and there can be no other: {error}"
+            ) from error
+
+    def _connect(self) -> None:
+        """Makes a line, and begins the series on it."""
+        self._torn = True
+        if self._line is not None:
+            self._line.close()
+        self._line = line = TcpDriverLine(session.node_ip(), self._memory.room)
+        call = self._link.call("attach", line.address)
+        answer = Answer(call)
+        while not line.is_quiet:
+            self._link.check_session()
+            if answer.value is not NONE_YET and (reason := self._link.result(call).payload):
+                raise LineError(reason)
+            if line.refused or line.ended:
+                raise LineError(line.refused or "it was closed at once")
+            self._poll(line)
+            line.read()
+        self._torn = False
+        self._send_begin()
+
+    def _wait(self) -> None:
+        """Waits until something has come, or for TICK_S; in the user's thread."""
+        line, thread = self._line, self._thread
+        assert line is not None
+        if line.unsent:
+            self._torn = True
+            line.flush()
+            self._torn = False
+        if thread is not None:
+            thread.start()  # again, after an interrupt
+            thread.check()
+            thread.wait(TICK_S)
+            return
+        self._torn = True
+        came = self._read(line)
+        self._torn = False
+        if not came:
+            self._poll(line)
+        elif self._largest > SMALL_BYTES:
+            self._thread = AheadThread(self._work, None)
+            self._thread.start()
+
+    def _poll(self, line: TcpDriverLine) -> None:
+        """Waits until something can be read, or for TICK_S."""
+        waiting = select.poll()
+        for descriptor, _ in line.descriptors:
+            waiting.register(descriptor, select.POLLIN)
+        waiting.register(self._waker.descriptor, select.POLLIN)
+        if (self._waker.descriptor, select.POLLIN) in waiting.poll(1000 * TICK_S):
+            self._waker.heard()
+
+    def _read(self, line: TcpDriverLine) -> bool:
+        """Takes in what has come; returns whether something has."""
+        messages = line.receive()
+        for message in messages:
+            self._put(message)
+        return bool(messages)
+
+    def _put(self, message: Message) -> None:
+        self._fruitless = 0
+        series, number = head_of(message)
+        if number < 0:
+            _, self._gone = content_of(message)
+        elif series == self._series:
+            if not isinstance(message, bytes):
+                self._largest = max(self._largest, sum(buffer.nbytes for buffer in message.buffers))
+            self.pending[number] = message
+
+    # ---- in the thread
+
+    def _work(self) -> bool:
+        """Waits for a message, and takes it in; False if the line has ended."""
+        line = self._line
+        if line is None or line.ended:
+            return False  # the user's thread replaces it
+        if not self._read(line):
+            self._poll(line)
+        return True
