@@ -1,8 +1,9 @@
 """The user's side of one epoch: the next batch, the draws for later batches, and the end.
 
 Promise: the user's thread draws from the sampler when torch's would, submits, replaces workers, and receives. Where
-batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come through Ray's object store, it
-receives, and copies them into memory that the user may write to (preparing.py). `close` drops all work in progress.
+batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come through Ray's object store, or
+large ones over the network, it receives, and copies them into memory that the user may write to (preparing.py). `close`
+drops all work in progress.
 """
 
 from __future__ import annotations

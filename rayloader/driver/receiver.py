@@ -6,13 +6,12 @@ Promise: any thread may receive, one at a time. The loss of an actor is left to 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from dataclasses import dataclass
 
 from rayloader.driver.actor import Actor
-from rayloader.driver.budget import CALLS_AHEAD
+from rayloader.driver.budget import most_ahead
 from rayloader.driver.channel import ActorLost, LineRefused, Message
 from rayloader.driver.messages import Paced, WorkerExhausted
 from rayloader.driver.opening import indices_of
@@ -144,7 +143,7 @@ class Receiver:
             if pace.saw(answer.seconds, result.nbytes):
                 self.tables.handle(Paced(slot.worker_id, pace.depth, pace.ahead))
             if slot.allowance is not None:
-                slot.allowance.ahead = min(pace.ahead, CALLS_AHEAD) if self.tables.crew.ways.copies else math.inf
+                slot.allowance.ahead = most_ahead(self.tables.crew.ways, pace.ahead)
         self.tables.feed(slot)
 
     def _record(self, slot: WorkerSlot, call: Call, task_id: int, answer: Answer) -> None:

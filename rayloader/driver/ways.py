@@ -16,6 +16,7 @@ from rayloader.driver.line_calls import LineCalls, TcpCalls
 from rayloader.driver.pool import Pool
 from rayloader.driver.ray_calls import RayCalls
 from rayloader.transport import memory_file
+from rayloader.transport.lanes import SMALL_BYTES
 from rayloader.transport.line import LineError
 from rayloader.transport.recycled import Recycled
 
@@ -35,7 +36,8 @@ class Ways:
 
     Attributes:
         uses_store: whether some batches come, or came, through Ray's object store.
-        copies: whether this process has to copy some batches: from there, or from the network.
+        reaches_far: whether some batches come from the network.
+        copies: whether this process has to copy some batches: from the store, or large ones from the network.
     """
 
     def __init__(self, pool: Pool, answers: Answers, *, lines: bool) -> None:
@@ -43,13 +45,14 @@ class Ways:
         self._answers = answers
         self._lines = lines
         self._memory = Recycled()  # for data from the network
-        self.uses_store = self.copies = False
+        self.uses_store = self.reaches_far = self.copies = False
 
     def channel_to(self, actor: Actor) -> Channel:
         """Opens a new channel to an actor."""
         line = self._line_to(actor)
         self.uses_store |= line is None
-        self.copies |= line is None or isinstance(line, TcpCalls)
+        self.reaches_far |= isinstance(line, TcpCalls)
+        self.copies |= line is None
         if not is_near(actor):
             self._pool.later(self._pool.tidy)  # from now on, it asks whether the actor's node is drained
         return line or RayCalls(actor, self._answers)
@@ -61,10 +64,15 @@ class Ways:
             if LOCAL_LINES and is_near(actor):
                 return LineCalls(actor, self._answers)
             if not session.uses_tls():
-                return TcpCalls(actor, self._answers, session.node_ip(), self._memory.room)
+                return TcpCalls(actor, self._answers, session.node_ip(), self._room)
         except LineError as error:
             self.do_without_line(actor, str(error))
         return None
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Memory for a buffer that arrives from the network."""
+        self.copies |= nbytes > SMALL_BYTES
+        return self._memory.room(nbytes)
 
     def do_without_line(self, actor: Actor, reason: str) -> None:
         """Uses no line to the actor from now on; logs that, once for the workers of another machine."""

@@ -13,6 +13,7 @@ import torch
 from multinode_data import AWAY, Calls, as_is
 from multinode_waiting import wait_until
 from rayloader import DataLoader
+from rayloader.driver.budget import TASKS_AHEAD
 from rayloader.driver.pace import Pace
 from rayloader.transport.lanes import SMALL_BYTES
 
@@ -52,6 +53,16 @@ def load(function, length, **options):
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
+
+
+def test_small_batches_need_no_thread_until_a_large_one_comes():
+    iterator = iter(load(lambda index: torch.full((8 if index < 100 else MB,), index), 120, prefetch_factor=2))
+    assert [int(next(iterator)[0]) for _ in range(90)] == list(range(90))
+    assert threads() == []
+    assert [int(next(iterator)[-1]) for _ in range(20)] == list(range(90, 110))
+    assert len(threads()) == 1
+    assert len(list(iterator)) == 10
+    assert threads() == []
 
 
 @pytest.mark.parametrize("depth", [None, 3])
@@ -124,7 +135,7 @@ def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefet
     epoch, ready = iterator._epoch, []
     assert len(epoch.tables.schedule.tasks) > 300, "the window is not deep, so nothing is tried"
     wait_until_idle(iterator, lambda: ready.append(epoch.bytes_under_way))
-    assert budget // 4 < max(ready) <= budget + 2 * 8 * grown  # beyond it what Ray had been told before
+    assert budget // 4 < max(ready) <= budget + 2 * TASKS_AHEAD * grown  # beyond it what had been sent before
     assert [int(batch[0]) for batch in iterator] == [index % 100 for index in range(40, 500)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rayloader.driver import budget as module
 from rayloader.driver.allowance import GROWTH, Allowance
-from rayloader.driver.budget import CALLS_AHEAD, Budget
+from rayloader.driver.budget import CALLS_AHEAD, TASKS_AHEAD, Budget
 from rayloader.driver.messages import IndicesDrawn, Opened, Paced, SamplerExhausted
 from rayloader.driver.schedule import Schedule
 from rayloader.driver.tables import Tables
@@ -236,7 +236,9 @@ def test_whatever_the_sizes_and_the_order_of_events_every_batch_comes_in_its_tur
     assert epoch.schedule.finished or epoch.schedule.owed_draws
 
 
-def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False, paced=True, nodes=("one", "one")):
+def budget_of(
+    nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False, reaches_far=False, paced=True, nodes=("one", "one")
+):
     """Of two workers; the second has two tasks to answer."""
     slots = [
         SimpleNamespace(
@@ -250,7 +252,7 @@ def budget_of(nbytes, pace_bytes=(0.0, 0.0), *, held=lambda: 0, copies=False, pa
     ]
     crew = SimpleNamespace(
         slots=slots,
-        ways=SimpleNamespace(copies=copies),
+        ways=SimpleNamespace(copies=copies, reaches_far=reaches_far),
         address=lambda slot: SimpleNamespace(node_id=slot.node, hostname="host"),
     )
     tables = SimpleNamespace(
@@ -269,8 +271,12 @@ def test_every_worker_has_a_share_and_knows_the_sizes_of_the_epoch_before():
     assert (one.nbytes, two.nbytes) == (5 * MB, 5 * MB)
     assert not one.allows(3)
     assert two.allows(3)
-    _, (one, _), _ = budget_of(10 * MB, (1.0, 1.0), copies=True)
-    assert not one.allows(CALLS_AHEAD)
+    for far, most in (({"copies": True}, CALLS_AHEAD), ({"reaches_far": True}, TASKS_AHEAD)):
+        _, (one, _), _ = budget_of(10 * MB, (1.0, 1.0), **far)
+        assert one.allows(most - 1)
+        assert not one.allows(most)
+    _, (near, _), _ = budget_of(10 * MB, (1.0, 1.0))
+    assert near.allows(100)
 
 
 def test_where_the_depth_is_the_users_there_are_no_allowances():
