@@ -5,6 +5,7 @@ Ray is imported when a loader is shared or a share is read, not with this module
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import sys
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader._compat import pin_memory
-from rayloader.errors import ShareError, StateError
+from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.loader import DataLoader
 from rayloader.options import check_name, check_remote_args
 from rayloader.prefetch import PREFETCH_BYTES
@@ -65,7 +66,8 @@ def share(
         TypeError: an argument is of the wrong type.
     """
     if not isinstance(loader, DataLoader):
-        raise TypeError(f"share() takes a rayloader.DataLoader, got {type(loader).__name__}; create one")
+        kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
+        raise TypeError(f"share() takes a rayloader.DataLoader, got {kind}; create one")
     for argument, value in (("consumers", consumers), ("buffer", buffer), ("buffer_bytes", buffer_bytes)):
         if not is_whole(value) or value < 1:
             raise ValueError(f"share() needs {argument} >= 1, a whole number, got {value!r}")
@@ -144,10 +146,12 @@ class SharedLoader:
 class Consumer:
     """One reader of a shared loader; created by `SharedLoader.consumer` and `shared`.
 
-    It is iterated like a loader: each `iter()` begins its next epoch, even if the last one was broken off. A new
-    epoch is produced when the first consumer begins it, after the previous one was produced to its end or broken off by
-    all. Each batch is this consumer's own, and may be written to. A new connection with the same rank continues with
-    the first batch that the consumer has not taken, in the same epoch at the first `iter()`; the old connection ends.
+    It is iterated like a loader: each `iter()` begins its next epoch, even if the last one was broken off. But if no
+    batch was taken from the last iterator, the epoch is the same: some frameworks make an iterator only to look at it.
+    A new epoch is produced when the first consumer begins it, after the previous one was produced to its end or broken
+    off by all. Each batch is this consumer's own, and may be written to. A new connection with the same rank continues
+    with the first batch that the consumer has not taken, in the same epoch at the first `iter()`; the old connection
+    ends.
 
     Attributes:
         name: of the share.
@@ -185,7 +189,7 @@ class Consumer:
 
     def __iter__(self) -> Iterator[Any]:
         if self._iterator is not None:
-            self._go_to(self.epoch + 1, 0)
+            self._go_to(*((self.epoch + 1, 0) if self._iterator.has_given else (self.epoch, self._taken)))
         inbox = self._begun()
         self._iterator = _Iterator(self, inbox, self.epoch, self._taken)
         self._sampler_epoch = None
@@ -268,7 +272,8 @@ class Consumer:
         """This consumer needs no more batches: the others do not wait for it from now on."""
         if self._inbox is not None:
             self._inbox.close()
-        self._link.leave()
+        with contextlib.suppress(ShareError, RaySessionError):  # the share has ended already
+            self._link.leave()
 
 
 class _Iterator:
@@ -279,10 +284,16 @@ class _Iterator:
     def __init__(self, consumer: Consumer, inbox: Inbox, epoch: int, taken: int) -> None:
         self._consumer, self._inbox = consumer, inbox
         self._epoch, self._taken = epoch, taken
+        self._first = taken
         self._ended = False
         connection = consumer._link.connection
         self._pins = connection.pin_memory and torch.accelerator.is_available()
         self._device = connection.pin_memory_device
+
+    @property
+    def has_given(self) -> bool:
+        """Whether the user has taken a batch."""
+        return self._taken > self._first
 
     def __iter__(self) -> _Iterator:
         return self
@@ -296,6 +307,7 @@ class _Iterator:
                 f"this iterator is of epoch {self._epoch}, which this consumer has left: iter() or load_state_dict() "
                 "was called since"
             )
+        pending = inbox.pending  # these: another thread may close the consumer meanwhile
         try:
             reply = inbox.next(number)
         except ValueError:  # of `set_epoch`: it may be called again for this epoch
@@ -308,7 +320,7 @@ class _Iterator:
             raise StopIteration
         inbox.tell(number + 1)
         # These lines mark the batch as taken: after an interrupt before them the next call returns it again.
-        del inbox.pending[number]
+        del pending[number]
         self._taken = consumer._taken = number + 1
         if error is not None:
             raise error

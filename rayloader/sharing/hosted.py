@@ -25,16 +25,18 @@ from rayloader.errors import StateError, add_note
 from rayloader.protocol import CARRY
 from rayloader.replica import unpicklable
 from rayloader.replica.opening import open_image
-from rayloader.sharing.ledger import Place
+from rayloader.sharing.ledger import Place, Room
 from rayloader.sharing.messages import Kind, Pipeline, Produced
 from rayloader.state.process_state import Baseline
 from rayloader.transport import codec
-from rayloader.transport.lanes import SMALL_BYTES, switched_off, to_wire
+from rayloader.transport.lanes import switched_off, to_wire
 from rayloader.transport.line import packed
 from rayloader.transport.memory_file import MemoryFileError
 from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import TcpLine
 
+# For how many seconds batches are produced without a look at what the consumers do.
+_AT_ONCE_S = 0.001
 # The share of its time that the producer may spend on states of the loader, for the consumers' `state_dict()`.
 STATE_SHARE = 0.01
 
@@ -104,16 +106,18 @@ class HostedLoader:
         return None
 
     def produce(
-        self, front: Place, lowest: Place, most: int, give: Callable[[tuple[Produced, int] | None], object]
+        self, front: Place, lowest: Place, room: Room, give: Callable[[tuple[Produced, int] | None], object]
     ) -> None:
         """Gives the consumers' batches from the front on, and the bytes of each; None after the last batch.
 
-        They are `most`, or fewer: after a large one the ledger has to say whether there is room for another.
+        They are one, or as many as fit in `room` if they come at once: meanwhile nothing can be asked of the loader,
+        nor does it notice that nobody reads any more.
         """
-        for number in range(front.number, front.number + most):
+        until, nbytes = time.perf_counter() + _AT_ONCE_S, 0
+        for number in range(front.number, front.number + room.batches):
             found = self._next(Place(front.epoch, number), lowest)
             give(found)
-            if found is None or found[1] > SMALL_BYTES:
+            if found is None or (nbytes := nbytes + found[1]) >= room.nbytes or time.perf_counter() >= until:
                 break
 
     def _next(self, front: Place, lowest: Place) -> tuple[Produced, int] | None:

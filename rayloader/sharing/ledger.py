@@ -22,6 +22,13 @@ class Place(NamedTuple):
     number: int
 
 
+class Room(NamedTuple):
+    """How many more batches may be kept, or fewer, once they have so many bytes."""
+
+    batches: int
+    nbytes: int
+
+
 START, NOWHERE = Place(0, 0), Place(-1, 0)
 
 
@@ -86,9 +93,9 @@ class Ledger:
         return min((consumer.place for consumer in self._reading()), default=self._front)
 
     @property
-    def room(self) -> int:
-        """How many more batches may be kept, unless they are large."""
-        return self._buffer - len(self._kept)
+    def room(self) -> Room:
+        """What may be produced before the next `step`, which may say more."""
+        return Room(self._buffer - len(self._kept), self._buffer_bytes - self._nbytes)
 
     def step(self) -> Step:
         """What to do next."""

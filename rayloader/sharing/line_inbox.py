@@ -1,6 +1,6 @@
 """A consumer's batches over a line of its own: received while the user works, into memory that is used again.
 
-Promise: small batches are read when the user asks for one; from the first large one on, `rayloader-ahead` reads, until
+Promise: small batches are read when the user asks for one; once a large buffer arrives, `rayloader-ahead` reads, until
 the epoch is over. Large buffers are received straight into memory of transport/recycled.py, and are the user's to write
 to. A line that has ended, or that an interrupt may have torn, is replaced by a new one, and nothing is lost: the
 producer keeps what the user has not taken. Batches are put together in the user's thread.
@@ -30,7 +30,9 @@ from rayloader.waiting import NONE_YET, Answer
 
 # How many batches the producer may send beyond those that the user has taken, if they are small.
 MOST_AHEAD = 8
-# How often the line is replaced without a message in between.
+# The size of the largest recent batch decays by this factor with each smaller batch.
+DECAY = 0.98
+# How often a line that has ended is replaced without a message in between.
 _MOST_FRUITLESS = 3
 
 
@@ -44,13 +46,14 @@ class LineInbox(Inbox):
         self._waker = Waker()  # of the thread
         self._line: TcpDriverLine | None = None
         self._torn = False  # whether an interrupt may have come within a call of the line
-        self._fruitless = 0  # times that the line was replaced since the last message
+        self._fruitless = 0  # times that the line has ended since the last message
         self._thread: AheadThread | None = None
+        self._is_large = False  # whether large buffers come, so that the thread is to read them
         self._series = 0
         self._epoch = self._taken = 0
         self._sampler_epoch: int | None = None
         self._gone: dict[int, str] | None = None  # news
-        self._largest = 1  # bytes of a batch of this series
+        self._largest = 0.0  # bytes of a recent batch; 0: none has come yet
 
     def begin(self, epoch: int, taken: int, sampler_epoch: int | None) -> None:
         """The consumer iterates from this place on; the producer may begin the epoch.
@@ -60,7 +63,7 @@ class LineInbox(Inbox):
         """
         self.rest(wait=True)
         self._link.check_session()
-        self._largest = 1
+        self._is_large = False
         self._epoch, self._taken, self._sampler_epoch = epoch, taken, sampler_epoch
         if self._is_usable:
             self._send_begin()
@@ -70,6 +73,8 @@ class LineInbox(Inbox):
     def next(self, number: int) -> Reply:
         """Waits for the batch of that number, which is the next."""
         self._link.check_session()
+        if self._is_large and self._is_usable:
+            self._start_thread()
         since = time.monotonic()
         while (message := self.pending.get(number)) is None:
             if not self._is_usable:
@@ -128,7 +133,7 @@ class LineInbox(Inbox):
     @property
     def _until(self) -> int:
         """The number after the last batch to be sent for now."""
-        return self._taken + max(1, min(MOST_AHEAD, COPIED_AHEAD_BYTES // self._largest))
+        return self._taken + max(1, min(MOST_AHEAD, int(COPIED_AHEAD_BYTES // self._largest) if self._largest else 1))
 
     def _send_begin(self) -> None:
         first = self._taken
@@ -145,7 +150,7 @@ class LineInbox(Inbox):
 
     def _reconnect(self) -> None:
         """The line has ended, or is torn: makes a new one, or raises the error that tells why the producer is gone."""
-        self._fruitless += 1
+        self._fruitless += not self._torn
         if self._fruitless > _MOST_FRUITLESS:
             raise ShareError(
                 "the connection to the producer of a share has ended again and again, without a message; if something "
@@ -165,7 +170,7 @@ class LineInbox(Inbox):
         self._torn = True
         if self._line is not None:
             self._line.close()
-        self._line = line = TcpDriverLine(session.node_ip(), self._memory.room)
+        self._line = line = TcpDriverLine(session.node_ip(), self._room)
         call = self._link.call("attach", line.address)
         answer = Answer(call)
         while not line.is_quiet:
@@ -181,25 +186,34 @@ class LineInbox(Inbox):
 
     def _wait(self) -> None:
         """Waits until something has come, or for TICK_S; in the user's thread."""
-        line, thread = self._line, self._thread
+        line = self._line
         assert line is not None
         if line.unsent:
             self._torn = True
             line.flush()
             self._torn = False
-        if thread is not None:
-            thread.start()  # again, after an interrupt
+        if self._is_large:
+            thread = self._start_thread()
             thread.check()
             thread.wait(TICK_S)
             return
         self._torn = True
         came = self._read(line)
         self._torn = False
-        if not came:
+        if not came and not self._is_large:
             self._poll(line)
-        elif self._largest > SMALL_BYTES:
+
+    def _start_thread(self) -> AheadThread:
+        """The thread, which begins to read if it has not begun."""
+        if self._thread is None:
             self._thread = AheadThread(self._work, None)
-            self._thread.start()
+        self._thread.start()  # again, after an interrupt
+        return self._thread
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Memory for a buffer that arrives."""
+        self._is_large |= nbytes > SMALL_BYTES
+        return self._memory.room(nbytes)
 
     def _poll(self, line: TcpDriverLine) -> None:
         """Waits until something can be read, or for TICK_S."""
@@ -223,8 +237,8 @@ class LineInbox(Inbox):
         if number < 0:
             _, self._gone = content_of(message)
         elif series == self._series:
-            if not isinstance(message, bytes):
-                self._largest = max(self._largest, sum(buffer.nbytes for buffer in message.buffers))
+            nbytes = 0 if isinstance(message, bytes) else sum(buffer.nbytes for buffer in message.buffers)
+            self._largest = max(nbytes, DECAY * self._largest, 1.0)
             self.pending[number] = message
 
     # ---- in the thread

@@ -157,9 +157,11 @@ def find(name: str, timeout: float) -> Any:
         with contextlib.suppress(ValueError):
             return ray.get_actor(name, NAMESPACE)
         if time.monotonic() - began >= timeout:
+            own = " This program has started a Ray of its own: set RAY_ADDRESS to the one of that process."
             raise ShareError(
                 f"there is no share {name!r} in this Ray within {timeout:g} s; some process of the same Ray must call "
-                f"rayloader.share(loader, consumers=..., name={name!r}) and keep running while it is read"
+                f"rayloader.share(loader, consumers=..., name={name!r}) and keep running while it is read."
+                f"{own if session.started_here() else ''}"
             )
         time.sleep(LOOK_EVERY_S)
 

@@ -241,8 +241,8 @@ def connect(
                 continue
             raise LineError(
                 f"no connection from {socket.gethostname()} to port {address.port} of {address.host}: "
-                f"{error or type(error).__name__}. Let the workers' machines open TCP connections to that address, on "
-                "the ports of /proc/sys/net/ipv4/ip_local_port_range"
+                f"{error or type(error).__name__}. Let that machine open TCP connections to that address, on the ports "
+                "of /proc/sys/net/ipv4/ip_local_port_range"
             ) from error
 
 

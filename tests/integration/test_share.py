@@ -290,9 +290,33 @@ def test_an_epoch_that_is_broken_off_is_over_for_who_does_it_and_for_all_if_all_
         assert [[int(batch[0, 0]) for batch in found] for found in together(first, second)] == [
             list(range(0, 12, 2))
         ] * 2
-        assert (first.epoch, second.epoch) == (4, 4)
+        assert (first.epoch, second.epoch) == (3, 3)
         with pytest.raises(ShareError, match="this iterator is of epoch 1"):
             next(anew)
+
+
+def test_an_iterator_from_which_nothing_is_taken_is_no_epoch():
+    """Lightning's `fit` makes one only to look at it."""
+    with two(DataLoader(Noisy(), batch_size=2), buffer=30) as (first, second):
+        iter(first)
+        assert [int(batch[0, 0]) for batch in first] == list(range(0, 12, 2))
+        batches = iter(first)
+        next(batches)
+        state = first.state_dict()
+        list(batches)
+        first.load_state_dict(state)
+        iter(first)
+        assert [int(batch[0, 0]) for batch in first] == list(range(2, 12, 2))
+        assert first.epoch == 2
+        assert [len(list(second)) for _ in range(2)] == [6, 6]
+
+
+def test_a_consumer_may_be_closed_after_its_share():
+    with share(make(), consumers=2) as shared_loader:
+        one, other = (shared_loader.consumer(rank) for rank in range(2))
+        next(iter(one))
+    one.close()
+    other.close()
 
 
 @pytest.mark.full

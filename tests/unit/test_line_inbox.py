@@ -185,8 +185,27 @@ def test_no_more_bytes_are_asked_for_ahead_than_was_agreed(inbox_of, monkeypatch
     inbox = inbox_of(producer)
     inbox.begin(0, 0, None)
     assert numbers(read(inbox)) == list(range(LENGTH))
-    assert producer.until[0] == MOST_AHEAD  # their size is not known yet
-    assert producer.until[-1] == 2
+    assert producer.until[0] == 1  # their size is not known yet
+    assert max(producer.until) == 2
+    inbox.begin(1, 0, None)
+    read(inbox)
+    assert max(producer.until) == 2
+
+
+def test_one_large_batch_does_not_count_for_ever(inbox_of, monkeypatch):
+    class Mostly(Producer):
+        def _content(self, number):
+            self.nbytes = LARGE if number == 0 else 8
+            return super()._content(number)
+
+    monkeypatch.setattr(rayloader.sharing.line_inbox, "COPIED_AHEAD_BYTES", 4 * LARGE)
+    monkeypatch.setattr(rayloader.sharing.line_inbox, "DECAY", 0.5)
+    producer = Mostly()
+    inbox = inbox_of(producer)
+    inbox.begin(0, 0, None)
+    read(inbox)
+    assert producer.until[:2] == [1, 4]
+    assert producer.until[-1] == MOST_AHEAD
 
 
 def test_batches_are_the_users_to_write_to_and_their_memory_is_used_again(inbox_of):
@@ -269,6 +288,26 @@ def test_who_waits_long_asks_for_whom(inbox_of, monkeypatch):
     inbox.begin(0, 0, None)
     assert numbers(read(inbox, 0, 3)) == [0, 1, 2]
     assert waits.is_set()
+
+
+def test_interrupts_again_and_again_are_no_fault_of_the_line(inbox_of, monkeypatch):
+    producer = Producer()
+    inbox = inbox_of(producer)
+    inbox.begin(0, 0, None)
+    found = read(inbox, 0, 1)
+    for _ in range(10):
+        inbox.pending.clear()
+        whole = inbox._line.receive
+
+        def interrupted(whole=whole):
+            whole()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(inbox._line, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            inbox.next(1)
+        inbox._reconnect()
+    assert numbers(found + read(inbox, 1)) == list(range(LENGTH))
 
 
 def test_an_interrupted_call_of_the_line_has_it_replaced(inbox_of, monkeypatch):

@@ -186,7 +186,7 @@ def test_arguments_are_checked(options, error):
 
 
 def test_what_is_no_loader_and_no_name_is_refused():
-    with pytest.raises(TypeError, match=r"takes a rayloader\.DataLoader, got range"):
+    with pytest.raises(TypeError, match=r"takes a rayloader\.DataLoader, got builtins\.range;"):
         share(range(3), consumers=1)
     with pytest.raises(TypeError, match="name must be a text"):
         share(DataLoader(range(3)), consumers=1, name="")
