@@ -2,7 +2,8 @@
 
 Motive: which number of workers, and how many bytes a second, can one process take, and what would move that?
 Method: the costs of the user's thread come from benchmarks/results/scale.json, by step; those of the thread that reads
-remote batches are the rest of the process's, with the most workers; what a wake-up costs for each worker that is looked
+large remote batches are the rest of the process's, with the most workers: on a line through the sizes, what it takes
+for each byte counts as the kernel's, and the rest as Python's; what a wake-up costs for each worker that is looked
 at, from `waiting.py` in the same run. First the simulation is held against the rates that were
 measured. Then it goes to 4,096 workers of 40 ms a batch, on a network of 25 Gbit/s
 with 0.5 ms each way, for a consumer that takes all it gets; then each cost is left out in turn; then one node of eight
@@ -23,6 +24,7 @@ import harness
 import scale
 import waiting
 from harness import Figure
+from rayloader.transport.lanes import SMALL_BYTES
 from simulate import Costs, NodeLoss, Plan, simulate
 
 QUESTION = "scaling"
@@ -54,17 +56,16 @@ def costs_of(figures: list[Figure], way: str, case: str, wake_per_worker: float)
     looked = _sum(_by_workers(figures, way, case, f"step {name}") for name in ("wait", "receive"))
     waits = _by_workers(figures, way, case, "waits a batch")
     wakes = [seconds / waits[n] - n * wake_per_worker for n, seconds in looked.items()]
-    wake = statistics.median(wakes or [0.0])  # remote batches are waited for by the other thread
+    wake = statistics.median(wakes or [0.0])  # large remote batches are waited for by the other thread
     known = _sum([*step.values(), looked])
     rest = {n: seconds - known[n] for n, seconds in _by_workers(figures, way, case, "steps in all").items()}
     typical = {name: statistics.median(values.values()) for name, values in step.items()}
     typical |= {"wake": max(0.0, wake), "wake_per_worker": wake_per_worker}
-    if way == "remote":
-        smallest = min(scale.NBYTES, key=scale.NBYTES.__getitem__)
-        typical["ahead"] = _beside(figures, way, smallest)
-        if case != smallest:
-            more = scale.NBYTES[case] - scale.NBYTES[smallest]
-            typical["read_per_byte"] = max(0.0, _beside(figures, way, case) - typical["ahead"]) / more
+    if way == "remote" and scale.NBYTES[case] > SMALL_BYTES:  # smaller ones are read by the user's thread
+        measured = {f["case"] for f in figures if f["implementation"] == way and f["metric"] == scale.PROCESS}
+        read = {scale.NBYTES[one]: _beside(figures, way, one) for one in measured if scale.NBYTES[one] > SMALL_BYTES}
+        line = statistics.linear_regression(list(read), list(read.values()))
+        typical |= {"ahead": max(0.0, line.intercept), "read_per_byte": max(0.0, line.slope)}
     return Costs(**typical, receive=statistics.median(rest.values()))
 
 

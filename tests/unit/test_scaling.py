@@ -3,32 +3,41 @@
 import copy
 import importlib
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TABLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "scaling_table.py"))
+NAMES = ["rates", "thread", "process", "aims", "held-against", "simulated", "without", "schedule"]
 
 
-def test_the_page_holds_the_generated_table() -> None:
-    in_page = TABLE["BLOCK"].findall(TABLE["PAGE"].read_text())
-    made = TABLE["table"](json.loads(TABLE["RESULTS"].read_text()))
-    assert in_page == [made], "run: python benchmarks/scaling_table.py --write"
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What makes the tables."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("scaling_table")
 
 
-def test_what_misses_its_aim_is_said_to() -> None:
-    results = json.loads(TABLE["RESULTS"].read_text())
-    changed = copy.deepcopy(results)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_holds_the_generated_tables(module: Any, name: str) -> None:
+    import tables
+
+    assert list(module.TABLES) == NAMES
+    made = module.table(name, module.Found.load())
+    assert tables.found(module.PAGE, f"{module.COMMAND} {name}") == made, f"run: {module.COMMAND} --write"
+
+
+def test_what_misses_its_aim_is_said_to(module: Any) -> None:
+    scale, scaling = (json.loads((module.RESULTS / f"{name}.json").read_text()) for name in ("scale", "scaling"))
+    changed = copy.deepcopy(scale)
     for figure in changed["remote"]["figures"]:
         if figure["metric"] == "batches/s":
             figure["median"] /= 10
     rates = [
-        [line.split(" | ")[-1] for line in TABLE["table"](found).splitlines() if line.startswith("| rate of 16, tiny")]
-        for found in (results, changed)
+        [line for line in module.table("aims", module.Found(found, scaling)).splitlines() if "rate of 16, tiny" in line]
+        for found in (scale, changed)
     ]
-    assert rates == [["yes |"], ["no |"]]
+    assert [row[0].split(" | ")[-1] for row in rates] == ["yes |", "no |"]
 
 
 @pytest.fixture
@@ -59,7 +68,7 @@ def test_costs_are_what_made_the_figures(scaling: Any) -> None:
 
 
 def test_what_the_process_takes_beside_the_users_thread_is_what_reading_costs(scaling: Any) -> None:
-    """With the most workers; the same for each batch, and the rest for its bytes."""
+    """With the most workers; the same for each large batch, and the rest for its bytes. Small ones need no reading."""
 
     def figures_of(case: str, beside: dict[int, float]) -> list[dict[str, Any]]:
         metrics = {f"step {step}": dict.fromkeys(beside, 1e-5) for step in ("draw", "schedule", "send", "open")}
@@ -73,11 +82,13 @@ def test_what_the_process_takes_beside_the_users_thread_is_what_reading_costs(sc
             for workers, seconds in values.items()
         ]
 
-    extra = scaling.scale.NBYTES["large"] - scaling.scale.NBYTES["tiny"]
-    figures = figures_of("tiny", {1: 9e-4, 16: 5e-4}) + figures_of("large", {1: 1e-2, 16: 5e-4 + extra * 3e-10})
-    tiny, large = (scaling.costs_of(figures, "remote", case, 7e-6) for case in ("tiny", "large"))
-    assert (tiny.ahead, tiny.read_per_byte) == (pytest.approx(5e-4), 0.0)
-    assert (large.ahead, large.read_per_byte) == (pytest.approx(5e-4), pytest.approx(3e-10))
+    beside = {case: 5e-4 + 3e-10 * scaling.scale.NBYTES[case] for case in ("medium", "large")}
+    figures = figures_of("tiny", {1: 9e-4, 16: 2e-5})
+    figures += [f for case, seconds in beside.items() for f in figures_of(case, {1: 1e-2, 16: seconds})]
+    tiny, medium, large = (scaling.costs_of(figures, "remote", case, 7e-6) for case in ("tiny", "medium", "large"))
+    assert (tiny.ahead, tiny.read_per_byte) == (0.0, 0.0)
+    for costs in (medium, large):
+        assert (costs.ahead, costs.read_per_byte) == (pytest.approx(5e-4), pytest.approx(3e-10))
     assert (tiny.wake, tiny.receive) == (0.0, pytest.approx(5e-5))
 
 
