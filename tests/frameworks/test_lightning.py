@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import rayloader
@@ -44,6 +45,33 @@ def test_training_gives_torchs_losses(monkeypatch, theirs, cases):
 
 def test_training_without_workers_gives_torchs_losses(theirs, cases):
     assert cases.run(rayloader.DataLoader, "training, no workers") == theirs["training, no workers"]
+
+
+def test_a_consumer_of_a_share_is_read_from_its_first_batch_on_or_from_its_state(cases):
+    """`fit` makes an iterator to look at before the one that it reads."""
+
+    def loader():
+        generator = torch.Generator().manual_seed(5)
+        dataset = [torch.tensor(number) for number in range(40)]
+        return rayloader.DataLoader(dataset, 4, shuffle=True, num_workers=1, generator=generator)
+
+    def fitted(batches, epochs):
+        module = cases.Noting()
+        cases.lightning.Trainer(max_epochs=epochs, **cases.QUIET).fit(module, batches)
+        return [batch["one"] for batch in module.seen]
+
+    plain = loader()
+    expected = [batch.tolist() for _ in range(2) for batch in plain]
+    with rayloader.share(loader(), consumers=1) as share:
+        assert fitted(share.consumer(0), 2) == expected
+    with rayloader.share(loader(), consumers=1) as share:
+        consumer = share.consumer(0)
+        for _, _ in zip(range(4), consumer, strict=False):
+            pass
+        state = consumer.state_dict()
+        consumer = share.consumer(0)
+        consumer.load_state_dict(state)
+        assert fitted(consumer, 2) == expected[4:]
 
 
 def test_samples_are_dealt_out_to_the_ranks():
