@@ -14,7 +14,7 @@ import torch
 
 from rayloader.bell import TICK_S, Bell, DaemonThread
 
-# How many bytes of batches are copied out of Ray's object store, beyond the first one.
+# How many bytes of batches are copied, or received, ahead of the user, beyond the first one.
 COPIED_AHEAD_BYTES = 64 << 20
 
 

@@ -21,7 +21,7 @@ from rayloader.bell import TICK_S, Waker
 from rayloader.errors import ShareError
 from rayloader.sharing.inbox import Inbox
 from rayloader.sharing.link import NOTICE_S, Link
-from rayloader.sharing.messages import Begin, Kind, Reply, Take, content_of, head_of
+from rayloader.sharing.messages import Begin, Kind, Reply, Take, content_of, head_of, nbytes_of
 from rayloader.transport.lanes import SMALL_BYTES
 from rayloader.transport.line import LineError, Message
 from rayloader.transport.recycled import Recycled
@@ -133,7 +133,8 @@ class LineInbox(Inbox):
     @property
     def _until(self) -> int:
         """The number after the last batch to be sent for now."""
-        return self._taken + max(1, min(MOST_AHEAD, int(COPIED_AHEAD_BYTES // self._largest) if self._largest else 1))
+        ahead = int(COPIED_AHEAD_BYTES // self._largest) if self._largest else 1
+        return self._taken + max(1, min(MOST_AHEAD, ahead))
 
     def _send_begin(self) -> None:
         first = self._taken
@@ -237,8 +238,7 @@ class LineInbox(Inbox):
         if number < 0:
             _, self._gone = content_of(message)
         elif series == self._series:
-            nbytes = 0 if isinstance(message, bytes) else sum(buffer.nbytes for buffer in message.buffers)
-            self._largest = max(nbytes, DECAY * self._largest, 1.0)
+            self._largest = max(nbytes_of(message), DECAY * self._largest)
             self.pending[number] = message
 
     # ---- in the thread

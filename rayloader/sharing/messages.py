@@ -133,3 +133,10 @@ def content_of(message: Message) -> tuple[int, Any]:
     body, buffers = (message, ()) if isinstance(message, bytes) else message
     content: tuple[int, Any] = pickle.loads(memoryview(body)[HEAD.size :], buffers=buffers)
     return content
+
+
+def nbytes_of(message: Message) -> int:
+    """Bytes of a message, with its buffers."""
+    if isinstance(message, bytes):
+        return len(message)
+    return len(message.message) + sum(buffer.nbytes for buffer in message.buffers)

@@ -180,7 +180,7 @@ def test_large_batches_come_while_the_user_works(inbox_of):
 
 
 def test_no_more_bytes_are_asked_for_ahead_than_was_agreed(inbox_of, monkeypatch):
-    monkeypatch.setattr(rayloader.sharing.line_inbox, "COPIED_AHEAD_BYTES", 2 * LARGE)
+    monkeypatch.setattr(rayloader.sharing.line_inbox, "COPIED_AHEAD_BYTES", 2.5 * LARGE)
     producer = Producer(LARGE)
     inbox = inbox_of(producer)
     inbox.begin(0, 0, None)
@@ -198,7 +198,7 @@ def test_one_large_batch_does_not_count_for_ever(inbox_of, monkeypatch):
             self.nbytes = LARGE if number == 0 else 8
             return super()._content(number)
 
-    monkeypatch.setattr(rayloader.sharing.line_inbox, "COPIED_AHEAD_BYTES", 4 * LARGE)
+    monkeypatch.setattr(rayloader.sharing.line_inbox, "COPIED_AHEAD_BYTES", 4.5 * LARGE)
     monkeypatch.setattr(rayloader.sharing.line_inbox, "DECAY", 0.5)
     producer = Mostly()
     inbox = inbox_of(producer)
