@@ -1,5 +1,6 @@
 """Signal handlers are the program's: they stay, and what they raise in a waiting next() arrives as it is."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,7 +13,6 @@ from latches import Gate, Mail
 from probes import Calls
 from rayloader import DataLoader
 from rayloader.driver import lifetimes
-from rayloader.sharing import link
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -24,11 +24,9 @@ class Preempted(Exception):
 each_error = pytest.mark.parametrize("error", [SystemExit(7), Preempted("now"), KeyboardInterrupt("text")], ids=repr)
 
 
-@pytest.mark.parametrize("pin_memory", [False, True])
-@each_error
-def test_what_a_handler_raises_in_a_waiting_next_passes_through_and_the_batch_comes_later(
-    accelerator, tmp_path, error, pin_memory
-):
+@pytest.fixture
+def check(tmp_path):
+    """Has a handler raise an error while an iterator of a loader waits for its second batch, which comes later."""
     gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
     def get(index):
@@ -37,28 +35,39 @@ def test_what_a_handler_raises_in_a_waiting_next_passes_through_and_the_batch_co
             gate.wait()
         return torch.tensor(index)
 
-    def handler(*_):
-        raise error
+    def check(iterator_of, error):
+        def handler(*_):
+            raise error
 
-    def strike():
-        mail.receive()
-        os.kill(os.getpid(), signal.SIGUSR1)
+        def strike():
+            mail.receive()
+            os.kill(os.getpid(), signal.SIGUSR1)
 
-    iterator = iter(DataLoader(Calls(get, 3), None, num_workers=1, pin_memory=pin_memory))
-    assert next(iterator).item() == 0
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        thread = threading.Thread(target=strike)
-        with pytest.raises(type(error)) as caught:  # noqa: PT012
-            thread.start()
-            next(iterator)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert caught.value is error
-    thread.join()
-    gate.open()
-    assert [batch.item() for batch in iterator] == [1, 2]
+        iterator = iterator_of(Calls(get, 3))
+        assert next(iterator).item() == 0
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            thread = threading.Thread(target=strike)
+            with pytest.raises(type(error)) as caught:  # noqa: PT012
+                thread.start()
+                next(iterator)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert caught.value is error
+        thread.join()
+        gate.open()
+        assert [batch.item() for batch in iterator] == [1, 2]
+
+    yield check
     mail.close()
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@each_error
+def test_what_a_handler_raises_in_a_waiting_next_passes_through_and_the_batch_comes_later(
+    accelerator, check, error, pin_memory
+):
+    check(lambda dataset: iter(DataLoader(dataset, None, num_workers=1, pin_memory=pin_memory)), error)
 
 
 @pytest.fixture
@@ -96,15 +105,13 @@ def test_what_a_handler_raises_in_an_iter_that_waits_for_its_workers_passes_thro
     assert list(loader) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("lines", [True, False])
 @each_error
-def test_what_a_handler_raises_in_a_waiting_consumer_passes_through_and_the_batch_comes_later(
-    error, raises_while_waiting
-):
-    with rayloader.share(DataLoader(range(3), None, num_workers=0), consumers=1) as share:
-        iterator = iter(share.consumer(0))
-        assert next(iterator) == 0
-        with pytest.raises(type(error)) as caught:  # noqa: PT012
-            raises_while_waiting(link, error)
-            next(iterator)
-        assert caught.value is error
-        assert list(iterator) == [1, 2]
+def test_what_a_handler_raises_in_a_waiting_consumer_passes_through_and_the_batch_comes_later(check, error, lines):
+    with contextlib.ExitStack() as stack:
+
+        def iterator_of(dataset):
+            loader = DataLoader(dataset, None, num_workers=0, arenas=lines)
+            return iter(stack.enter_context(rayloader.share(loader, consumers=1)).consumer(0))
+
+        check(iterator_of, error)
