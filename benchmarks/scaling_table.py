@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import harness
+import scale
+import scaling
 import tables
+from harness import Figure
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "scaling.md"
-RESULTS = ROOT / "benchmarks" / "results"
+PAGE = harness.ROOT / "docs" / "scaling.md"
+SIMULATIONS = harness.RESULTS / "scaling.json"
 COMMAND = "python benchmarks/scaling_table.py"
 
 SIZES = {"tiny": "tiny, 50 kB", "medium": "medium, 1.2 MB", "large": "large, 9.6 MB"}
-RATE, THREAD, PROCESS = "batches/s", "CPU of the user's thread", "CPU of the process"
-COUNTS = (1, 2, 4, 8, 16, 32)  # workers
-SIMULATED = (16, 64, 256, 1024, 4096)
+SIMULATED = (16, 64, 256, 1024, 4096)  # workers
 # Costs of the simulation, and how a table calls them.
 COSTS = {
     "draw": "draw",
@@ -46,109 +46,101 @@ RAY_GET = 0.5  # of the bytes a second of one ray.get at a time, large
 GAP_S = 5.0  # without a batch, when a node is lost
 
 
-class Found:
-    """The figures of both files."""
+def known() -> list[Figure]:
+    """All that was measured and simulated last."""
+    measured = [figure for way in scale.known().values() for figure in way["figures"]]
+    return [*measured, *json.loads(SIMULATIONS.read_text())["figures"]]
 
-    def __init__(self, scale: dict[str, Any], scaling: dict[str, Any]) -> None:
-        self.ways = list(scale)
-        self._figures = [*(f for way in scale.values() for f in way["figures"]), *scaling["figures"]]
-        self._known = {(f["implementation"], f["case"], f["metric"], f["workers"]): f for f in self._figures}
 
-    @classmethod
-    def load(cls) -> Found:
-        """From the folder of results."""
-        scale, scaling = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("scale", "scaling"))
-        return cls(scale, scaling)
+def _get(figures: list[Figure], way: str, case: str, metric: str, workers: int) -> Figure | None:
+    return harness.find(figures, implementation=way, case=case, metric=metric, workers=workers)
 
-    def get(self, way: str, case: str, metric: str, workers: int) -> Any:
-        """A figure; None if there is none."""
-        return self._known.get((way, case, metric, workers))
 
-    def median(self, way: str, case: str, metric: str, workers: int) -> float:
-        """The value of a figure that must be there."""
-        return float(self._known[way, case, metric, workers]["median"])
+def _median(figures: list[Figure], way: str, case: str, metric: str, workers: int) -> float:
+    """The value of a figure that must be there."""
+    figure = _get(figures, way, case, metric, workers)
+    assert figure is not None, (way, case, metric, workers)
+    return float(figure["median"])
 
-    @property
-    def gap(self) -> float:
-        """Seconds."""
-        return next(float(f["median"]) for f in self._figures if f["metric"].startswith("longest time between"))
+
+def _header(counts: Sequence[int]) -> list[str]:
+    first, *others = counts
+    return ["", f"{first} {'worker' if first == 1 else 'workers'}", *(f"{count:,}" for count in others)]
 
 
 def _by_counts(
-    found: Found, metric: str, show: Callable[[Any], str], counts: tuple[int, ...], ways: list[str]
+    figures: list[Figure], metric: str, show: Callable[[Any], str], counts: tuple[int, ...], ways: Sequence[str]
 ) -> list[list[str]]:
     """A row for each way and size that has such figures."""
-    rows = [["", *(f"{count:,}" for count in counts)]]
-    rows[0][1] += " workers" if counts[0] > 1 else " worker"
+    rows = [_header(counts)]
     for way in ways:
         for case, name in SIZES.items():
-            figures = [found.get(way, case, metric, count) for count in counts]
-            if any(figures):
-                rows.append([f"{way}, {name}", *("-" if figure is None else show(figure) for figure in figures)])
+            found = [_get(figures, way, case, metric, count) for count in counts]
+            if any(found):
+                rows.append([f"{way}, {name}", *("-" if figure is None else show(figure) for figure in found)])
     return rows
 
 
-def _rates(found: Found) -> list[list[str]]:
+def _rates(figures: list[Figure]) -> list[list[str]]:
     def show(figure: Any) -> str:
         return f"{figure['median']:.0f} ({figure['median'] / figure['ideal']:.0%})"
 
-    return _by_counts(found, RATE, show, COUNTS, found.ways)
+    return _by_counts(figures, scale.RATE, show, scale.COUNTS, scale.WAYS)
 
 
-def _thread(found: Found) -> list[list[str]]:
-    return _by_counts(found, THREAD, _ms, COUNTS, [way for way in found.ways if way != "ray-data"])
+def _thread(figures: list[Figure]) -> list[list[str]]:
+    return _by_counts(figures, scale.THREAD, _ms, scale.COUNTS, [way for way in scale.WAYS if way != "ray-data"])
 
 
-def _process(found: Found) -> list[list[str]]:
-    return _by_counts(found, PROCESS, _ms, COUNTS, found.ways)
+def _process(figures: list[Figure]) -> list[list[str]]:
+    return _by_counts(figures, scale.PROCESS, _ms, scale.COUNTS, scale.WAYS)
 
 
 def _ms(figure: Any) -> str:
     return f"{1e3 * figure['median']:.2f}"
 
 
-def _held_against(found: Found) -> list[list[str]]:
+def _held_against(figures: list[Figure]) -> list[list[str]]:
     def show(figure: Any) -> str:
         return f"{figure['median']:.0f} / {figure['measured']:.0f}"
 
-    return _by_counts(found, "simulated rate", show, COUNTS, ["local", "remote"])
+    return _by_counts(figures, "simulated rate", show, scale.COUNTS, ["local", "remote"])
 
 
-def _simulated(found: Found) -> list[list[str]]:
-    return _by_counts(found, "rate", lambda figure: f"{figure['median']:,.0f}", SIMULATED, ["local", "remote"])
+def _simulated(figures: list[Figure]) -> list[list[str]]:
+    return _by_counts(figures, "rate", lambda figure: f"{figure['median']:,.0f}", SIMULATED, ["local", "remote"])
 
 
-def _without(found: Found) -> list[list[str]]:
+def _without(figures: list[Figure]) -> list[list[str]]:
     rows = [["", *COSTS.values()]]
     for way in ("local", "remote"):
         for case, name in SIZES.items():
-            whole = found.median(way, case, "rate", 1024)
-            figures = [found.get(way, case, f"rate without {cost}", 1024) for cost in COSTS]
-            rows.append([f"{way}, {name}", *("-" if f is None else f"{f['median'] / whole:.2f}" for f in figures)])
+            whole = _median(figures, way, case, "rate", scaling.WITHOUT)
+            found = [_get(figures, way, case, f"rate without {cost}", scaling.WITHOUT) for cost in COSTS]
+            rows.append([f"{way}, {name}", *("-" if f is None else f"{f['median'] / whole:.2f}" for f in found)])
     return rows
 
 
-def _schedule(found: Found) -> list[list[str]]:
-    rows = [["", *(f"{count:,}" for count in SIMULATED)]]
-    rows[0][1] += " workers"
+def _schedule(figures: list[Figure]) -> list[list[str]]:
+    rows = [_header(SIMULATED)]
     for kind in ("in order", "in_order=False", 'scheduling="dynamic"'):
-        times = [1e6 * found.median("rayloader", kind, "schedule a batch", count) for count in SIMULATED]
+        times = [1e6 * _median(figures, "rayloader", kind, "schedule a batch", count) for count in SIMULATED]
         name = kind if kind == "in order" else f"`{kind}`"
         rows.append([name, *(f"{time:.1f}" if time < 10 else f"{time:.0f}" for time in times)])
     return rows
 
 
-def _aims(found: Found) -> list[list[str]]:
-    rows = [(*row, "yes" if met else "no") for *row, met in _aimed(found)]
+def _aims(figures: list[Figure]) -> list[list[str]]:
+    rows = [(*row, "yes" if met else "no") for *row, met in _aimed(figures)]
     return [["of remote workers", "asked", "measured", "met"], *map(list, rows)]
 
 
-def _aimed(found: Found) -> Iterator[tuple[str, str, str, bool]]:
+def _aimed(figures: list[Figure]) -> Iterator[tuple[str, str, str, bool]]:
     for case in CPU_MS:
-        rate = found.get("remote", case, RATE, 16)
+        rate: Any = _get(figures, "remote", case, scale.RATE, 16)
         share = rate["median"] / rate["ideal"]
         yield f"rate of 16, {case}", f"{SHARE:.0%} of the ideal", f"{share:.1%}", share >= SHARE
-    cpu = {(case, n): 1e3 * found.median("remote", case, PROCESS, n) for case in CPU_MS for n in (2, 16, 32)}
+    cpu = {(case, n): 1e3 * _median(figures, "remote", case, scale.PROCESS, n) for case in CPU_MS for n in (2, 16, 32)}
     for case, most in CPU_MS.items():
         for workers in (16, 32):
             ms = cpu[case, workers]
@@ -156,15 +148,16 @@ def _aimed(found: Found) -> Iterator[tuple[str, str, str, bool]]:
     for case in CPU_MS:
         growth = cpu[case, 32] / cpu[case, 2]
         yield f"CPU of 32 to that of 2, {case}", f"{GROWTH:g} times", f"{growth:.2f} times", growth <= GROWTH
-    times = found.median("remote", "medium", RATE, 4) / found.median("ray-data", "medium", RATE, 4)
+    times = _median(figures, "remote", "medium", scale.RATE, 4) / _median(figures, "ray-data", "medium", scale.RATE, 4)
     yield "rate of 4 to Ray Data's, medium", f"{RAY_DATA:g} times", f"{times:.1f} times", times >= RAY_DATA
-    most = found.get("remote", "large", RATE, 32)
-    share = most["median"] * most["nbytes"] / found.median("ray-get", "large", "bytes/s", 1)
+    fastest: Any = _get(figures, "remote", "large", scale.RATE, 32)
+    share = fastest["median"] * fastest["nbytes"] / _median(figures, "ray-get", "large", scale.BANDWIDTH, 1)
     yield "bytes/s of 32 to one `ray.get`'s, large", f"{RAY_GET:g} times", f"{share:.1f} times", share >= RAY_GET
-    yield "time without a batch when a node is lost", f"{GAP_S:g} s", f"{found.gap:.1f} s", found.gap <= GAP_S
+    gap = harness.find(figures, metric=scale.GAP)["median"]  # type: ignore[index]
+    yield "time without a batch when a node is lost", f"{GAP_S:g} s", f"{gap:.1f} s", gap <= GAP_S
 
 
-TABLES: dict[str, Callable[[Found], list[list[str]]]] = {
+TABLES: dict[str, Callable[[list[Figure]], list[list[str]]]] = {
     "rates": _rates,
     "thread": _thread,
     "process": _process,
@@ -176,17 +169,17 @@ TABLES: dict[str, Callable[[Found], list[list[str]]]] = {
 }
 
 
-def table(name: str, found: Found) -> str:
+def table(name: str, figures: list[Figure]) -> str:
     """One of TABLES, in Markdown."""
-    return tables.markdown(TABLES[name](found))
+    return tables.markdown(TABLES[name](figures))
 
 
 def main() -> None:
     """Prints or writes the tables that the command line names."""
     names = [name for name in sys.argv[1:] if name != "--write"] or list(TABLES)
-    found = Found.load()
+    figures = known()
     for name in names:
-        made = table(name, found)
+        made = table(name, figures)
         print(f"{name}\n\n{made}\n")
         if "--write" in sys.argv[1:]:
             tables.put(PAGE, f"{COMMAND} {name}", made)
