@@ -51,7 +51,7 @@ def _open(task: Task, result: Result) -> Any:
 def _opens(wire: Wire) -> bool:
     try:
         from_wire(wire)
-    except Exception:
+    except Exception:  # the user's own unpickling, again
         return False
     return True
 

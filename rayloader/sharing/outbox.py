@@ -28,12 +28,11 @@ class Outbox:
         rank: of the consumer.
         connection: its number.
         epoch: that it reads.
-        place: of the batch that is sent next; None if none is to be sent.
     """
 
     def __init__(self, rank: int, connection: int, line: Line, hear: Callable[[Outbox], None]) -> None:
         self.rank, self.connection = rank, connection
-        self.place: Place | None = None
+        self._place: Place | None = None  # of the batch that is sent next
         self._line = line
         self._loop = asyncio.get_running_loop()
         self._series = -1
@@ -51,7 +50,7 @@ class Outbox:
     @property
     def wants(self) -> Place | None:
         """The place of the batch to send now; None if there is none, or the consumer has no room for it."""
-        return self.place if self.place is not None and self.place.number < self._until else None
+        return self._place if self._place is not None and self._place.number < self._until else None
 
     def received(self) -> list[Begin | Take]:
         """What the consumer has said."""
@@ -60,7 +59,7 @@ class Outbox:
     def begin(self, begin: Begin) -> None:
         """A new series."""
         self._series, self._until, self.epoch = begin.series, begin.until, begin.epoch
-        self.place = Place(begin.epoch, begin.first)
+        self._place = Place(begin.epoch, begin.first)
 
     def allow(self, take: Take) -> bool:
         """The consumer has room for more; returns whether it still reads that series."""
@@ -70,15 +69,15 @@ class Outbox:
         return True
 
     def send(self, content: Message) -> None:
-        """Sends the batch at `place`, or what is in its place."""
-        assert self.place is not None
-        self._send(self.place.number, content)
-        self.place = self.place._replace(number=self.place.number + 1)
+        """Sends the batch that it wants, or what is in its place."""
+        assert self._place is not None
+        self._send(self._place.number, content)
+        self._place = self._place._replace(number=self._place.number + 1)
 
     def end(self, kind: Kind, payload: object = None) -> None:
         """Sends this in place of the next batch, and none after it."""
         self.send(packed((kind.value, payload), None))
-        self.place = None
+        self._place = None
 
     def tell_gone(self, gone: dict[int, str]) -> None:
         """Tells the consumer which others no longer read, if that is news."""
@@ -100,5 +99,5 @@ class Outbox:
         """Ends the line."""
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
-        self.place = None
+        self._place = None
         self._line.close()
