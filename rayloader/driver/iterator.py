@@ -71,6 +71,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     _crew: Crew | None = None  # here, because `__del__` may run after an interrupt in `__init__`'s first line
     _epoch: Epoch | None = None
+    _adopted: Any = None  # see `adopted.py`: stands for a loader of another class, which is what torch's code passes
+    _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
 
     def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
         self._pid = os.getpid()
@@ -109,6 +111,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish the tasks submitted to them before, as torch's do."""
+        loader = loader if self._adopted is None else self._adopted
         plan = self._end_epoch(first_iter)
         try:
             if plan.starts_workers:
@@ -137,6 +140,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         lives = self._crew is not None and self._crew.usable
         if not lives and not first_iter:
             self.position.restarts()
+        moved = first_iter and self._num_yielded > 0  # by other code than torch's: SpeechBrain resumes in this way
         plan = plan_epoch(
             self._options,
             lives=lives,
@@ -145,7 +149,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             redealt=self._redeal is not None,
             persistent=self._persistent_workers,
             iterable=self._iterable,
-            may_draw_ahead=lambda goes_on: may_draw_ahead(self._index_sampler, resumed=goes_on),
+            may_draw_ahead=lambda goes_on: not moved and may_draw_ahead(self._index_sampler, resumed=goes_on),
         )
         if self._epoch is not None:
             self._epoch.close(resuming=lives and plan.carries_over)
@@ -389,6 +393,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def _close(self) -> None:
         if os.getpid() == self._pid:  # a forked child has neither usable locks nor our threads
             self._release()
+
+    _shutdown_workers = _close
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
