@@ -36,6 +36,7 @@ _DEFAULTS = {
     if name in OwnArguments.__annotations__
 }
 _MISSING = {"batch_size": None, "batch_sampler": None}  # what loaders may lack of which torch's iterators are made
+
 _told: set[tuple[type, str]] = set()
 
 
@@ -97,7 +98,7 @@ class Adopted:
         """Makes one of torch's iterators, which was not initialized yet, one of ours."""
         if isinstance(iterator, SingleProcessIterator):
             iterator.__class__ = LocalIterator
-            LocalIterator.__init__(iterator, self, None)
+            LocalIterator.__init__(iterator, self, None)  # type: ignore[arg-type]
             return
         from rayloader.driver.iterator import EpochIterator
 
@@ -119,7 +120,7 @@ def is_adopted(loader: Any) -> bool:
 
 def adopted_anew(own: dict[str, Any]) -> Adopted:
     """For a copy of such a loader, perhaps in another process."""
-    exchange_iterators(_no_patch)
+    exchange_iterators()
     return Adopted(own)
 
 
@@ -139,18 +140,17 @@ def _no_patch() -> dict[str, Any] | None:
     return None
 
 
-_defaults: Callable[[], dict[str, Any] | None] = _no_patch
+_defaults = _no_patch
 
 
-def exchange_iterators(defaults: Callable[[], dict[str, Any] | None]) -> None:
+def exchange_iterators(defaults: Callable[[], dict[str, Any] | None] | None = None) -> None:
     """From now on, torch's iterators of loaders that were adopted are ours.
 
     Args:
-        defaults: gives our own arguments for what else iterators are made of; None if no patch is in force.
+        defaults: gives our own arguments for what else iterators are made of, or None while no patch is in force.
     """
     global _defaults
-    if defaults is not _no_patch:
-        _defaults = defaults
+    _defaults = defaults or _defaults
     for iterator_class in (BaseIterator, SingleProcessIterator, MultiProcessIterator):
         if not isinstance(vars(iterator_class)["__init__"], _Constructor):
             iterator_class.__init__ = _Constructor(iterator_class)  # type: ignore[method-assign,assignment]
