@@ -81,7 +81,6 @@ class Adopted:
         own._loader = weakref.ref(loader)
         vars(loader)[_ATTRIBUTE] = own
         note_first_attributes(own)
-        check(own)
         return own
 
     def refusal(self) -> str | None:
@@ -95,7 +94,12 @@ class Adopted:
         return None
 
     def become(self, iterator: Any) -> None:
-        """Makes one of torch's iterators, which was not initialized yet, one of ours."""
+        """Makes one of torch's iterators, which was not initialized yet, one of ours.
+
+        Raises:
+            ValueError: a default of the patch does not suit the loader.
+        """
+        check(self)
         if isinstance(iterator, SingleProcessIterator):
             iterator.__class__ = LocalIterator
             LocalIterator.__init__(iterator, self, None)  # type: ignore[arg-type]

@@ -76,7 +76,9 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
 
     From this call on, `torch.utils.data.DataLoader(...)` returns a `rayloader.DataLoader`, under whatever name it is
     called, and so does torchdata's `StatefulDataLoader(...)`. A loader of ours that a framework rebuilds keeps its
-    own arguments. Subclasses of torch's class, and loaders that exist already, are left alone. For instance::
+    own arguments. Loaders of subclasses of torch's class keep their class, and get our iterators, and so does what else
+    torch's iterators are created from; where that is impossible, a warning says so. Loaders that exist already are left
+    alone. For instance::
 
         with rayloader.patch(seeding="batch"):
             trainer.train()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from types import TracebackType
 
 _OURS = ("rayloader.", "torch.utils.data.")
@@ -28,7 +28,7 @@ def shorten(error: BaseException, says_all: bool) -> None:
 
 def level_outside(*packages: str) -> int:
     """The `stacklevel` for `warnings.warn` at which the caller's warning names the first line outside of packages."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+    level, frame = 0, inspect.currentframe()  # this function's, in this package
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
         level, frame = level + 1, frame.f_back
     return level
