@@ -74,7 +74,7 @@ class Adopted:
             setattr(self._loader(), name, value)
 
     def of(self, loader: Any) -> Adopted:
-        """This one if it stands for that loader, otherwise one that does: `copy.copy` copies no attributes."""
+        """This one if it stands for that loader, otherwise another: a shallow copy of a loader has the original's."""
         if self._loader() is loader:
             return self
         own = self if self._loader is no_loader else Adopted(self.own)

@@ -321,6 +321,7 @@ class Threads(multiprocessing.context.SpawnContext):
             "num_replicas and rank divide the data of a rayloader.DataLoader alone; create one",
         ),
     ],
+    ids=["iterators of its own", "threads", "ranks"],
 )
 def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults, reason, monkeypatch, made):
     monkeypatch.setattr(adopted, "_told", set())
