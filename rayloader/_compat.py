@@ -27,6 +27,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import _generate_state as numpy_seed
 from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseIterator
 from torch.utils.data.dataloader import _InfiniteConstantSampler as InfiniteConstantSampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as MultiProcessIterator
 from torch.utils.data.dataloader import _sharding_worker_init_fn as sharding_worker_init_fn
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SingleProcessIterator
 from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper as DataPipeWrapper
@@ -39,6 +40,7 @@ __all__ = [
     "DatasetKind",
     "ExceptionWrapper",
     "InfiniteConstantSampler",
+    "MultiProcessIterator",
     "SingleProcessIterator",
     "collate_float_fn",
     "collate_int_fn",

@@ -5,7 +5,8 @@ When the last patch is removed, torch's class is what it was before the first.
 
 NOTE [The class stays]: frameworks import torch's class by name, check `isinstance` against it, derive from it, and may
 be imported before or after a patch. So no name is replaced: the class remains torch's, and its constructor turns the
-object into one of ours, whose class derives from it. Subclasses of torch's class are left alone.
+object into one of ours, whose class derives from it. A loader of a subclass keeps its class, and gets our iterators:
+see `adopted.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from rayloader import adopted
 from rayloader.loader import DataLoader, WorkerCount, lost_state, source_of
 from rayloader.options import OwnArguments
+from rayloader.prefetch import AutomaticPrefetch
 from rayloader.readers import callers
 from rayloader.sharding import Ranks, check_once
 
@@ -44,6 +47,7 @@ class Patch:
     def install(self) -> None:
         """Puts it in force (again), on top of the patches that are."""
         if not _installed:
+            adopted.exchange_iterators(lambda: _defaults() if _installed else None)
             for loader_class in _replaced_classes():
                 _replace_constructor(loader_class)
         if self not in _installed:
@@ -72,7 +76,9 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
 
     From this call on, `torch.utils.data.DataLoader(...)` returns a `rayloader.DataLoader`, under whatever name it is
     called, and so does torchdata's `StatefulDataLoader(...)`. A loader of ours that a framework rebuilds keeps its
-    own arguments. Subclasses of torch's class, and loaders that exist already, are left alone. For instance::
+    own arguments. Loaders of subclasses of torch's class keep their class, and get our iterators, and so does what else
+    torch's iterators are created from; where that is impossible, a warning says so. Loaders that exist already are left
+    alone. For instance::
 
         with rayloader.patch(seeding="batch"):
             trainer.train()
@@ -114,12 +120,18 @@ def _replace_constructor(loader_class: type) -> None:
 
     @functools.wraps(before)
     def make_ours(loader: Any, *args: Any, **kwargs: Any) -> None:
-        if type(loader) is not loader_class or not _installed:
+        if isinstance(loader, DataLoader) or not _installed:
             before(loader, *args, **kwargs)
             return
         own = _own_arguments((*args, *kwargs.values()))
-        loader.__class__ = DataLoader
-        DataLoader.__init__(loader, *args, **{**own, **kwargs})  # type: ignore[arg-type]
+        if type(loader) is loader_class:
+            loader.__class__ = DataLoader
+            DataLoader.__init__(loader, *args, **{**own, **kwargs})  # type: ignore[arg-type]
+            return
+        adopted.adopt(loader, own)
+        before(loader, *args, **kwargs)
+        if kwargs.get("prefetch_factor") is None and loader.prefetch_factor is not None:
+            loader.prefetch_factor = AutomaticPrefetch(loader.prefetch_factor)
 
     loader_class.__init__ = make_ours  # type: ignore[misc]
     _constructors[loader_class] = before, make_ours
@@ -181,7 +193,8 @@ class _Watched:
                 _check_dispatch(source)
             if (same := source_of(loader.num_workers, loader.dataset)()) is not None:
                 same._read_anew = True
-            _warn_once(type(loader))
+            if not adopted.is_adopted(loader):
+                _warn_once(type(loader))
         return self._method.__get__(loader, loader_class)
 
 

@@ -41,7 +41,7 @@ from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank
 from rayloader.state import checkpoint
 from rayloader.stats import LoaderStats
 from rayloader.trace import Tracing
-from rayloader.tracebacks import shorten
+from rayloader.tracebacks import level_outside, shorten
 from rayloader.verdict import verdict
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -590,5 +590,6 @@ def _warn_about_multiprocessing_context() -> None:
     if not _warned_about_multiprocessing_context:
         _warned_about_multiprocessing_context = True
         warnings.warn(
-            "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.", stacklevel=3
+            "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.",
+            stacklevel=level_outside("rayloader"),
         )

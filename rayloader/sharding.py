@@ -32,6 +32,7 @@ from rayloader.state.redeal import dealt
 # Attributes by which samplers and datasets show that they are parts: torch's and those modelled on it; Accelerate's;
 # Megatron's and others.
 _NUMBERS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
+_MOST_HELD = 20  # samplers in each other
 
 
 class Shard(DistributedSampler[Any]):
@@ -243,17 +244,27 @@ def order_of(part: DistributedSampler[Any]) -> list[Any]:
 
 
 def chain_of(sampler: Any, until: type | None = None) -> list[Any]:
-    """A sampler and those that it wraps, the innermost last; or up to the first one of a type."""
+    """A sampler and those that it holds, the innermost last; or up to the first one of a type.
+
+    Some objects have a `sampler` without end: a `Mock`, or a proxy that wraps its inner one anew at each access.
+    """
     chain: list[Any] = []
-    known: set[int] = set()
-    while sampler is not None and id(sampler) not in known:
-        known.add(id(sampler))
+    while sampler is not None and len(chain) < _MOST_HELD and not any(sampler is known for known in chain):
         chain.append(sampler)
         if until is not None and isinstance(sampler, until):
             break
-        inner = getattr(sampler, "sampler", None)  # it may be a tensor, which has no truth value
-        sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
+        inner = _held(sampler, "sampler")
+        sampler = inner if inner is not None else _held(sampler, "batch_sampler")
     return chain
+
+
+def _held(sampler: Any, name: str) -> Any:
+    """An attribute of a sampler, if it is the same object whenever it is read: torch does not read it at all."""
+    try:
+        value = getattr(sampler, name, None)  # it may be a tensor, which has no truth value
+        return value if value is None or value is getattr(sampler, name) else None
+    except Exception:  # of the user's own code, which may raise anything
+        return None
 
 
 def tell_epoch(parts: list[Any], epoch: int) -> None:

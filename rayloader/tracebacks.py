@@ -1,7 +1,8 @@
-"""Removes lines from tracebacks that tell the user nothing: those of this package, and of torch's loader."""
+"""Which lines tell the user something: not those of this package, and of torch's loader."""
 
 from __future__ import annotations
 
+import inspect
 from types import TracebackType
 
 _OURS = ("rayloader.", "torch.utils.data.")
@@ -23,3 +24,11 @@ def shorten(error: BaseException, says_all: bool) -> None:
         theirs = theirs.tb_next
     if theirs is not None or says_all:
         first.tb_next = theirs
+
+
+def level_outside(*packages: str) -> int:
+    """The `stacklevel` for `warnings.warn` at which the caller's warning names the first line outside of packages."""
+    level, frame = 0, inspect.currentframe()  # this function's, in this package
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        level, frame = level + 1, frame.f_back
+    return level

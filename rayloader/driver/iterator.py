@@ -51,6 +51,7 @@ from rayloader.samplers import Resuming, Samplers
 from rayloader.shard_info import ranks_told
 from rayloader.state.checkpoint import goes_on
 from rayloader.state.journal import Resumed
+from rayloader.state.object_paths import Node, walk
 from rayloader.state.position import Position
 from rayloader.state.process_state import ProcessState
 from rayloader.tracebacks import shorten
@@ -58,6 +59,7 @@ from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory import no_collection
+from rayloader.transport.pickler import Overlap
 
 logger = logging.getLogger("rayloader")
 
@@ -71,6 +73,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     _crew: Crew | None = None  # here, because `__del__` may run after an interrupt in `__init__`'s first line
     _epoch: Epoch | None = None
+    _adopted: Any = None  # see `adopted.py`: stands for a loader of another class, which is what torch's code passes
+    _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
 
     def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
         self._pid = os.getpid()
@@ -109,6 +113,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish the tasks submitted to them before, as torch's do."""
+        loader = loader if self._adopted is None else self._adopted
         plan = self._end_epoch(first_iter)
         try:
             if plan.starts_workers:
@@ -137,6 +142,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         lives = self._crew is not None and self._crew.usable
         if not lives and not first_iter:
             self.position.restarts()
+        moved = first_iter and self._num_yielded > 0  # by other code than torch's: SpeechBrain resumes in this way
         plan = plan_epoch(
             self._options,
             lives=lives,
@@ -145,7 +151,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             redealt=self._redeal is not None,
             persistent=self._persistent_workers,
             iterable=self._iterable,
-            may_draw_ahead=lambda goes_on: may_draw_ahead(self._index_sampler, resumed=goes_on),
+            may_draw_ahead=lambda goes_on: not moved and may_draw_ahead(self._index_sampler, resumed=goes_on),
         )
         if self._epoch is not None:
             self._epoch.close(resuming=lives and plan.carries_over)
@@ -297,7 +303,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                     add_note(error, f"It cannot be sent to the workers: {explanation}")
             raise
         if encoded.overlap is not None:
-            _warn_of_overlap(*encoded.overlap)
+            _note_overlap(encoded.overlap, self._dataset)
         if encoded.copied is not None:
             _warn_of_copy(*encoded.copied)
         return encoded
@@ -390,20 +396,48 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if os.getpid() == self._pid:  # a forked child has neither usable locks nor our threads
             self._release()
 
+    def _shutdown_workers(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # by then `close_all` has done it
+            self._close()
+
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
             reuse = not self._options.fresh_processes
             self._crew.later(functools.partial(_end, self._crew, self._epoch, reuse=reuse, wait=False))
 
 
-@functools.cache  # says it once
-def _warn_of_overlap(one: str, other: str) -> None:
-    logger.warning(
-        "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if they "
-        "are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it there too",
-        one,
-        other,
-    )
+_MUCH = 64 << 20  # bytes that are held twice
+_LOOKED_AT = 2000  # objects of a dataset, the nearest first
+_seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
+
+
+def _note_overlap(overlap: Overlap, dataset: object) -> None:
+    """Tells of arrays that share memory, unless it hardly matters: libraries keep samples as arrays and as tensors."""
+    much = overlap.nbytes >= _MUCH
+    if (kind := (overlap.one, overlap.other, much)) in _seen_overlaps:
+        return
+    _seen_overlaps.add(kind)
+    if much or not overlap.converted or _have_attributes(dataset, overlap.arrays):
+        logger.warning(
+            "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if "
+            "they are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it "
+            "there too",
+            overlap.one,
+            overlap.other,
+        )
+
+
+def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
+    """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
+    those, found = {*map(id, arrays)}, []
+
+    def look(node: Node, obj: object) -> None:
+        if id(obj) in those and node is not None and node[1] is not None:
+            found.append(node[1][0] == "attribute")
+
+    for _ in walk([(None, dataset)], met=look, most=_LOOKED_AT):
+        pass
+    return any(found)
 
 
 def _warn_of_copy(function: str, generator: str) -> None:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from rayloader.transport import bulk, plain
-from rayloader.transport.pickler import PROTOCOL, Pickler
+from rayloader.transport.pickler import PROTOCOL, Overlap, Pickler
 from rayloader.transport.raw import flat_bytes, memory, storage_over
 from rayloader.transport.rebuilding import make_tensor
 
@@ -57,8 +57,8 @@ class Encoded(NamedTuple):
         carried: parts of the object that travel unchanged.
         gathered: for a replica: more buffers, after the others.
         shared: for a replica: the storages in torch's shared memory, whole, by the number of their buffer.
-        overlap: for a replica: two arrays, or an array and a tensor, that share memory and will not do so when decoded,
-            in words; there may be more, and only the first few of many of a kind are checked.
+        overlap: for a replica: the arrays that share memory, and will not do so when decoded; only the first few of
+            many of a kind are checked.
         copied: for a replica: the first function that travels with a copy of a random generator of its module, and the
             generator's name.
     """
@@ -68,7 +68,7 @@ class Encoded(NamedTuple):
     carried: Sequence[Any]
     gathered: Sequence[bulk.Gathered] = ()
     shared: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
-    overlap: tuple[str, str] | None = None
+    overlap: Overlap | None = None
     copied: tuple[str, str] | None = None
 
     @property

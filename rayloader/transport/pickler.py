@@ -14,7 +14,7 @@ import pickle
 import sys
 import types
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -59,6 +59,24 @@ _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a
 _USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+class Overlap(NamedTuple):
+    """Arrays of a replica that share memory with each other, or with tensors.
+
+    Attributes:
+        one: the first of them, in words.
+        other: what it shares memory with.
+        arrays: all such arrays.
+        nbytes: how many bytes of them are held twice when the replica is decoded.
+        converted: whether each pair is an array and the tensor that was made of the whole of it.
+    """
+
+    one: str
+    other: str
+    arrays: list[np.ndarray[Any, Any]]
+    nbytes: int
+    converted: bool
 
 
 class Span:
@@ -177,31 +195,41 @@ class Pickler(by_value.Pickler):
             replaced.append((group, index, token))
         return replaced
 
-    def overlap(self) -> tuple[str, str] | None:
+    def overlap(self) -> Overlap | None:
         """For `Encoded.overlap`. Memory of a file is shared by everything that refers to it.
 
         Raises:
             ValueError: an array was resized after it was pickled.
         """
-        stretches = []
+        stretches: list[tuple[int, int, np.ndarray[Any, Any] | None]] = []
         for array, low, nbytes in self.arrays:
             if (_address(array), array.nbytes) != (low, nbytes):
                 raise bulk.resized()
             dense = array.flags.forc  # otherwise only its first item is certain not to be a gap
-            high = low + (nbytes if dense else min(nbytes, array.itemsize))
-            stretches.append((low, high, f"an array of shape {array.shape}"))
+            stretches.append((low, low + (nbytes if dense else min(nbytes, array.itemsize)), array))
         if not stretches:
             return None
         for span in self.spans.values():
             low = span.storage.data_ptr()
-            stretches.append((low + span.start, low + span.end, "a tensor"))
-        farthest, before = 0, ""
-        for low, high, what in sorted(stretches):
+            stretches.append((low + span.start, low + span.end, None))
+        farthest, before = 0, stretches[0]
+        pairs = []
+        for stretch in sorted(stretches, key=operator.itemgetter(0, 1)):
+            low, high, _ = stretch
             if low < min(high, farthest) and low not in cast("Mappings", self.mapped):
-                return before, what
+                pairs.append((before, stretch))
             if high > farthest:
-                farthest, before = high, what
-        return None
+                farthest, before = high, stretch
+        if not pairs:
+            return None
+        one, other = pairs[0]
+        return Overlap(
+            one=_in_words(one[2]),
+            other=_in_words(other[2]),
+            arrays=[array for pair in pairs for _, _, array in pair if array is not None],
+            nbytes=sum(min(one[1], other[1]) - other[0] for one, other in pairs),
+            converted=all(one[:2] == other[:2] and (one[2] is None) is not (other[2] is None) for one, other in pairs),
+        )
 
     def _tensor(self, tensor: Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -340,6 +368,10 @@ def _copied_generator(function: types.FunctionType) -> tuple[str, str] | None:
         if is_a(function.__globals__.get(name), KINDS):
             return f"{module.__name__}.{function.__qualname__}", name
     return None
+
+
+def _in_words(array: np.ndarray[Any, Any] | None) -> str:
+    return "a tensor" if array is None else f"an array of shape {array.shape}"
 
 
 def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:

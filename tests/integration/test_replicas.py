@@ -9,6 +9,7 @@ import sqlite3
 import tarfile
 import threading
 import time
+import types
 from contextlib import closing
 from dataclasses import replace
 from datetime import date
@@ -28,6 +29,7 @@ import torch
 import rayloader
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
+from rayloader.driver import iterator as iterator_module
 from rayloader.driver.actor import Actor
 from rayloader.driver.pool import get_pool, live_memory_files
 from rayloader.waiting import Answer
@@ -111,6 +113,32 @@ def test_arrays_that_share_memory_are_warned_of_once(caplog):
     told = [record.getMessage() for record in caplog.records if "shares memory with" in record.getMessage()]
     assert len(told) == 1
     assert "an array of shape (2,) shares memory with an array of shape (7,)" in told[0]
+
+
+class Cached:
+    """As MONAI's `CacheDataset`: what it was given, and what was made of that."""
+
+    def __init__(self, samples):
+        self.samples = samples
+        self.cache = [torch.from_numpy(sample) for sample in samples]
+
+
+def test_samples_that_are_kept_as_arrays_and_as_tensors_are_warned_of_if_they_are_large(caplog, monkeypatch):
+    monkeypatch.setattr(iterator_module, "_seen_overlaps", set())
+    cached = Cached([np.full(19, float(number)) for number in range(3)])
+    written = types.SimpleNamespace(counts=np.zeros(23), tensor=None)
+    written.tensor = torch.from_numpy(written.counts)
+
+    def told(data):
+        caplog.clear()
+        list(holding(data, lambda _: 0))
+        return [record.getMessage() for record in caplog.records if "shares memory with" in record.getMessage()]
+
+    assert not told(cached)
+    assert len(told(written)) == 1
+    monkeypatch.setattr(iterator_module, "_MUCH", 3 * 19 * 8)
+    assert len(told(cached)) == 1
+    assert not told(cached)
 
 
 def test_named_tuples_that_workers_cannot_import_are_as_others():

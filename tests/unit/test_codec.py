@@ -633,7 +633,13 @@ def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
     assert [encode(some, mapped=Mappings()).overlap is None for some in shares] == [False] * len(shares)
     assert [encode(some, mapped=Mappings()).overlap for some in own] == [None] * len(own)
     assert encode([array[:3], array]).overlap is None  # a batch
-    assert encode(shares[0], mapped=Mappings()).overlap == ("an array of shape (3,)", "an array of shape (6,)")
+    overlap = encode(shares[0], mapped=Mappings()).overlap
+    assert (overlap.one, overlap.other, overlap.nbytes) == ("an array of shape (3,)", "an array of shape (6,)", 24)
+    assert [id(each) for each in overlap.arrays] == [id(each) for each in shares[0]]
+    converted = [array, torch.from_numpy(array)]
+    given = [*shares, converted, [*converted, table, table[0]]]
+    found = [number for number, some in enumerate(given) if encode(some, mapped=Mappings()).overlap.converted]
+    assert found == [2, len(shares)]
 
 
 def test_other_arrays():

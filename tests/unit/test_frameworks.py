@@ -5,6 +5,7 @@ tests/frameworks has the real ones.
 
 import copy
 import inspect
+import multiprocessing
 import pickle
 import sys
 import types
@@ -17,9 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rayloader
-from rayloader import frameworks
+from rayloader import adopted, frameworks
+from rayloader import loader as loader_module
+from rayloader._compat import BaseIterator, DatasetKind, MultiProcessIterator, SingleProcessIterator
+from rayloader.driver.local import LocalIterator, OfOneProcess
+from rayloader.driver.recorder import Recorder
 from rayloader.loader import WorkerCount
 from rayloader.options import OwnArguments
+from rayloader.prefetch import AutomaticPrefetch
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata's constructor calls
 
@@ -146,17 +152,212 @@ def test_what_others_have_put_around_the_constructor_stays():
     DataLoader.__init__ = before
 
 
-def test_classes_that_derive_from_torchs_are_left_alone():
-    class Derived(DataLoader):
-        pass
+# ---- classes that derive from torch's: those of libraries
 
+
+class Derived(DataLoader):
+    """As PyG's and TorchIO's: it has a constructor of its own."""
+
+    def __init__(self, dataset, *sizes, label="x", **others):
+        self.label = label
+        super().__init__(dataset, *sizes, collate_fn=self.collate, **others)
+
+    def collate(self, samples):
+        return [self.label, *samples]
+
+
+class Kept(Derived):
+    """As timm's and Ultralytics': it keeps one of torch's iterators."""
+
+    def __iter__(self):
+        self.kept = super().__iter__()
+        yield from self.kept
+
+    def end(self):
+        for worker in self.kept._workers:
+            worker.terminate()
+        self.kept._shutdown_workers()
+
+
+class Doubled(Derived):
+    """As PyG's loaders of nodes: it changes what torch's iterators give."""
+
+    def _get_iterator(self):
+        return (2 * batch for batch in super()._get_iterator())
+
+
+class OfOthers(BaseIterator):
+    pass
+
+
+class OfItsOwn(Derived):
+    """As LitData's: its iterators are of a class that derives from torch's."""
+
+    def _get_iterator(self):
+        return OfOthers(self)
+
+
+class Raw:
+    """As what fastai makes torch's iterators of."""
+
+    _IterableDataset_len_called, _auto_collation, drop_last, in_order, generator = None, False, False, True, None
+    _dataset_kind, _index_sampler = DatasetKind.Map, range(3)
+    dataset, num_workers, prefetch_factor, persistent_workers, timeout = DATASET, 0, None, False, 0
+    pin_memory, pin_memory_device, worker_init_fn, multiprocessing_context = False, "", None, None
+    collate_fn = staticmethod(float)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The iterators of ours that are made."""
+    found = []
+    begins = Recorder.begins
+
+    def noted(recorder, iterator, *others):
+        found.append(type(iterator))
+        return begins(recorder, iterator, *others)
+
+    monkeypatch.setattr(Recorder, "begins", noted)
+    return found
+
+
+@pytest.mark.parametrize("loader_class", [Derived, Kept, Doubled])
+def test_loaders_of_derived_classes_keep_their_class_and_get_our_iterators(loader_class, made):
+    expected = list(loader_class(DATASET, 4))
+    assert not made
+    with rayloader.patch():
+        loader = loader_class(DATASET, 4)
+        assert (type(loader), loader.__class__) == (loader_class, loader_class)
+        copies = [copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)), loader]
+        assert list(loader) == expected
+    assert [list(one) for one in copies] == [expected] * 4  # also after the patch
+    assert made == [LocalIterator] * 5
+    with pytest.raises(ValueError, match=f"batch_size attribute should not be set after {loader_class.__name__}"):
+        loader.batch_size = 3
+    assert list(loader_class(DATASET, 4)) == expected
+    assert len(made) == 5
+
+
+def test_their_iterators_have_the_arguments_of_the_patch():
+    class Faulty(list):
+        def __getitem__(self, index):
+            return {1: 1, 2: 2}[index]
+
+    with rayloader.patch(on_error="skip", seeding="batch"):
+        loader = Derived(Faulty(range(4)), 2)
+        given = rayloader.DataLoader(DATASET, max_skipped=1)
+        anew = Derived(Faulty(range(4)), 2, num_workers=given.num_workers)
+    assert list(loader) == [["x", 1], ["x", 2]]
+    with pytest.raises(KeyError, match="0"):
+        next(iter(anew))
+    with rayloader.patch(scheduling="dynamic", seeding="batch"), pytest.raises(ValueError, match="IterableDataset"):
+        iter(Derived(Stream()))
+
+
+def test_automatic_depth_is_theirs_unless_they_have_one():
+    with rayloader.patch():
+        depths = [Derived(DATASET, num_workers=1, **given).prefetch_factor for given in ({}, {"prefetch_factor": 2})]
+        assert depths == [2, 2]
+        assert [isinstance(depth, AutomaticPrefetch) for depth in depths] == [True, False]
+        assert Derived(DATASET).prefetch_factor is None
+
+
+def test_what_others_make_torchs_iterators_of_gets_ours_while_a_patch_is_in_force(made):
+    with rayloader.patch():
+        assert list(SingleProcessIterator(Raw())) == [0.0, 1.0, 2.0]
+    assert made == [LocalIterator]
+    assert type(SingleProcessIterator(Raw())) is SingleProcessIterator
+
+
+def test_other_code_may_move_the_sampler_and_set_attributes_when_an_iterator_begins(monkeypatch):
+    """As SpeechBrain does, to go on within an epoch."""
+    begin = BaseIterator.__init__
+
+    def begins_later(iterator, loader):
+        begin(iterator, loader)
+        for _ in range(loader.skips):
+            next(iterator._sampler_iter)
+        loader.skips = 0
+
+    with rayloader.patch():
+        loader = Derived(DATASET)
+    loader.skips = 3
+    monkeypatch.setattr(BaseIterator, "__init__", begins_later)
+    assert [number for _, number in loader] == [*range(3, 10)]
+    assert [number for _, number in loader] == [*range(10)]
+
+
+def test_a_class_of_ours_is_left_alone():
     class OfOurs(rayloader.DataLoader):
         pass
 
     with rayloader.patch(seeding="batch"):
-        assert type(Derived(DATASET)) is Derived
         assert type(OfOurs(DATASET)) is OfOurs
         assert OfOurs(DATASET).seeding == rayloader.DataLoader(DATASET).seeding == "worker"
+
+
+def without_processes(monkeypatch):
+    """Torch's iterators start none."""
+    monkeypatch.setattr(vars(MultiProcessIterator)["__init__"], "_init", lambda iterator, loader: None)
+    monkeypatch.setattr(MultiProcessIterator, "__del__", lambda iterator: None)
+
+
+class Threads(multiprocessing.context.SpawnContext):
+    """As MONAI's, whose workers are threads."""
+
+
+@pytest.mark.parametrize(
+    ("make", "defaults", "reason"),
+    [
+        (lambda: OfItsOwn(DATASET, num_workers=1), {}, "its iterators are of a class of their own, .*OfOthers; create"),
+        (
+            lambda: Derived(DATASET, num_workers=1, multiprocessing_context=Threads()),
+            {},
+            "its multiprocessing_context are no processes of multiprocessing's; leave it out",
+        ),
+        (
+            lambda: Derived(DATASET, num_workers=1),
+            {"num_replicas": 2, "rank": 0},
+            "num_replicas and rank divide the data of a rayloader.DataLoader alone; create one",
+        ),
+    ],
+    ids=["iterators of its own", "threads", "ranks"],
+)
+def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults, reason, monkeypatch, made):
+    monkeypatch.setattr(adopted, "_told", set())
+    with rayloader.patch(**defaults):
+        loaders = [make(), make()]
+        without_processes(monkeypatch)
+        with pytest.warns(UserWarning, match=rf"does not reach this .*{type(loaders[0]).__name__}: .*{reason}") as told:
+            iterators = [iter(loader) for loader in loaders]
+    assert [warning.filename for warning in told] == [__file__]
+    assert not made
+    assert not any(isinstance(iterator, OfOneProcess) for iterator in iterators)
+
+
+def test_a_loader_that_was_there_before_the_patch_is_told_of(monkeypatch):
+    monkeypatch.setattr(adopted, "_told", set())
+    loader = Derived(DATASET, num_workers=1)
+    with rayloader.patch():
+        without_processes(monkeypatch)
+        with pytest.warns(UserWarning, match=r"Derived: it was created before, .* call patch\(\) at the start"):
+            iter(loader)
+
+
+@pytest.mark.parametrize(
+    "make", [rayloader.DataLoader, DataLoader, lambda *given, **named: DataLoader(*given, **named)]
+)
+def test_the_warning_of_a_context_names_the_callers_line(make, monkeypatch):
+    monkeypatch.setattr(loader_module, "_warned_about_multiprocessing_context", False)
+    with rayloader.patch(), pytest.warns(UserWarning, match="multiprocessing_context has no effect") as told:
+        make(DATASET, num_workers=1, multiprocessing_context="spawn")
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_loaders_of_derived_classes_are_not_told_of_their_context(monkeypatch):
+    monkeypatch.setattr(loader_module, "_warned_about_multiprocessing_context", False)
+    with rayloader.patch():
+        Derived(DATASET, num_workers=1, multiprocessing_context="spawn")
 
 
 def test_torchdatas_loader_becomes_ours():

@@ -362,6 +362,7 @@ TESTS = {
         "test_a_state_that_was_loaded_is_not_lost_in_silence": ["load_state_dict() was called"],
         "test_a_loader_whose_batches_come_from_another_one_has_no_position": ["a framework has rebuilt this loader"],
         "test_one_warning_tells_of_the_first_loader_that_is_made_anew": ["a rayloader.DataLoader was"],
+        "test_one_warning_names_a_class_that_cannot_get_our_iterators": ["rayloader.patch() does not reach"],
     },
     "unit/test_generators.py": {
         "test_one_whose_place_is_missing_is_an_error": ["the random generator at"],

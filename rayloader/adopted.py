@@ -1,0 +1,214 @@
+"""Loaders of other classes that get our iterators: subclasses of torch's class, and what other code makes iterators of.
+
+Promise: such a loader keeps its class, its methods and its attributes, and its copies and pickles are such loaders too.
+Wherever torch's code, the subclass or a library makes one of torch's own iterators of it, that object becomes one of
+ours. Where that cannot be, the iterator is torch's, and one warning for each class says so.
+
+NOTE [The iterator's constructor]: subclasses override `__iter__` and `_get_iterator`, and some libraries call the class
+of torch's iterators themselves, by a name that they imported. All of them end in the constructors of these classes, so
+this is where torch's iterators are exchanged. For loaders of torch's own iterators these constructors are unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from rayloader._compat import BaseIterator, MultiProcessIterator, SingleProcessIterator
+from rayloader.driver.local import LocalIterator, OfOneProcess
+from rayloader.driver.recorder import Recorder
+from rayloader.loader import DataLoader, no_loader
+from rayloader.options import OwnArguments, check, checked_num_workers
+from rayloader.samplers import note_first_attributes
+from rayloader.tracebacks import level_outside
+
+_ATTRIBUTE = "_rayloader_adopted"  # of such a loader
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
+    if name in OwnArguments.__annotations__
+}
+_MISSING = {"batch_size": None, "batch_sampler": None}  # what loaders may lack of which torch's iterators are made
+
+_told: set[tuple[type, str]] = set()
+
+
+class Adopted:
+    """A loader as our iterators see it: its own attributes, besides those that only our class has.
+
+    Args:
+        own: rayloader's own arguments; defaults for those that are missing.
+    """
+
+    label = DataLoader.label
+    live_iterator = DataLoader.live_iterator
+    __slots__ = ("__weakref__", "_dataset_epoch", "_last_iterator", "_loader", "_ranks", "_recorder", "own")
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self.own = {**_DEFAULTS, **own}
+        self._loader: Callable[[], Any] = no_loader
+        self._recorder = Recorder()
+        self._last_iterator: weakref.ref[Any] | None = None
+        self._ranks = self._dataset_epoch = None
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy belongs to another loader
+        return adopted_anew, (self.own,)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.own:
+            return self.own[name]
+        loader = self._loader()
+        return getattr(loader, name, _MISSING[name]) if name in _MISSING else getattr(loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader(), name, value)
+
+    def of(self, loader: Any) -> Adopted:
+        """This one if it stands for that loader, otherwise another: a shallow copy of a loader has the original's."""
+        if self._loader() is loader:
+            return self
+        own = self if self._loader is no_loader else Adopted(self.own)
+        own._loader = weakref.ref(loader)
+        vars(loader)[_ATTRIBUTE] = own
+        note_first_attributes(own)
+        return own
+
+    def refusal(self) -> str | None:
+        """Why it can't get our iterators, with the remedy; None if it can."""
+        if self.own["num_replicas"] is not None or self.own["rank"] is not None:
+            return "num_replicas and rank divide the data of a rayloader.DataLoader alone; create one in its place"
+        # Torch would refuse a context without workers.
+        context = self.multiprocessing_context if self.num_workers > 0 else None
+        if isinstance(context, BaseContext) and type(context).__module__ != BaseContext.__module__:
+            return "the workers of its multiprocessing_context are no processes of multiprocessing's; leave it out"
+        return None
+
+    def become(self, iterator: Any) -> None:
+        """Makes one of torch's iterators, which was not initialized yet, one of ours.
+
+        Raises:
+            ValueError: a default of the patch does not suit the loader.
+        """
+        check(self)
+        if isinstance(iterator, SingleProcessIterator):
+            iterator.__class__ = LocalIterator
+            LocalIterator.__init__(iterator, self, None)  # type: ignore[arg-type]
+            return
+        from rayloader.driver.iterator import EpochIterator
+
+        num_workers = checked_num_workers(self.num_workers)
+        iterator.__class__, iterator._adopted = EpochIterator, self
+        EpochIterator.__init__(iterator, self, num_workers, None)
+        self._last_iterator = weakref.ref(iterator)
+
+
+def adopt(loader: Any, own: dict[str, Any]) -> None:
+    """Makes a loader one that gets our iterators; before it is initialized."""
+    vars(loader)[_ATTRIBUTE] = Adopted(own)
+
+
+def is_adopted(loader: Any) -> bool:
+    """Whether a loader gets our iterators."""
+    return _ATTRIBUTE in getattr(loader, "__dict__", ())
+
+
+def adopted_anew(own: dict[str, Any]) -> Adopted:
+    """For a copy of such a loader, perhaps in another process."""
+    exchange_iterators()
+    return Adopted(own)
+
+
+def warn_of_torchs(loader: Any, reason: str) -> None:
+    """Says, once for each class, that loaders of it get torch's iterators although a patch is in force."""
+    kind = type(loader)
+    if (kind, reason) not in _told:
+        _told.add((kind, reason))
+        warnings.warn(
+            f"rayloader.patch() does not reach this {kind.__module__}.{kind.__qualname__}: {reason}. Its batches come "
+            "from torch's own workers",
+            stacklevel=level_outside("rayloader", "torch", "torchdata"),
+        )
+
+
+def _no_patch() -> dict[str, Any] | None:
+    return None
+
+
+_defaults = _no_patch
+
+
+def exchange_iterators(defaults: Callable[[], dict[str, Any] | None] | None = None) -> None:
+    """From now on, torch's iterators of loaders that were adopted are ours.
+
+    Args:
+        defaults: gives our own arguments for what else iterators are made of, or None while no patch is in force.
+    """
+    global _defaults
+    _defaults = defaults or _defaults
+    for iterator_class in (BaseIterator, SingleProcessIterator, MultiProcessIterator):
+        if not isinstance(vars(iterator_class)["__init__"], _Constructor):
+            iterator_class.__init__ = _Constructor(iterator_class)  # type: ignore[method-assign,assignment]
+
+
+class _Constructor:
+    """`__init__` of a class of torch's iterators. It adds no frame where the iterator is ours already."""
+
+    def __init__(self, iterator_class: type) -> None:
+        self._class, self._init = iterator_class, vars(iterator_class)["__init__"]
+
+    def __get__(self, iterator: Any, iterator_class: type | None = None) -> Any:
+        init = self._init.__get__(iterator, iterator_class)
+        if iterator is None or isinstance(iterator, OfOneProcess):
+            return init
+        is_torchs = type(iterator) in (SingleProcessIterator, MultiProcessIterator)
+        if is_torchs == (self._class is BaseIterator):
+            return init  # for torch's own iterators the constructor of their class counts, for others that of the base
+        return functools.partial(_construct if is_torchs else _construct_others, init, iterator)
+
+
+def _construct(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
+    """An iterator of torch's own class is made of a loader."""
+    adopted = _adopted(loader)
+    reason = None
+    if adopted is not None:
+        reason = adopted.refusal()
+    elif _defaults() is not None and not isinstance(loader, DataLoader) and loader.num_workers > 0:
+        reason = "it was created before, or without torch's constructor; call patch() at the start of the program"
+    if reason is not None:
+        warn_of_torchs(loader, reason)
+    if adopted is None or reason is not None:
+        init(loader)
+    else:
+        adopted.become(iterator)
+
+
+def _construct_others(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
+    """An iterator of a class that derives from torch's, and may do anything, is made of a loader."""
+    adopted = _adopted(loader)
+    if adopted is not None and loader.num_workers > 0:
+        kind = type(iterator)
+        reason = (
+            f"its iterators are of a class of their own, {kind.__module__}.{kind.__qualname__}; create a "
+            "rayloader.DataLoader of the same dataset, samplers and collate_fn"
+        )
+        warn_of_torchs(loader, reason)
+    init(loader)
+
+
+def _adopted(loader: Any) -> Adopted | None:
+    if is_adopted(loader):
+        return vars(loader)[_ATTRIBUTE].of(loader)  # type: ignore[no-any-return]
+    own = _defaults()
+    if own is None or isinstance(loader, TorchDataLoader) or not hasattr(loader, "__dict__"):
+        return None
+    return Adopted(own).of(loader)

@@ -1,0 +1,262 @@
+"""Loaders of classes that derive from torch's, and what makes torch's iterators itself: stand-ins, and the real ones.
+
+Each case makes a loader; `run` gives its batches. As a script it writes those of torch's iterators, in a process
+without Ray: its arguments are a file and the names of cases.
+"""
+
+import importlib
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
+
+from framework_data import Augmented, Numbers, seed
+
+# ---- stand-ins
+
+
+class Collated(DataLoader):
+    """As PyG's `DataLoader` and TorchIO's: the constructor chooses the `collate_fn`."""
+
+    def __init__(self, dataset, batch_size=1, shuffle=False, follow=None, **others):
+        super().__init__(dataset, batch_size, shuffle, collate_fn=lambda samples: [follow, *samples], **others)
+
+
+class Nodes(DataLoader):
+    """As PyG's `NodeLoader`: the workers call a method of the loader, and so do the iterators."""
+
+    def __init__(self, data, **others):
+        self.data = data
+        super().__init__(range(len(data)), collate_fn=self.collate, **others)
+
+    def collate(self, indices):
+        return torch.stack([self.data[index] for index in indices])
+
+    def _get_iterator(self):
+        return map(torch.neg, super()._get_iterator())
+
+
+class Seeded(DataLoader):
+    """As MONAI's: the dataset's own generator is seeded in each worker."""
+
+    def __init__(self, dataset, num_workers=0, **others):
+        super().__init__(dataset, num_workers=num_workers, worker_init_fn=reseed, **others)
+
+
+def reseed(worker_id):
+    info = torch.utils.data.get_worker_info()
+    info.dataset.generator.seed(info.seed)
+
+
+class Randomized(Dataset):
+    def __init__(self):
+        self.generator = random.Random(0)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index, self.generator.random()
+
+
+class Repeated:
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from iter(self.sampler)
+
+
+class Endless(DataLoader):
+    """As timm's `MultiEpochsDataLoader` and Ultralytics' `InfiniteDataLoader`: one iterator for all epochs."""
+
+    def __init__(self, *arguments, **others):
+        super().__init__(*arguments, **others)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = None
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        if self.iterator is None:
+            self.iterator = super().__iter__()
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+    def close(self):
+        if hasattr(self.iterator, "_workers"):
+            self.iterator._shutdown_workers()
+
+
+class Counted(DataLoader):
+    """As Mosaic's `StreamingDataLoader`: it counts what it yields, and ends its workers itself."""
+
+    def __init__(self, *arguments, **others):
+        super().__init__(*arguments, **others)
+        self.yielded = 0
+
+    def __iter__(self):
+        self.yielded = 0
+        for batch in super().__iter__():
+            self.yielded += len(batch)
+            yield [self.yielded, *batch]
+
+    def state_dict(self):
+        return {"yielded": self.yielded}
+
+    def __del__(self):
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()
+
+
+class Fake:
+    """As fastai's: no loader of torch's, but with all that torch's iterators read."""
+
+    _IterableDataset_len_called, _auto_collation, drop_last, in_order, generator = None, False, False, True, None
+    _dataset_kind, prefetch_factor, timeout, persistent_workers = _DatasetKind.Iterable, 2, 0, False
+    pin_memory, pin_memory_device, worker_init_fn, multiprocessing_context = False, "", None, multiprocessing
+    collate_fn = staticmethod(torch.neg)
+
+    def __init__(self, num_workers):
+        self.dataset, self.num_workers = Numbers(), num_workers
+        self._index_sampler = range(100)
+
+    def __iter__(self):
+        return _MultiProcessingDataLoaderIter(self)
+
+
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+STAND_INS = {
+    "collated": lambda: Collated(Augmented(), 4, True, follow="x", num_workers=2),
+    "collated, persistent": lambda: Collated(Augmented(), 4, True, follow="x", **PERSISTENT),
+    "stream": lambda: Collated(Numbers(), 4, follow="y", num_workers=2),
+    "nodes": lambda: Nodes(Augmented(), batch_size=4, shuffle=True, num_workers=2),
+    "seeded": lambda: Seeded(Randomized(), batch_size=4, num_workers=2),
+    "endless": lambda: Endless(Augmented(), batch_size=4, shuffle=True, num_workers=2),
+    "counted": lambda: Counted(Augmented(), batch_size=4, shuffle=True, num_workers=2),
+    "counted, persistent": lambda: Counted(Augmented(), batch_size=4, shuffle=True, **PERSISTENT),
+    "fake": lambda: Fake(2),
+}
+
+# ---- the libraries' own
+
+
+def real(name):
+    """A module of a library, which may warn of what it likes as it is imported, and draw random numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module(name)
+    seed(1)
+    return module
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return np.full((3, 4, 4), index + random.randrange(100), np.uint8), index
+
+
+def pyg():
+    data = real("torch_geometric.data").Data
+    edges = torch.tensor([[0, 1], [1, 2]])
+    graphs = [data(x=torch.rand(3, 2), edge_index=edges) for _ in range(10)]
+    make = real("torch_geometric.loader").DataLoader
+    return make(graphs, batch_size=4, shuffle=True, follow_batch=["x"], num_workers=2)
+
+
+def monai():
+    transforms, data = real("monai.transforms"), real("monai.data")
+    noise = transforms.Compose([transforms.EnsureTyped("image"), transforms.RandGaussianNoised("image", prob=0.5)])
+    images = [{"image": np.random.rand(1, 4, 4)} for _ in range(10)]
+    return data.DataLoader(data.CacheDataset(images, noise, progress=False), batch_size=3, shuffle=True, num_workers=2)
+
+
+def monai_thread():
+    return real("monai.data").ThreadDataLoader(Augmented(), batch_size=3, shuffle=True, num_workers=2)
+
+
+def timm():
+    loader = real("timm.data.loader")
+    make = loader.MultiEpochsDataLoader
+    return make(Images(), batch_size=4, shuffle=True, collate_fn=loader.fast_collate, num_workers=2)
+
+
+def ultralytics():
+    build = real("ultralytics.data.build")
+    make = build.InfiniteDataLoader
+    return make(Augmented(), batch_size=4, shuffle=True, worker_init_fn=build.seed_worker, num_workers=2)
+
+
+def torchio():
+    module = real("torchio")
+    subjects = [module.Subject(image=module.ScalarImage(tensor=torch.rand(1, 2, 2, 2))) for _ in range(6)]
+    dataset = module.SubjectsDataset(subjects, transform=module.RandomNoise())
+    return module.SubjectsLoader(dataset, batch_size=2, shuffle=True, num_workers=2)
+
+
+def mosaic():
+    streaming = real("streaming")
+    folder = tempfile.mkdtemp()
+    with streaming.MDSWriter(out=folder, columns={"number": "int"}) as writer:
+        for number in range(20):
+            writer.write({"number": number})
+    real("streaming.base.util").clean_stale_shared_memory()
+    dataset = streaming.StreamingDataset(local=folder, shuffle=True, batch_size=4)
+    return streaming.StreamingDataLoader(dataset, batch_size=4, num_workers=2)
+
+
+def fastai():
+    make = real("fastai.data.load").DataLoader
+    return make(list(range(20)), bs=4, shuffle=True, num_workers=2, after_item=lambda item: item + random.random())
+
+
+# By the package.
+REAL = {
+    "torch_geometric": pyg,
+    "monai": monai,
+    "monai, with a thread": monai_thread,
+    "timm": timm,
+    "ultralytics": ultralytics,
+    "torchio": torchio,
+    "streaming": mosaic,
+    "fastai": fastai,
+}
+CASES = STAND_INS | REAL
+
+
+def plain(batch):
+    """As JSON has it."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return torch.as_tensor(batch).tolist()
+    if hasattr(batch, "to_dict") or isinstance(batch, dict):
+        items = batch.items() if isinstance(batch, dict) else batch.to_dict().items()
+        return {str(key): plain(value) for key, value in items if isinstance(value, (torch.Tensor, list))}
+    return [plain(part) for part in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def run(name):
+    """The batches of two epochs, and what the program draws next."""
+    seed(1)
+    loader = CASES[name]()
+    seed(2)
+    found = [[plain(batch) for batch in loader] for _ in range(2)]
+    if isinstance(loader, Endless):
+        loader.close()
+    return json.loads(json.dumps([*found, random.random(), torch.rand(2).tolist()]))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    Path(sys.argv[1]).write_text(json.dumps({name: run(name) for name in sys.argv[2:]}))
