@@ -43,9 +43,9 @@ from rayloader.state.generator_kinds import (
 )
 from rayloader.state.living_generators import MODULES_AT_START, is_imported, living_generators
 from rayloader.state.module_generators import Placed
-from rayloader.state.module_globals import is_own_module, is_own_name
 from rayloader.state.namespaces import namespace_of
 from rayloader.state.object_paths import Node, Path, follow, in_words, put, walk
+from rayloader.state.own_modules import is_own_module, is_own_name
 
 _OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that nothing else refers to
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from rayloader.state.generator_kinds import KINDS, distinct, is_a
-from rayloader.state.module_globals import is_own_name, is_own_namespace
 from rayloader.state.object_paths import (
     ATOMS,
     Node,
@@ -30,6 +29,7 @@ from rayloader.state.object_paths import (
     spaces_of,
     walk,
 )
+from rayloader.state.own_modules import is_own_name, is_own_namespace
 
 _MOST_BEHIND_CODE = 100_000  # objects: functions may name whole datasets
 _MOST_WATCHED = 10_000  # values: a state may be taken before each batch

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import itertools
 import os
 import signal
 import subprocess
@@ -276,3 +277,147 @@ def test_what_a_modules_main_has_put_into_a_config_reaches_the_workers(tmp_path)
         timeout=HANG_LIMIT,
     )
     assert (done.returncode, done.stdout) == (0, "[[64, 64], [64, 64]]\n"), done.stderr
+
+
+REGISTRY = """
+COUNT, ORDER, NAMES, BY_NAME = 0, [], set(), {}
+
+class Base:
+    labels = []
+    def __init_subclass__(cls):
+        cls.index = len(Base.labels)
+        Base.labels.append(cls.__name__)
+
+def register(cls):
+    global COUNT
+    if cls.__name__ in NAMES:
+        raise ValueError(f"{cls.__name__} is registered already")
+    cls.label = COUNT
+    register.calls = getattr(register, "calls", 0) + 1
+    COUNT += 1
+    ORDER.append(cls.__name__)
+    NAMES.add(cls.__name__)
+    BY_NAME[cls.__name__] = cls.label
+    return cls
+
+def found():
+    return COUNT, ORDER, sorted(NAMES), BY_NAME, Base.labels, register.calls
+"""
+# `first` and `second` import each other.
+FIRST = """
+from {package} import registry
+from {package}.registry import ORDER
+
+@registry.register
+class First(registry.Base):
+    pass
+
+from {package} import second
+"""
+SECOND = """
+from {package} import first, registry
+
+@registry.register
+class Second(registry.Base):
+    pass
+"""
+LATER = """
+from {package} import registry
+
+@registry.register
+class Later(registry.Base):
+    pass
+"""
+REGISTERED = """
+import importlib
+from {package} import registry
+
+class Data:
+    def __init__(self, *held):
+        self.held = held
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        found = registry.found()
+        modules = [importlib.import_module(f"{package}.{{name}}") for name in ("first", "second", "later")]
+        kinds = modules[0].First, modules[1].Second, modules[2].Later
+        labels = [(kind.label, kind.index) for kind in kinds]
+        return [found, labels, registry.found() == found, modules[0].ORDER is registry.ORDER]
+"""
+
+
+@pytest.fixture
+def registered(tmp_path, monkeypatch):
+    """A package whose modules register and number their classes as they are imported."""
+    package = f"registered_{abs(hash(tmp_path))}"
+    (tmp_path / package).mkdir()
+    sources = {"registry": REGISTRY, "first": FIRST, "second": SECOND, "later": LATER, "data": REGISTERED}
+    for name, source in {"__init__": "", **sources}.items():
+        text = source if name == "registry" else source.format(package=package)
+        (tmp_path / package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield [importlib.import_module(f"{package}.{name}") for name in ("registry", "first", "second", "later", "data")]
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        del sys.modules[name]
+
+
+HELD = (), ("First",), ("Later",), ("Second", "First")
+
+
+def expected_of(registry):
+    order = ["First", "Second", "Later"]
+    found = 3, order, sorted(order), {"First": 0, "Second": 1, "Later": 2}, order, 3
+    assert registry.found() == found
+    return [[found, [(0, 0), (1, 1), (2, 2)], True, True]] * 8
+
+
+@pytest.mark.parametrize(
+    ("holds", "persistent"),
+    [
+        ((), False),
+        (("Later",), True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in itertools.product(HELD, (False, True))),
+    ],
+)
+def test_what_modules_register_and_number_as_they_are_imported_is_counted_once(registered, holds, persistent):
+    """Whether the worker imports them with the dataset, or only when a sample needs them, and in every epoch."""
+    registry, first, second, later, data = registered
+    kinds = {"First": first.First, "Second": second.Second, "Later": later.Later}
+    loader = DataLoader(
+        data.Data(*map(kinds.get, holds)), None, num_workers=2, collate_fn=as_is, persistent_workers=persistent
+    )
+    for _ in range(2):
+        assert list(loader) == expected_of(registry)
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    for pid in live_actor_pids():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert [*seen, *iterator] == expected_of(registry)
+
+
+def test_what_the_program_registers_itself_reaches_later_epochs(registered):
+    registry, first, _, _, data = registered
+    loader = DataLoader(data.Data(first.First), None, num_workers=1, collate_fn=as_is)
+    assert list(loader) == expected_of(registry)
+    registry.ORDER.append("more")
+    registry.COUNT = 9
+    (found, _, same, aliased), *_ = list(loader)
+    assert (found[0], found[1][-1], same, aliased) == (9, "more", True, True)
+
+
+def test_workers_of_another_loader_import_what_they_need_into_the_same_process(registered):
+    """The registry of the warm process has the program's content by then, and would refuse what is there already."""
+    registry, first, _, later, data = registered
+    for held in (first.First, later.Later):
+        loader = DataLoader(data.Data(held), None, num_workers=1, collate_fn=as_is)
+        assert list(loader) == expected_of(registry)
+
+
+def test_several_workers_of_one_process_import_once(registered):
+    registry, first, _, _, data = registered
+    loader = DataLoader(data.Data(first.First), None, num_workers=2, collate_fn=as_is, prefetch_factor=1)
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    loader.resize(1)
+    assert [*seen, *iterator] == expected_of(registry)

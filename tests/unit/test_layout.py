@@ -182,7 +182,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/state/generator_kinds.py", "_inst"): "states name it: it is data there",
     ("rayloader/state/generator_kinds.py", "_rand"): "likewise",
     ("rayloader/state/generator_kinds.py", "_bit_generator"): "likewise",
-    ("rayloader/state/module_globals.py", "_name_"): "documented, of an Enum's member",
+    ("rayloader/state/plain_values.py", "_name_"): "documented, of an Enum's member",
     ("rayloader/driver/local.py", "_dataset_kind"): "of our own loader, which inherits it",
     ("rayloader/state/checkpoint.py", "_dataset_kind"): "likewise",
     ("rayloader/forkserver/server.py", "_exit"): "documented, of os",

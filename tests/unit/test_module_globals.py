@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import pickle
 import random
 import sys
 import types
@@ -21,6 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rayloader.state import module_generators
 from rayloader.state.module_generators import Found
 from rayloader.state.module_globals import ModuleGlobals
+from rayloader.state.own_modules import own_modules
 
 
 @pytest.fixture
@@ -492,7 +494,7 @@ def test_nothing_of_the_programs_is_called(module, tmp_path):
     sys.modules["own_lazy"] = lazy
     try:
         module.VALUE = Unconfigured()
-        assert "Unconfigured" in ModuleGlobals.capture().others["own_settings"][("VALUE",)]
+        assert "Unconfigured" in pickle.loads(ModuleGlobals.capture().sent)["own_settings"].others["VALUE",]
     finally:
         del sys.modules["own_lazy"]
 
@@ -507,3 +509,59 @@ def test_a_class_that_is_a_global_of_its_module_is_looked_at_by_that_name_only()
         found.look_in("own_classes", name, getattr(module, name))
     (carried,) = found.carried()
     assert carried.paths == ((("module", "own_classes"), ("attribute", "Base"), ("attribute", "rng")),)
+
+
+class Asking:
+    """A finder of the program's that asks all others, as coverage tools and import hooks do."""
+
+    def find_spec(self, name, path=None, target=None):
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                spec.asked = True
+                return spec
+        return None
+
+
+@pytest.mark.parametrize("place", [0, None])
+def test_a_finder_that_asks_all_others_does_not_go_round_in_circles(module, place):
+    module.VALUE = 2
+    state = ModuleGlobals.capture()
+    state.adopt()
+    sys.meta_path.insert(len(sys.meta_path) if place is None else place, Asking())
+    del sys.modules["own_settings"]
+    new = importlib.import_module("own_settings")
+    assert new.VALUE == 2
+    if place == 0:
+        assert new.__spec__.asked
+
+
+@pytest.mark.parametrize("metadata", ["other_package-1.0.dist-info/RECORD", "other_package-1.0.egg-info/top_level.txt"])
+@pytest.mark.parametrize("of_sources", [False, True])
+def test_a_package_with_its_metadata_beside_it_is_an_installed_one(metadata, of_sources, tmp_path, monkeypatch):
+    folder = tmp_path / "target"
+    (folder / "installed").mkdir(parents=True)
+    (folder / "installed" / "__init__.py").write_text("")
+    (folder / "installed" / "catalogue.py").write_text("ENTRIES = {'a': 1}\n")
+    (folder / "beside.py").write_text("VALUE = 1\n")
+    (folder / metadata).parent.mkdir()
+    (folder / metadata).write_text("installed/__init__.py,,\n" if "RECORD" in metadata else "installed\n")
+    if of_sources:
+        (folder / "pyproject.toml").write_text("")
+    monkeypatch.syspath_prepend(folder)
+    try:
+        for name in ("installed.catalogue", "beside"):
+            importlib.import_module(name)
+        own = set(dict(own_modules()))
+    finally:
+        for name in ("installed", "installed.catalogue", "beside"):
+            sys.modules.pop(name, None)
+    assert "beside" in own
+    assert ("installed.catalogue" in own) is (of_sources and "egg-info" in metadata)
+
+
+def test_attributes_of_functions_travel(module, tmp_path):
+    (tmp_path / "own_settings.py").write_text("def register():\n    pass\n")
+    del sys.modules["own_settings"]
+    module = importlib.import_module("own_settings")
+    module.register.calls = 3
+    assert in_a_worker(ModuleGlobals.capture()).register.calls == 3
