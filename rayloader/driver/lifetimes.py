@@ -8,7 +8,8 @@ An actor is LENT from its creation on, to the lease of one crew, whether it has 
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
 holder at any line. Actors that `rayloader.init` has created in advance are IDLE, without a deadline, until they are
 lent. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm. They may be lent
-to any loader with the same options, and are killed some time after the last such loader is gone.
+to any loader with the same options, and are killed some time after the last such loader is gone; in a Ray that others
+use too, those that hold CPUs are killed so soon after their epoch, because others may wait for these.
 
 Threads: the users' threads lend. Everything else is done by the janitor's thread, which no Ctrl-C reaches. `_lock`
 guards the step from IDLE to LENT or GONE; Ray calls under it only take an instant.
@@ -169,12 +170,13 @@ class Lifetimes:
         for actor in list(self.actors):
             self.kill(actor)
 
-    def tidy(self, usable: Collection[bytes], grace: float) -> float | None:
+    def tidy(self, usable: Collection[bytes], grace: float, *, shared: bool) -> float | None:
         """Takes back the actors of lost leases, and kills those that are late.
 
         Args:
             usable: options of the loaders that live.
             grace: seconds that an actor is kept if no loader could use it.
+            shared: others use this Ray too: an actor that reserves CPUs is kept no longer, whoever could use it.
 
         Returns:
             The seconds until the next deadline; None if there is none.
@@ -185,10 +187,8 @@ class Lifetimes:
         now = time.monotonic()
         spare = [actor for actor in list(self.actors) if actor.state is not ActorState.LENT]
         for actor in spare:
-            if actor.key in usable or actor.is_new:
-                actor.keep_until = math.inf
-            elif actor.keep_until == math.inf:
-                actor.keep_until = now + grace
+            stays = actor.is_new or (actor.key in usable and not (shared and actor.reserves))
+            actor.keep_until = math.inf if stays else min(actor.keep_until, now + grace)
         if any(actor.state is ActorState.STOPPING and now >= actor.stop_by for actor in spare):
             with self._lock:
                 self._settle()
