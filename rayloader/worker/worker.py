@@ -127,7 +127,7 @@ class Worker:
             baseline.adopt(self._setup.process, alone=alone)
             before = living_generators()
             # As after a fork: the program has already imported these modules and created these objects.
-            with noting() as noted, warnings.catch_warnings():
+            with baseline.importing(), noting() as noted, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
             output.settle()
