@@ -125,10 +125,11 @@ def _tracers() -> tuple[Any, ...]:
 
 
 def _set_tracers(tracers: tuple[Any, ...]) -> None:
-    for put, tracer in zip(
-        (sys.setprofile, sys.settrace, threading.setprofile, threading.settrace), tracers, strict=True
-    ):
+    kept = _tracers()  # until others are set: a profiler of C code must not end meanwhile
+    setters = sys.setprofile, sys.settrace, threading.setprofile, threading.settrace
+    for put, tracer in zip(setters, tracers, strict=True):
         put(tracer)
+    del kept
 
 
 def _monitors() -> list[Any]:

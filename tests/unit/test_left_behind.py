@@ -1,6 +1,7 @@
 """What user code has changed in a process is put back, or named. No Ray."""
 
 import builtins
+import cProfile
 import gc
 import locale
 import multiprocessing
@@ -60,6 +61,10 @@ PUT_BACK = {
         lambda: multiprocessing.set_start_method("forkserver", force=True),
     ),
 }
+
+
+if sys.version_info < (3, 12):  # since then it is a monitoring tool
+    PUT_BACK["profiler"] = sys.getprofile, lambda: cProfile.Profile().enable()
 
 
 @pytest.mark.parametrize("what", PUT_BACK)
