@@ -113,13 +113,16 @@ def _names_in(owner: Any) -> Mapping[str, Any] | None:
 
 
 def is_programs(value: Any) -> bool:
-    """Whether the program has written a module, function or class, or the class of any other object."""
+    """Whether the program has written a module, function or class, or the class of any other object.
+
+    A class whose module is not imported here has been pickled by value.
+    """
     if is_a(value, types.ModuleType):
         return is_own_namespace(namespace_of(value))
     if is_a(value, types.FunctionType):
         return is_own_namespace(value.__globals__)
     kind = value if is_a(value, type) else type(value)
-    return kind.__module__ == "__main__" or is_own_name(kind.__module__)
+    return kind.__module__ == "__main__" or kind.__module__ not in sys.modules or is_own_name(kind.__module__)
 
 
 def _name_of(owner: Any) -> str:

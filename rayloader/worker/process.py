@@ -97,7 +97,6 @@ class WorkerProcess:
         """Makes this process worker `setup.worker_id`, besides others: newly started, or as in `state`."""
         alone = not self._hosting
         if alone:
-            self._context = contextvars.copy_context()
             freeze()  # neither `stop` nor the search for generators looks at objects that exist by now
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
@@ -184,8 +183,9 @@ class WorkerProcess:
         self._hosting.clear()
         set_worker_info(None)
         nobody_reads()
-        gc.collect()
         left_behind = self._baseline.restore()
+        self._context = contextvars.copy_context()
         sqlite_handle.unregister()
         self._output.close()
+        gc.collect()
         return left_behind
