@@ -81,6 +81,17 @@ class Actor:
         """Whether it was created in advance and has never been lent; it may not run yet."""
         return self.state is ActorState.IDLE and self.stopped is None
 
+    @property
+    def left_behind(self) -> str:
+        """What user code has left behind in its process, which must therefore end; empty if nothing, or not known."""
+        value = self.stopped.value if self.stopped is not None else None
+        return value if isinstance(value, str) else ""
+
+    @property
+    def reserves(self) -> bool:
+        """Whether it takes CPUs or GPUs from others as long as it lives, idle or not."""
+        return bool(self.options.get("num_cpus") or self.options.get("num_gpus"))
+
     def is_placed(self) -> bool:
         """Whether Ray has a process for it by now: it waits only for its imports, not for resources."""
         if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):

@@ -7,8 +7,10 @@ Promise: every change of an actor's state is made here.
 An actor is LENT from its creation on, to the lease of one crew, whether it has found its place yet or not. A lease
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
 holder at any line. Actors that `rayloader.init` has created in advance are IDLE, without a deadline, until they are
-lent. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm. They may be lent
-to any loader with the same options, and are killed some time after the last such loader is gone.
+lent. STOPPING actors have not answered `stop`; late ones are killed, and so are those that answer that user code has
+left something behind in them. IDLE ones are warm. They may be lent to any loader with the same options, and are killed
+some time after the last such loader is gone; in a Ray that others use too, those that hold CPUs are killed so soon
+after their epoch, because others may wait for these.
 
 Threads: the users' threads lend. Everything else is done by the janitor's thread, which no Ctrl-C reaches. `_lock`
 guards the step from IDLE to LENT or GONE; Ray calls under it only take an instant.
@@ -18,14 +20,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from rayloader._compat_ray import on_completed
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.janitor import Janitor
 from rayloader.waiting import NONE_YET, Answer, wait_for
@@ -35,6 +40,8 @@ STOP_TIMEOUT_S = 5.0
 # How long a new epoch waits for actors that are stopping: about what a new actor would take to start, most of it CPU
 # time for the import of torch, so that on a busy machine both take longer.
 REUSE_WAIT_S = 2.5
+
+logger = logging.getLogger("rayloader")
 
 
 class Lifetimes:
@@ -69,7 +76,8 @@ class Lifetimes:
         give_up = time.monotonic() + REUSE_WAIT_S
         taken = self._take_idle(lease, key, count)
         while len(taken) < count:
-            stopping = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
+            spare = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
+            stopping = [actor for actor in spare if not actor.left_behind]
             remaining = give_up - time.monotonic()
             if not stopping or remaining <= 0:
                 break
@@ -82,6 +90,7 @@ class Lifetimes:
         with self._lock:
             self._settle()
             idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key]
+            idle = [actor for actor in idle if not actor.left_behind]
             # First those with CPUs of their own, which may have come when others of a crew were at work already.
             idle = sorted(idle, key=lambda actor: -(actor.options.get("num_cpus") or 0))[:count]
             for actor in idle:
@@ -90,15 +99,16 @@ class Lifetimes:
             return idle
 
     def _proved(self, actors: list[Actor]) -> list[Actor]:
-        """Those that answer: they have finished `stop`, and have not died since. The others are killed."""
+        """Those that answer: they have finished `stop`, are as new, and have not died since. The others are killed."""
         new = [actor for actor in actors if actor.stopped is None]  # created in advance: nothing to prove
         probed = {actor: actor.stopped.ref for actor in actors if actor.stopped is not None}
         calls = [ref for actor, stopped in probed.items() for ref in (stopped, actor.handle.hello.remote())]
         answers = wait_for(calls, len(calls), STOP_TIMEOUT_S)
         alive = new
         for actor, *both in zip(probed, answers[::2], answers[1::2], strict=True):
-            if any(answer is NONE_YET or isinstance(answer, RayError) for answer in both):
-                self._janitor.later(functools.partial(self.kill, actor))  # it neither answers nor ends, or has died
+            lost = any(answer is NONE_YET or isinstance(answer, RayError) for answer in both)
+            if lost or both[0]:  # it neither answers nor ends, or has died, or is to end
+                self._janitor.later(functools.partial(self.kill, actor))
             else:
                 actor.lane.abandon()  # all its calls are answered
                 actor.lane.rest(False)
@@ -142,9 +152,15 @@ class Lifetimes:
         except Exception:  # whatever Ray raises; without this call it could be neither reused nor waited for
             self.kill(actor)
             return
+        on_completed(actor.stopped.ref, functools.partial(self._stopped, actor))
         actor.lane.rest(True)
         actor.lease, actor.stop_by, actor.keep_until = None, time.monotonic() + STOP_TIMEOUT_S, math.inf
         actor.state = ActorState.STOPPING if busy else ActorState.IDLE
+
+    def _stopped(self, actor: Actor, left_behind: Any) -> None:  # in one of Ray's threads
+        if isinstance(left_behind, str) and left_behind:
+            _tell(left_behind)
+            self._janitor.later(functools.partial(self.kill, actor, if_spare=True))
 
     def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
         """Ends an actor; with `if_spare` only if it is not lent."""
@@ -169,12 +185,13 @@ class Lifetimes:
         for actor in list(self.actors):
             self.kill(actor)
 
-    def tidy(self, usable: Collection[bytes], grace: float) -> float | None:
+    def tidy(self, usable: Collection[bytes], grace: float, *, shared: bool) -> float | None:
         """Takes back the actors of lost leases, and kills those that are late.
 
         Args:
             usable: options of the loaders that live.
             grace: seconds that an actor is kept if no loader could use it.
+            shared: others use this Ray too: an actor that reserves CPUs is kept no longer, whoever could use it.
 
         Returns:
             The seconds until the next deadline; None if there is none.
@@ -185,10 +202,8 @@ class Lifetimes:
         now = time.monotonic()
         spare = [actor for actor in list(self.actors) if actor.state is not ActorState.LENT]
         for actor in spare:
-            if actor.key in usable or actor.is_new:
-                actor.keep_until = math.inf
-            elif actor.keep_until == math.inf:
-                actor.keep_until = now + grace
+            stays = actor.is_new or (actor.key in usable and not (shared and actor.reserves))
+            actor.keep_until = math.inf if stays else min(actor.keep_until, now + grace)
         if any(actor.state is ActorState.STOPPING and now >= actor.stop_by for actor in spare):
             with self._lock:
                 self._settle()
@@ -200,3 +215,13 @@ class Lifetimes:
             else:
                 deadline = min(deadline, until)
         return max(0.0, deadline - now) if deadline < math.inf else None
+
+
+@functools.cache  # says it once
+def _tell(left_behind: str) -> None:
+    logger.warning(
+        "rayloader: worker processes end after each epoch, because the dataset, collate_fn or worker_init_fn changes "
+        "something in them, or leaves it behind, that cannot be put back: %s; the next epoch has to start new ones. "
+        "With persistent_workers=True the loader keeps them",
+        left_behind,
+    )

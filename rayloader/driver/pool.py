@@ -51,7 +51,8 @@ from rayloader.waiting import Answer
 from rayloader.worker.process import WorkerProcess
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
-# finds them warm. In a Ray that other programs use too, they hold CPUs that others may wait for.
+# finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
+# itself may wait for them in `ray.get`.
 GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
 
@@ -263,7 +264,8 @@ class Pool:
         with self._lock:
             self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
             usable = {entry.key for entry in self._loaders}
-        left = self._lifetimes.tidy(usable, GRACE_S if session.started_here() else JOINED_GRACE_S)
+        shared = not session.started_here()
+        left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
         metrics = self._metrics.tell() if self.session_alive() else None
         drains = self._look_for_drains() if self.session_alive() else None
         return min((seconds for seconds in (left, metrics, drains) if seconds is not None), default=None)

@@ -66,12 +66,12 @@ class _Namespaces:
         self._modules = modules
         for place, (space, bound, _) in enumerate(self._spaces):
             if _differ(values := list(space.values()), bound):
-                self._spaces[place] = space, values, _of({dict}, values)
+                self._spaces[place] = space, values, of_types({dict}, values)
                 new += self._new_classes(values)
         while new:
             space = new.pop()
             values = list(space.values())
-            self._spaces.append((space, values, _of({dict}, values)))
+            self._spaces.append((space, values, of_types({dict}, values)))
             new += self._new_classes(values)
 
     def _new_classes(self, values: list[Any]) -> Iterator[Mapping[str, Any]]:
@@ -87,7 +87,7 @@ class _Namespaces:
             found += itertools.filterfalse(gc.is_tracked, dicts)
             if _differ(values := list(space.values()), bound):
                 found += values
-                found += itertools.filterfalse(gc.is_tracked, _of({dict}, values))
+                found += itertools.filterfalse(gc.is_tracked, of_types({dict}, values))
         return found
 
 
@@ -109,7 +109,7 @@ def living_generators() -> list[Any]:
     kinds = generator_types()
     objects = gc.get_objects()  # not in a new list, which would contain itself
     objects += _namespaces.new()
-    found = _of(kinds, objects)
+    found = of_types(kinds, objects)
     # No path leads through a tensor, and there may be very many.
     objects = list(
         itertools.compress(objects, map(operator.is_not, map(type, objects), itertools.repeat(torch.Tensor)))
@@ -118,9 +118,9 @@ def living_generators() -> list[Any]:
     for begin in range(0, len(objects), _CHUNK):
         holders = objects[begin : begin + _CHUNK]
         while holders:
-            referents = _of({*torch_kinds, dict, tuple}, gc.get_referents(*holders))
-            found += _of(torch_kinds, referents)
-            holders = list(itertools.filterfalse(gc.is_tracked, _of({dict, tuple}, referents)))
+            referents = of_types({*torch_kinds, dict, tuple}, gc.get_referents(*holders))
+            found += of_types(torch_kinds, referents)
+            holders = list(itertools.filterfalse(gc.is_tracked, of_types({dict, tuple}, referents)))
     sizes = list(map(len, _GLOBALS_AT_START))
     if sizes != _SIZES_AT_START:
         for names, size, before in zip(_GLOBALS_AT_START, sizes, _SIZES_AT_START, strict=True):
@@ -130,6 +130,6 @@ def living_generators() -> list[Any]:
     return distinct(found)
 
 
-def _of(kinds: set[type], objects: list[Any]) -> list[Any]:
+def of_types(kinds: set[type], objects: list[Any]) -> list[Any]:
     """The objects whose type is one of these; entirely in C, because there may be millions."""
     return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))

@@ -1,17 +1,14 @@
 """The settings that a worker's process takes over from the driver, and how they are restored.
 
 Promise: a forked worker would inherit these things from the process and thread that called `iter()`; an actor's
-process adopts them for as long as it works for that iterator, and afterwards is as Ray started it.
+process adopts them for as long as it works for that iterator, and afterwards is as Ray started it, or says why not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import decimal
-import gc
 import os
-import signal
-import socket
 import sys
 import time
 import warnings
@@ -23,6 +20,7 @@ import numpy as np
 import torch
 
 from rayloader._compat import default_collate_fn_map, print_options
+from rayloader.state.left_behind import LeftBehind
 from rayloader.state.logging_state import LoggingState
 from rayloader.state.module_globals import ModuleGlobals
 
@@ -82,10 +80,7 @@ class Baseline:
         self._sys_path = list(sys.path)
         self._affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._settings = _read_settings()
-        self._num_threads = torch.get_num_threads()
-        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._gc = gc.isenabled(), gc.get_threshold()
-        self._socket_timeout = socket.getdefaulttimeout()
+        self._left_behind = LeftBehind()
         self._modes = contextlib.ExitStack()  # restored by leaving it
         self._collate_fn_map = dict(default_collate_fn_map)
 
@@ -116,28 +111,30 @@ class Baseline:
         own = {key: value for key, value in self._environ.items() if not here or key in self._own_variables}
         return {**{key: value for key, value in driver.items() if not key.startswith("RAY_")}, **own}
 
-    def restore(self) -> None:
-        """Restores everything, whatever user code has changed."""
+    def importing(self) -> contextlib.AbstractContextManager[None]:
+        """To be entered around code that imports the program's modules."""
+        return self._left_behind.importing()
+
+    def restore(self) -> str:
+        """Restores what can be restored exactly, whatever user code has changed.
+
+        Returns:
+            What else it has changed or left behind, in words: this process must not be used again. Empty: nothing.
+        """
+        left_behind = self._left_behind.undo()
         os.chdir(self._cwd)
         _set_environ(self._environ)
         sys.argv[:] = self._argv
         sys.path[:] = self._sys_path
         if self._affinity:
             os.sched_setaffinity(0, self._affinity)
-        torch.set_num_threads(self._num_threads)
         torch.set_default_device(None)
-        torch.autograd.set_detect_anomaly(False)
         self._modes.close()
         _write_settings(self._settings)
         torch.clear_autocast_cache()
-        (gc.enable if self._gc[0] else gc.disable)()
-        gc.set_threshold(*self._gc[1])
-        socket.setdefaulttimeout(self._socket_timeout)
-        for number, handler in self._signals.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
         default_collate_fn_map.clear()
         default_collate_fn_map.update(self._collate_fn_map)
+        return left_behind
 
 
 def _set_environ(environ: dict[str, str]) -> None:

@@ -2,7 +2,8 @@
 
 Promise: user code runs in the actor's one main thread. Exceptions of user code never leave through Ray: they travel as
 a `Result`. The process is warm: `stop` restores what the user's code may have changed (see `process_state.py`),
-so that another epoch, or another loader, finds it as new. The actor starts no thread and owns nothing but its process.
+so that another epoch, or another loader, finds it as new, or says why none may have it. The actor starts no thread and
+owns nothing but its process.
 
 It gets its tasks by calls of `run`, one per task, or over a line, by a call of `serve` that lasts as long as the line
 does.
@@ -11,6 +12,7 @@ does.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import gc
 import logging
@@ -66,6 +68,7 @@ class WorkerProcess:
         self._hosting = Hosting(lane)
         self._server = LineServer(self._hosting, lane)
         self._output = Output()
+        self._context = contextvars.copy_context()  # in which user code runs; another one after `stop`
         # The image this process holds for its node, with the name of the driver's image it was copied from.
         self._image: tuple[str, Image] | None = None
         note_modules()
@@ -100,12 +103,12 @@ class WorkerProcess:
         worker = Worker(setup)
         self._hosting.add(setup.worker_id, worker)
         self._output.open(setup.output, setup.process.logging)
-        worker.start(self._baseline, self._output, source, state, alone=alone)
+        self._context.run(worker.start, self._baseline, self._output, source, state, alone=alone)
         self._hosting.begins()
 
     def resume(self, worker_id: int, *resumed: Any) -> WorkerState:
         """Begins a new epoch with the same dataset object; `resumed` are the fields of a `Resumed`."""
-        return self._hosting.resume(worker_id, Resumed(*resumed))
+        return self._context.run(self._hosting.resume, worker_id, Resumed(*resumed))
 
     def run(self, message: Any) -> Any:
         """Builds a task's batch.
@@ -120,7 +123,7 @@ class WorkerProcess:
         """
         self._hosting.was_idle()
         worker_id, call, task_id, indices, _ = unpack(message)
-        return self._packed(self._hosting.run(worker_id, Task(call, task_id, indices), None))
+        return self._packed(self._context.run(self._hosting.run, worker_id, Task(call, task_id, indices), None))
 
     def replay(self, message: Any) -> Any:
         """Rebuilds batches for their effect on the worker, in order, for a limited time; they are not sent.
@@ -133,7 +136,8 @@ class WorkerProcess:
             A packed `Answer`, which reports the progress.
         """
         worker_id, call, tasks = unpack(message)
-        return self._packed(self._hosting.replay(worker_id, call, tasks, self._server.is_dropped))
+        answer = self._context.run(self._hosting.replay, worker_id, call, tasks, self._server.is_dropped)
+        return self._packed(answer)
 
     def _packed(self, answer: Answer) -> Any:
         result, wires = answer.result, []
@@ -148,7 +152,7 @@ class WorkerProcess:
     def serve(self, address: local_line.LineAddress | tcp_line.TcpAddress, early: list[Any]) -> Served:
         """Carries out `run`, `replay` and `resume` over a line, until the line ends; see `LineServer.serve`."""
         set_process_title(ray, f"ray::rayloader:{','.join(worker.label for worker in self._hosting)}")
-        return self._server.serve(address, early)
+        return self._context.run(self._server.serve, address, early)
 
     def _breakpoint(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         """For `breakpoint()` in user code: the terminal belongs to the program."""
@@ -169,13 +173,19 @@ class WorkerProcess:
         """This process is no longer that worker; another one is."""
         self._hosting.remove(worker_id)
 
-    def stop(self) -> None:
-        """Drops the dataset and restores the process."""
+    def stop(self) -> str:
+        """Drops the dataset and restores the process.
+
+        Returns:
+            Why it must end instead of working for another epoch, in words; empty if it may.
+        """
         self._server.hang_up()
         self._hosting.clear()
         set_worker_info(None)
         nobody_reads()
-        self._baseline.restore()
+        left_behind = self._baseline.restore()
+        self._context = contextvars.copy_context()
         sqlite_handle.unregister()
         self._output.close()
         gc.collect()
+        return left_behind

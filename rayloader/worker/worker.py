@@ -126,11 +126,13 @@ class Worker:
         with self._keeping_failure():
             baseline.adopt(self._setup.process, alone=alone)
             before = living_generators()
-            # As after a fork: the program has already imported these modules and created these objects.
-            with noting() as noted, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
-            output.settle()
+            with baseline.importing():
+                # As after a fork: the program has already imported these modules and created these objects.
+                with noting() as noted, warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    here = self._setup.process.node_id == session.node_id()
+                    loaded: Replica = _open_replica(source, here=here)
+                output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"
             replica = {name: getattr(loaded, name) for name in names}
             generators = Generators(replica, noted, before, placed_generators(), alone=alone)

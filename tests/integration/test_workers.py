@@ -1,20 +1,30 @@
 """Inside a worker: what user code finds there, and what it leaves behind."""
 
+import builtins
+import gc
 import os
 import random
+import resource
 import signal
+import socket
 import sys
+import tempfile
 import threading
+import tokenize
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from PIL import Image, ImageFile
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
 from torch.utils.data._utils.worker import _generate_state
 
+import rayloader.driver.lifetimes
 from latches import Barrier, Mail
 from probes import Calls, Stream, as_is, in_each_worker, load, oversubscribed
 from rayloader import DataLoader
@@ -325,6 +335,9 @@ def test_six_iterable_workers_meet_before_the_first_batch(tmp_path):
 # ---- what is left behind
 
 
+variable = ContextVar("variable", default="")
+
+
 def state(index=0):
     """What user code may change of its process, and the next user must not find changed."""
     return {
@@ -340,6 +353,11 @@ def state(index=0):
         "grad": torch.is_grad_enabled(),
         "collate map": sorted(map(str, default_collate_fn_map)),
         "worker info": get_worker_info().num_workers,
+        "thread": threading.current_thread().name,
+        "profile": str(sys.getprofile()),
+        "folder": tempfile.tempdir,
+        "setting": tokenize.ENCODING,
+        "context": variable.get(),
     }
 
 
@@ -356,10 +374,16 @@ def leave_traces(index):
     torch.set_num_threads(2)
     torch.set_grad_enabled(False)
     default_collate_fn_map[Point] = lambda batch, *, collate_fn_map=None: "trace"
+    threading.current_thread().name = "trace"
+    sys.setprofile(lambda *_: None)
+    tempfile.tempdir = "/trace"
+    tokenize.ENCODING = 1
+    variable.set("trace")
     return state()
 
 
 KEYS_CHANGED = ["cwd", "environ", "argv", "sys.path", "signals", "threads", "grad", "default dtype", "collate map"]
+KEYS_CHANGED += ["thread", "profile", "folder", "setting", "context"]
 
 
 def test_a_dataset_leaves_no_trace_in_the_process():
@@ -378,6 +402,106 @@ def test_a_dataset_leaves_no_trace_in_the_process():
             assert len(list(traces)) == 6  # zip took one more
         del traces
         assert list(keeper) == first
+
+
+def be_nice():
+    os.nice(5)
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def change_builtins():
+    before = builtins.__dict__.get("trace")
+    builtins.trace = 1
+    return before
+
+
+def patch():
+    before = tokenize.untokenize.__name__
+    tokenize.untokenize = lambda *_: "trace"
+    return before
+
+
+def start_a_thread():
+    before = threading.active_count()
+    threading.Thread(target=lambda: threading.Event().wait(), daemon=True).start()
+    return before
+
+
+TRACES = [
+    (be_nice, "the niceness"),
+    (change_builtins, "builtins"),
+    (patch, "tokenize.untokenize"),
+    (start_a_thread, "a thread that still runs"),
+]
+
+
+@pytest.mark.parametrize(("leave", "text"), TRACES, ids=[leave.__name__ for leave, _ in TRACES])
+def test_a_process_in_which_something_was_left_behind_serves_no_other_epoch(leave, text, caplog):
+    rayloader.driver.lifetimes._tell.cache_clear()
+    own = {"ray_remote_args": {"num_cpus": 0, "memory": 2}}  # this actor serves no other test
+    keeper = load(state, 1, **own)
+    before = list(keeper)
+    seen = [one for _ in range(2) for one in load(lambda _: (os.getpid(), leave()), 1, **own)]
+    assert seen[0][0] == before[0]["pid"]
+    assert seen[1][0] != seen[0][0]
+    assert seen[1][1] == seen[0][1], "it finds what the first one has found"
+    after = list(keeper)
+    assert after[0]["pid"] not in dict(seen)
+    assert [{**one, "pid": 0} for one in after] == [{**one, "pid": 0} for one in before]
+    assert [f"cannot be put back: {text};" in record.getMessage() for record in caplog.records] == [True]
+
+
+def settle_in(worker_id):
+    """What many programs do."""
+    torch.set_num_threads(2)
+    torch.manual_seed(worker_id)
+    random.seed(worker_id)
+    np.random.seed(worker_id)
+    gc.disable()
+    gc.freeze()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+
+
+def use_libraries(index):
+    import cv2
+    import h5py
+    import pyarrow
+    import sklearn.preprocessing
+
+    Image.new("L", (4, 4)).resize((2, 2))
+    cv2.setNumThreads(0)
+    cv2.blur(np.zeros((4, 4, 3), np.uint8), (2, 2))
+    pyarrow.table({"a": [1]}).to_pandas()
+    h5py.File("no file", "w", driver="core", backing_store=False).close()
+    sklearn.preprocessing.StandardScaler().fit([[1.0], [2.0]])
+    pool.submit(len, "").result()
+    return os.getpid()
+
+
+pool = ThreadPoolExecutor(1)  # in a worker: of a module that it imports
+
+
+@pytest.mark.full
+def test_ordinary_programs_keep_their_processes_warm():
+    own = {"ray_remote_args": {"num_cpus": 0, "memory": 3}}
+    loader = load(use_libraries, 2, num_workers=1, worker_init_fn=settle_in, **own)
+    assert len({*loader, *loader, *loader}) == 1
+
+
+def test_what_a_module_sets_as_it_is_imported_holds_in_each_epoch(tmp_path, monkeypatch):
+    """It is imported once in a warm process, as it was once in the program, from which torch's workers are forked."""
+    source = "import socket\nsocket.setdefaulttimeout(7.0)\ndef get(index):\n    return socket.getdefaulttimeout()\n"
+    (tmp_path / "sets_a_timeout.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    import sets_a_timeout
+
+    socket.setdefaulttimeout(None)  # for the other tests
+    loader = load(sets_a_timeout.get, 1)
+    assert [*loader, *loader] == [7.0, 7.0]
 
 
 def test_between_persistent_epochs_the_process_keeps_what_the_dataset_did():

@@ -71,7 +71,7 @@ def nodes():
         )
         ray.init(address=cluster.address, log_to_driver=False)
         patch.setattr(rayloader.driver.moving, "NOTICE_S", math.inf)  # the log is not to depend on the machine
-        patch.setattr(rayloader.driver.pool, "JOINED_GRACE_S", 0.0)  # what a test has started ends with its loaders
+        patch.setattr(rayloader.driver.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()
         ray.shutdown()
@@ -147,12 +147,25 @@ def pytest_runtest_makereport(item):
     return report
 
 
+@pytest.fixture
+def grace_ends(monkeypatch):
+    """To be called when idle workers have been kept for as long as they are kept in a Ray that was joined."""
+
+    def end():
+        monkeypatch.setattr(rayloader.driver.pool, "JOINED_GRACE_S", 0.0)
+        if (pool := rayloader.driver.pool._pool) is not None:
+            pool.later(pool.tidy)
+
+    return end
+
+
 @pytest.fixture(autouse=True)
-def all_cpus_free(nodes, nothing_left, request):
+def all_cpus_free(nodes, nothing_left, grace_ends, request):
     """Every test begins with all CPUs free but those of warm actors that a fixture keeps."""
     free = ray.available_resources().get("CPU", 0)
     yield
     if request.node.stash.get(FAILED, False):
         rayloader.shutdown()  # its traceback keeps loaders alive: the next test shall not suffer for it
     gc.collect()
+    grace_ends()
     wait_until(lambda: ray.available_resources().get("CPU", 0) >= free, "the test's actors have given up their CPUs")

@@ -1,5 +1,6 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
+import contextlib
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayloader.driver.placement
+import rayloader.driver.pool
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
@@ -63,15 +65,16 @@ def room_is_made(monkeypatch):
 
 
 @oversubscribed
-def test_each_worker_asks_for_a_cpu_where_there_are_enough(nodes, reference):
+def test_each_worker_asks_for_a_cpu_where_there_are_enough(nodes, reference, grace_ends):
     loader = DataLoader(**traced("three workers"))
     recorded, origins = untraced(epochs(loader))
     assert difference(recorded, reference["three workers"]) is None
     assert {node_id for node_id, _ in origins[0]} == {nodes.here, nodes.away}, "one node has no room for three"
     assert origins[1] == origins[2] == origins[0]
     wait_for_free(0)  # warm
-    del loader
+    grace_ends()
     wait_for_free(CPUS)
+    del loader  # it could have used them
 
 
 @pytest.mark.full
@@ -119,18 +122,49 @@ def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
 
 
 @pytest.mark.full
-def test_training_and_validation_share_warm_workers_which_give_up_their_cpus_when_both_are_gone():
+def test_training_and_validation_share_warm_workers_which_give_up_their_cpus_when_both_are_idle(grace_ends):
     training, validation = load(2), load(2)
     seen = set()
     for loader in (training, validation, training):
         seen |= {pid for _, pid in loader}
     assert len(seen) == 2
     wait_for_free(1)
-    del training, loader
-    assert {pid for _, pid in validation} <= seen
-    wait_for_free(1)
-    del validation
+    grace_ends()
     wait_for_free(CPUS)  # without a further call into the library
+
+
+def interrupted(loader):
+    """Begins an epoch and takes a batch."""
+    with contextlib.suppress(LookupError):
+        for _ in loader:
+            raise LookupError
+
+
+def broken_off(loader):
+    """Begins an epoch and takes a batch."""
+    for _ in loader:
+        break
+
+
+@pytest.mark.parametrize(
+    "epoch", [broken_off, *(pytest.param(epoch, marks=pytest.mark.full) for epoch in (list, interrupted))]
+)
+def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(epoch, nodes, monkeypatch):
+    """Their loader lives, and the program waits for the task."""
+    monkeypatch.setattr(rayloader.driver.pool, "JOINED_GRACE_S", 0.5)
+    loader = load(1, length=40)
+    epoch(loader)
+    task = ray.remote(resources={"here": 0.1})(origin).remote()  # where the worker has the only CPU
+    assert ray.get(task, timeout=START_LIMIT)[0] == nodes.here
+    assert len(list(loader)) == 40
+
+
+def test_workers_of_a_live_iterator_and_those_that_hold_no_cpu_are_kept(grace_ends):
+    persistent, sharing = load(1, persistent_workers=True), load(1, ray_remote_args={"num_cpus": 0})
+    seen = [set(loader) for loader in (persistent, sharing)]
+    grace_ends()
+    get_pool().wait()
+    assert [set(loader) for loader in (persistent, sharing)] == seen
 
 
 @pytest.mark.full

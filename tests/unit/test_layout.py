@@ -188,6 +188,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/forkserver/server.py", "_exit"): "documented, of os",
     ("rayloader/keeper/__main__.py", "_exit"): "documented, of os",
     ("rayloader/readers.py", "_getframe"): "documented, of sys",
+    ("rayloader/state/left_behind.py", "_current_frames"): "documented, of sys",
 }
 NAMED_TUPLES = {"_replace", "_make", "_fields", "_asdict"}  # their public methods
 ON_ITSELF = {"self", "cls", "super()"}  # whose names may be inherited: that only types would tell

@@ -301,6 +301,9 @@ TESTS = {
             "this iterator's workers",
         ],
     },
+    "integration/test_workers.py": {
+        "test_a_process_in_which_something_was_left_behind_serves_no_other_epoch": ["rayloader: worker processes end"],
+    },
     "multinode/test_cluster_batches.py": {
         "test_who_keeps_all_batches_is_told_once_and_gets_the_rest": ["rayloader: the program keeps"],
     },
