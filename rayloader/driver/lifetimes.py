@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection
 import ray
 from ray.exceptions import RayError
 
+from rayloader._compat_ray import on_completed
 from rayloader.driver.actor import Actor, ActorState, Lease
 from rayloader.driver.janitor import Janitor
 from rayloader.waiting import NONE_YET, Answer, wait_for
@@ -35,6 +36,9 @@ STOP_TIMEOUT_S = 5.0
 # How long a new epoch waits for actors that are stopping: about what a new actor would take to start, most of it CPU
 # time for the import of torch, so that on a busy machine both take longer.
 REUSE_WAIT_S = 2.5
+# How long actors that are stopping when all are ended may take to end what user code has started in them: resource
+# trackers, which could not clean up after they are killed.
+END_WAIT_S = 1.0
 
 
 class Lifetimes:
@@ -69,7 +73,7 @@ class Lifetimes:
         give_up = time.monotonic() + REUSE_WAIT_S
         taken = self._take_idle(lease, key, count)
         while len(taken) < count:
-            stopping = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
+            stopping = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key and not a.ends]
             remaining = give_up - time.monotonic()
             if not stopping or remaining <= 0:
                 break
@@ -82,6 +86,7 @@ class Lifetimes:
         with self._lock:
             self._settle()
             idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key]
+            idle = [actor for actor in idle if not actor.ends]
             # First those with CPUs of their own, which may have come when others of a crew were at work already.
             idle = sorted(idle, key=lambda actor: -(actor.options.get("num_cpus") or 0))[:count]
             for actor in idle:
@@ -90,15 +95,16 @@ class Lifetimes:
             return idle
 
     def _proved(self, actors: list[Actor]) -> list[Actor]:
-        """Those that answer: they have finished `stop`, and have not died since. The others are killed."""
+        """Those that answer: they have finished `stop`, are as new, and have not died since. The others are killed."""
         new = [actor for actor in actors if actor.stopped is None]  # created in advance: nothing to prove
         probed = {actor: actor.stopped.ref for actor in actors if actor.stopped is not None}
         calls = [ref for actor, stopped in probed.items() for ref in (stopped, actor.handle.hello.remote())]
         answers = wait_for(calls, len(calls), STOP_TIMEOUT_S)
         alive = new
         for actor, *both in zip(probed, answers[::2], answers[1::2], strict=True):
-            if any(answer is NONE_YET or isinstance(answer, RayError) for answer in both):
-                self._janitor.later(functools.partial(self.kill, actor))  # it neither answers nor ends, or has died
+            lost = any(answer is NONE_YET or isinstance(answer, RayError) for answer in both)
+            if lost or both[0]:  # it neither answers nor ends, or has died, or is to end
+                self._janitor.later(functools.partial(self.kill, actor))
             else:
                 actor.lane.abandon()  # all its calls are answered
                 actor.lane.rest(False)
@@ -125,10 +131,8 @@ class Lifetimes:
         """
         for actor in list(self.actors):
             if actor.state is ActorState.LENT and actor.lease is lease.ref:
-                if reuse:
-                    self.give_back(actor, busy=busy)
-                else:
-                    self.kill(actor)
+                actor.ends = not reuse
+                self.give_back(actor, busy=busy)
 
     def give_back(self, actor: Actor, *, busy: bool) -> None:
         """Tells an actor to stop, and takes it back."""
@@ -142,9 +146,14 @@ class Lifetimes:
         except Exception:  # whatever Ray raises; without this call it could be neither reused nor waited for
             self.kill(actor)
             return
+        on_completed(actor.stopped.ref, functools.partial(self._stopped, actor))
         actor.lane.rest(True)
         actor.lease, actor.stop_by, actor.keep_until = None, time.monotonic() + STOP_TIMEOUT_S, math.inf
         actor.state = ActorState.STOPPING if busy else ActorState.IDLE
+
+    def _stopped(self, actor: Actor, left_behind: object) -> None:  # in one of Ray's threads
+        if actor.ends or (isinstance(left_behind, str) and left_behind):
+            self._janitor.later(functools.partial(self.kill, actor, if_spare=True))
 
     def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
         """Ends an actor; with `if_spare` only if it is not lent."""
@@ -166,6 +175,9 @@ class Lifetimes:
 
     def kill_all(self) -> None:
         """Ends all actors."""
+        stopping = [actor.stopped.ref for actor in self.actors if actor.state is not ActorState.LENT and actor.stopped]
+        if self._alive():
+            wait_for(stopping, len(stopping), END_WAIT_S)
         for actor in list(self.actors):
             self.kill(actor)
 

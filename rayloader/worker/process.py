@@ -2,7 +2,8 @@
 
 Promise: user code runs in the actor's one main thread. Exceptions of user code never leave through Ray: they travel as
 a `Result`. The process is warm: `stop` restores what the user's code may have changed (see `process_state.py`),
-so that another epoch, or another loader, finds it as new. The actor starts no thread and owns nothing but its process.
+so that another epoch, or another loader, finds it as new, or says why none may have it. The actor starts no thread and
+owns nothing but its process.
 
 It gets its tasks by calls of `run`, one per task, or over a line, by a call of `serve` that lasts as long as the line
 does.
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 import ray
 
 from rayloader import session
-from rayloader._compat import set_worker_info
 from rayloader._compat_ray import set_process_title
 from rayloader.protocol import (
     Answer,
@@ -34,14 +34,15 @@ from rayloader.protocol import (
 )
 from rayloader.replica.image import Image, image_from_contents
 from rayloader.replica.opening import ImageAddress
-from rayloader.shard_info import nobody_reads
 from rayloader.state.journal import Resumed
 from rayloader.state.living_generators import freeze, note_modules
 from rayloader.state.process_state import Baseline
+from rayloader.state.resource_trackers import end_own, own_what_is_created
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport import local_line, sqlite_handle, tcp_line
 from rayloader.transport.lanes import WorkerLane, pack, unpack
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
+from rayloader.worker.finalizers import open_files
 from rayloader.worker.hosting import Hosting
 from rayloader.worker.line_server import LineServer
 from rayloader.worker.output import Output
@@ -68,6 +69,10 @@ class WorkerProcess:
         self._output = Output()
         # The image this process holds for its node, with the name of the driver's image it was copied from.
         self._image: tuple[str, Image] | None = None
+        self._files: int | None = None  # how many were open after the last `stop`
+        # As in torch's worker: Ray's handler would make the process exit, and exits run callbacks and finalizers.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        own_what_is_created()
         note_modules()
         sys.breakpointhook = functools.partial(self._breakpoint, sys.breakpointhook)
 
@@ -169,13 +174,20 @@ class WorkerProcess:
         """This process is no longer that worker; another one is."""
         self._hosting.remove(worker_id)
 
-    def stop(self) -> None:
-        """Drops the dataset and restores the process."""
+    def stop(self) -> str:
+        """Drops the dataset and restores the process.
+
+        Returns:
+            Why it must end instead of working for another epoch, in words; empty if it may.
+        """
         self._server.hang_up()
-        self._hosting.clear()
-        set_worker_info(None)
-        nobody_reads()
+        left_behind = self._hosting.clear()
+        left_behind.append(end_own())
         self._baseline.restore()
         sqlite_handle.unregister()
         self._output.close()
-        gc.collect()
+        files = open_files()
+        if self._files is not None and files > self._files:
+            left_behind.append("files that it keeps open")
+        self._files = files
+        return next(filter(None, left_behind), "")
