@@ -1,11 +1,14 @@
-"""Every private name of torch that rayloader uses: where to look when a new version of it differs."""
+"""Every private name of torch and of the standard library that rayloader uses: where to look when one differs."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import io
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,16 +51,21 @@ __all__ = [
     "current_accelerator",
     "datapipe_in",
     "default_collate_fn_map",
+    "finalizers_of_processes",
+    "finalizers_of_weak_references",
     "newline_of",
     "no_torch_function",
     "numpy_seed",
     "pin_memory",
     "pinning_device_index",
+    "pipe_of_tracker",
     "print_options",
     "profiler_enabled",
     "rebuild_from_type",
     "reduce_as_torch",
     "release_sent_storages",
+    "run_exit_finalizers",
+    "set_pipe_of_tracker",
     "set_worker_info",
     "sharding_worker_init_fn",
     "share_by_descriptor",
@@ -134,6 +142,22 @@ def release_sent_storages() -> None:
 def set_worker_info(info: Any) -> None:
     """Sets what `get_worker_info()` returns in this process."""
     torch_worker._worker_info = info
+
+
+finalizers_of_processes: dict[Any, Any] = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]
+run_exit_finalizers: Callable[[float], None] = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]
+finalizers_of_weak_references: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+
+
+def pipe_of_tracker() -> int | None:
+    """The descriptor on which this process tells a resource tracker of `multiprocessing`; None if there is none yet."""
+    fd: int | None = multiprocessing.resource_tracker._resource_tracker._fd
+    return fd
+
+
+def set_pipe_of_tracker(fd: int | None) -> None:
+    """Makes it another one, as `multiprocessing` itself does in a process that it has spawned."""
+    multiprocessing.resource_tracker._resource_tracker._fd = fd
 
 
 def newline_of(file: io.TextIOWrapper) -> str | None:

@@ -115,11 +115,10 @@ class ResultKind:
     EMPTY = 3  # every sample of it was skipped
     EXITED = 4  # user code asked this process to end: SystemExit, KeyboardInterrupt
     NOT_STARTED = 5  # the same as EXITED, before its first task
-    TERMINATED = 6  # SIGTERM has requested it
 
 
 # After these results the process ends.
-ENDS = ResultKind.EXITED, ResultKind.NOT_STARTED, ResultKind.TERMINATED
+ENDS = ResultKind.EXITED, ResultKind.NOT_STARTED
 
 
 @dataclass(slots=True)

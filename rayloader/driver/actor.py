@@ -72,6 +72,7 @@ class Actor:
     lane: ArenaLane = field(default_factory=ArenaLane)
     calls: int = 0  # made over a channel
     no_line: str = ""  # why no line can reach it
+    ends: bool = False  # as soon as it has stopped
     lost: bool = False  # given up by the crew that had it; it is GONE once the janitor's thread has killed it
     vanished: bool = False  # nobody knows what happened to it: its whole node may be gone
     hosted: tuple[str, Answer] | None = None  # the image that it holds for its node: name, answer to `host`

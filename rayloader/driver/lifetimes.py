@@ -40,6 +40,9 @@ STOP_TIMEOUT_S = 5.0
 # How long a new epoch waits for actors that are stopping: about what a new actor would take to start, most of it CPU
 # time for the import of torch, so that on a busy machine both take longer.
 REUSE_WAIT_S = 2.5
+# How long actors that are stopping when all are ended may take to end what user code has started in them: resource
+# trackers, which could not clean up after they are killed.
+END_WAIT_S = 1.0
 
 logger = logging.getLogger("rayloader")
 
@@ -77,7 +80,7 @@ class Lifetimes:
         taken = self._take_idle(lease, key, count)
         while len(taken) < count:
             spare = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
-            stopping = [actor for actor in spare if not actor.left_behind]
+            stopping = [actor for actor in spare if not (actor.ends or actor.left_behind)]
             remaining = give_up - time.monotonic()
             if not stopping or remaining <= 0:
                 break
@@ -90,7 +93,7 @@ class Lifetimes:
         with self._lock:
             self._settle()
             idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key]
-            idle = [actor for actor in idle if not actor.left_behind]
+            idle = [actor for actor in idle if not (actor.ends or actor.left_behind)]
             # First those with CPUs of their own, which may have come when others of a crew were at work already.
             idle = sorted(idle, key=lambda actor: -(actor.options.get("num_cpus") or 0))[:count]
             for actor in idle:
@@ -135,10 +138,8 @@ class Lifetimes:
         """
         for actor in list(self.actors):
             if actor.state is ActorState.LENT and actor.lease is lease.ref:
-                if reuse:
-                    self.give_back(actor, busy=busy)
-                else:
-                    self.kill(actor)
+                actor.ends = not reuse
+                self.give_back(actor, busy=busy)
 
     def give_back(self, actor: Actor, *, busy: bool) -> None:
         """Tells an actor to stop, and takes it back."""
@@ -160,6 +161,7 @@ class Lifetimes:
     def _stopped(self, actor: Actor, left_behind: Any) -> None:  # in one of Ray's threads
         if isinstance(left_behind, str) and left_behind:
             _tell(left_behind)
+        if actor.ends or actor.left_behind:
             self._janitor.later(functools.partial(self.kill, actor, if_spare=True))
 
     def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
@@ -182,6 +184,9 @@ class Lifetimes:
 
     def kill_all(self) -> None:
         """Ends all actors."""
+        stopping = [actor.stopped.ref for actor in self.actors if actor.state is not ActorState.LENT and actor.stopped]
+        if self._alive():
+            wait_for(stopping, len(stopping), END_WAIT_S)
         for actor in list(self.actors):
             self.kill(actor)
 

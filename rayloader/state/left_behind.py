@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -167,15 +166,6 @@ def _threads() -> set[int]:
     return own
 
 
-def _children() -> set[str]:
-    multiprocessing.active_children()  # reaps those that have ended
-    pids: set[str] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # that thread has ended
-            pids.update(file.read_text().split())
-    return pids
-
-
 _TRACES = {
     # Threads that were started meanwhile keep it, and without privileges it can only be raised.
     "the niceness": _Trace(_priority),
@@ -205,5 +195,4 @@ _TRACES = {
     "builtins": _Trace(lambda: dict(vars(builtins))),
     "import hooks or callbacks of the garbage collector": _Trace(_hooks),
     "a thread that still runs": _Trace(_threads),
-    "a child process": _Trace(_children),
 }

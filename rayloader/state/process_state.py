@@ -23,6 +23,7 @@ from rayloader._compat import default_collate_fn_map, print_options
 from rayloader.state.left_behind import LeftBehind
 from rayloader.state.logging_state import LoggingState
 from rayloader.state.module_globals import ModuleGlobals
+from rayloader.state.resource_trackers import TrackerAddress, adopt
 
 
 class _Setting(NamedTuple):
@@ -46,6 +47,7 @@ class ProcessState:
     settings: dict[str, Any]  # values of _SETTINGS
     module_globals: ModuleGlobals
     logging: LoggingState
+    tracker: TrackerAddress | None
 
     @classmethod
     def capture(cls, node_id: str) -> ProcessState:
@@ -65,6 +67,7 @@ class ProcessState:
             settings=_read_settings(),
             module_globals=ModuleGlobals.capture(),
             logging=LoggingState.capture(),
+            tracker=TrackerAddress.here(),
         )
 
 
@@ -97,6 +100,8 @@ class Baseline:
         sys.path[:] = [*state.sys_path, *(entry for entry in self._sys_path if entry not in state.sys_path)]
         if here and state.affinity:
             os.sched_setaffinity(0, state.affinity)
+        if here:
+            adopt(state.tracker)
         if alone:
             state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())

@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from rayloader._compat import set_worker_info
 from rayloader.protocol import Answer, Result
+from rayloader.shard_info import nobody_reads
 from rayloader.state.journal import Resumed
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, WorkerLane
+from rayloader.worker.finalizers import finalize_at_exit, without_finalizers
 from rayloader.worker.worker import Task, Worker
 
 
@@ -31,6 +34,7 @@ class Hosting:
         self._lane = lane
         self._workers: dict[int, Worker] = {}  # by their ids
         self._at_work: Worker | None = None  # the active one, whose generators are the process's
+        self._left_out: list[str] = []  # finalizers of workers that have gone
         # For `Answer.spent`, perf_counter() or seconds.
         self._free_since = 0.0  # when it had finished all its calls
         self._answered = 0.0  # when the last answer was ready
@@ -48,18 +52,43 @@ class Hosting:
 
     def add(self, worker_id: int, worker: Worker) -> None:
         """This process hosts the worker from now on, and it is the active one."""
+        self.remove(worker_id)
         self._switch_to(None)
         self._at_work = self._workers[worker_id] = worker
 
     def remove(self, worker_id: int) -> None:
         """This process no longer hosts the worker."""
-        if self._at_work is self._workers.pop(worker_id, None):
-            self._at_work = None
+        if worker_id in self._workers:
+            self._workers[worker_id].end()
+            with without_finalizers() as left_out:
+                if self._at_work is self._workers[worker_id]:
+                    self._nobody_works()
+                del self._workers[worker_id]
+            self._left_out += left_out
 
-    def clear(self) -> None:
-        """This process hosts no worker any more."""
-        self._workers.clear()
+    def clear(self) -> list[str]:
+        """This process hosts no worker any more: what torch's workers finalize at their end is finalized.
+
+        Returns:
+            The kinds of finalizers that were left out, after which the process must not go on.
+        """
+        self._end_iterators()
+        finalize_at_exit()
+        with without_finalizers() as left_out:
+            self._workers.clear()
+            self._nobody_works()
+        left_out += self._left_out
+        self._left_out = []
+        return left_out
+
+    def _end_iterators(self) -> None:
+        for worker in self._workers.values():
+            worker.end()
+
+    def _nobody_works(self) -> None:
         self._at_work = None
+        set_worker_info(None)
+        nobody_reads()
 
     def begins(self) -> None:
         """One of the workers begins an epoch."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import gc
 import logging
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -24,7 +24,6 @@ from typing import Any
 import ray
 
 from rayloader import session
-from rayloader._compat import set_worker_info
 from rayloader._compat_ray import set_process_title
 from rayloader.protocol import (
     Answer,
@@ -36,14 +35,15 @@ from rayloader.protocol import (
 )
 from rayloader.replica.image import Image, image_from_contents
 from rayloader.replica.opening import ImageAddress
-from rayloader.shard_info import nobody_reads
 from rayloader.state.journal import Resumed
 from rayloader.state.living_generators import freeze, note_modules
 from rayloader.state.process_state import Baseline
+from rayloader.state.resource_trackers import end_own, own_what_is_created
 from rayloader.state.snapshot import WorkerState
 from rayloader.transport import local_line, sqlite_handle, tcp_line
 from rayloader.transport.lanes import WorkerLane, pack, unpack
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
+from rayloader.worker.finalizers import open_files
 from rayloader.worker.hosting import Hosting
 from rayloader.worker.line_server import LineServer
 from rayloader.worker.output import Output
@@ -61,6 +61,9 @@ class WorkerProcess:
     """One actor process. Ray calls its methods one after the other, on the main thread."""
 
     def __init__(self) -> None:
+        # As in torch's worker: Ray's handler would make the process exit, and exits run callbacks and finalizers.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        own_what_is_created()
         runtime_env = ray.get_runtime_context().runtime_env.get("env_vars") or {}
         own = {key for key in os.environ if key.startswith("RAY_") or key in _OWN_VARIABLES}
         self._baseline = Baseline(session.node_id(), own | set(runtime_env))
@@ -71,6 +74,7 @@ class WorkerProcess:
         self._context = contextvars.copy_context()  # in which user code runs; another one after `stop`
         # The image this process holds for its node, with the name of the driver's image it was copied from.
         self._image: tuple[str, Image] | None = None
+        self._files: int | None = None  # how many were open after the last `stop`
         note_modules()
         sys.breakpointhook = functools.partial(self._breakpoint, sys.breakpointhook)
 
@@ -180,12 +184,13 @@ class WorkerProcess:
             Why it must end instead of working for another epoch, in words; empty if it may.
         """
         self._server.hang_up()
-        self._hosting.clear()
-        set_worker_info(None)
-        nobody_reads()
-        left_behind = self._baseline.restore()
+        left_out = self._hosting.clear()
+        left_behind = [*left_out, end_own(), self._baseline.restore()]
         self._context = contextvars.copy_context()
         sqlite_handle.unregister()
         self._output.close()
-        gc.collect()
-        return left_behind
+        files = open_files()
+        if self._files is not None and files > self._files:
+            left_behind.append("files that it keeps open")
+        self._files = files
+        return next(filter(None, left_behind), "")

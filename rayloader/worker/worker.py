@@ -184,7 +184,7 @@ class Worker:
         again = Task(0, -1, nothing, again=True)
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
-            if result.kind in (ResultKind.EXITED, ResultKind.TERMINATED):
+            if result.kind == ResultKind.EXITED:
                 self._failure = replace(result, kind=ResultKind.NOT_STARTED)
             self._replayed += 1
             if time.monotonic() >= until:
@@ -239,6 +239,10 @@ class Worker:
         due = begins or self._recorder.is_due
         state = self._recorder.snapshot_if_settled(self._iterator, **self._progress()) if due else None
         return None if state is None else tuple(state)
+
+    def end(self) -> None:
+        """Drops the iterator, which may have something to finish, as torch's worker does last."""
+        self._fetcher = None
 
     def hurry(self) -> None:
         """It will soon continue in another process."""
@@ -514,8 +518,4 @@ def _error(task_id: int, where: str) -> Result:
 
 
 def _exited(task_id: int, error: BaseException) -> Result:
-    # Ray's handler of SIGTERM raises SystemExit wherever the program is: that is not the task's fault.
-    frames = traceback.extract_tb(error.__traceback__)
-    by_signal = any(frame.name == "sigterm_handler" and "/ray/" in frame.filename for frame in frames)
-    kind = ResultKind.TERMINATED if by_signal else ResultKind.EXITED
-    return Result(task_id, kind, text="".join(traceback.format_exception(error)))
+    return Result(task_id, ResultKind.EXITED, text="".join(traceback.format_exception(error)))
