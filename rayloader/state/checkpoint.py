@@ -124,7 +124,7 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
     samplers, own = Samplers(loader), unpack_object(state["sampler"]["own"])
     if loader.num_workers == 0 and state["process"] is not None:
         local_state.restore(loader, state["process"])
-    is_between = state["redeal"] is None and (state["position"] is None or state["position"]["finished"])
+    is_between = is_between_epochs(state)
     if is_between:
         samplers.load_between_epochs(own)
     else:
@@ -134,6 +134,11 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
         _warn_of_more(loader, samplers)
     accepted: dict[str, Any] = copy.deepcopy(state)
     return accepted
+
+
+def is_between_epochs(state: dict[str, Any]) -> bool:
+    """Whether the next `iter()` begins an epoch."""
+    return state["redeal"] is None and (state["position"] is None or state["position"]["finished"])
 
 
 def _warn_of_more(loader: Any, samplers: Samplers) -> None:
