@@ -13,6 +13,7 @@ to hurry, because it will soon move, takes one each time that it has worked twic
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import time
 import traceback
@@ -86,8 +87,21 @@ class WorkerState(NamedTuple):
 
 
 def has_state(obj: Any) -> bool:
-    """Whether the object can save and load its state."""
-    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+    """Whether the object can save its state without being told anything, and load it."""
+    return _takes(getattr(obj, "state_dict", None)) and _takes(getattr(obj, "load_state_dict", None), None)
+
+
+def _takes(method: Any, *arguments: Any) -> bool:
+    """Whether it can be called with so many arguments."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it is written in C, and does not say
+        pass
+    return True
 
 
 class Recorder:

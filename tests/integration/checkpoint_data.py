@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 from rayloader import DataLoader
 
@@ -187,6 +187,32 @@ class StatefulIterator:
 
     def load_state_dict(self, state):
         self.salt, self.position = state["salt"], state["position"]
+
+
+class AsksHowMany:
+    """Like MosaicML's streaming dataset: its `state_dict` is told what the loader has given."""
+
+    def state_dict(self, num_samples, from_beginning):
+        return {"count": num_samples}
+
+    def load_state_dict(self, state):
+        raise AssertionError("nothing was saved")
+
+
+class StreamThatAsks(AsksHowMany, Shuffled):
+    pass
+
+
+class ThatAsks(AsksHowMany, Augmented):
+    pass
+
+
+class SamplerThatAsks(AsksHowMany, RandomSampler):
+    pass
+
+
+class BatchSamplerThatAsks(AsksHowMany, BatchSampler):
+    pass
 
 
 class StreamOfStatefulIterators(IterableDataset):
