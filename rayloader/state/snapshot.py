@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from rayloader import _compat_datasets
 from rayloader.errors import ReplayError
 from rayloader.state import plain_state
 from rayloader.state.generator_kinds import suit
@@ -238,4 +237,4 @@ def dump_state(obj: Any) -> bytes:
 def load_state(obj: Any, state: bytes | None) -> None:
     """Loads the state of an object of the user's."""
     if state is not None:
-        obj.load_state_dict(_compat_datasets.loadable(obj, pickle.loads(state)))
+        obj.load_state_dict(pickle.loads(state))
