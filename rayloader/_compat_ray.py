@@ -168,3 +168,9 @@ def _start_raylet_with_ports(
         port = -1 if name in unused else chosen[name]  # what the dashboard's agent writes if its packages are missing
         ray._raylet.persist_port(chosen["session_dir"], chosen["node_id"], name, port)
     return start_raylet(*call.args, **call.kwargs)
+
+
+def wrapped_loader_classes() -> tuple[type, ...]:
+    """The class of the loaders that Ray Train's `prepare_data_loader` returns, if that is imported."""
+    module = sys.modules.get("ray.train.torch.train_loop_utils")
+    return () if module is None else (module._WrappedDataLoader,)

@@ -298,28 +298,24 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def __iter__(self) -> BaseIterator:
         try:
-            if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
-                self._iterator, self._of_other_workers = None, False
             note_first_attributes(self)  # of samplers that were put in since the loader was created
             if self._ranks is not None:
                 finished = self._state is None and self._position is not None and self._position.finished
                 self._same_order.begins(self._index_sampler, finished=finished)
-            self._note_reading()
-            reader, resumes = find_reader(), self._state is not None
+            reader = find_reader()
             self._before = None if reader is None else Before()
-            iterator = super().__iter__()
             if self._before is None or reader is None:
-                return iterator
-            next_epoch = self._next_epoch if resumes else None
-            return cast(BaseIterator, ReadAhead(iterator, self._before, reader, self._tell_state, next_epoch))
+                return self._new_iterator()
+            return cast(BaseIterator, ReadAhead(self, self._before, reader))
         except KeyboardInterrupt as error:
             shorten(error, says_all=True)
             raise
 
-    def _next_epoch(self, length: int) -> BaseIterator | None:
-        """The iterator of the next epoch, if so many batches were taken of the one that goes on."""
-        ends = self._position is not None and self._position.delivered >= length
-        return super().__iter__() if ends else None
+    def _new_iterator(self) -> BaseIterator:
+        if self._of_other_workers:  # the rest of an epoch that another number of workers began; they end with it
+            self._iterator, self._of_other_workers = None, False
+        self._note_reading()
+        return super().__iter__()
 
     def _note_reading(self) -> None:
         """From now on the position is this loader's, and not that of the loader from which it was rebuilt."""
@@ -441,7 +437,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         """The position of the user in this loader's stream of batches.
 
         It counts the batches that were taken from the last iterator; batches in progress do not count. The state
-        consists of some kilobytes of plain types and tensors, to be saved with `torch.save` and loaded with
+        consists of some kilobytes of plain types, to be saved as JSON, or with `torch.save` and loaded with
         `weights_only=True`, and of the results of `state_dict` of the dataset and sampler, where they have one. A call
         costs the same after many batches as after few, so it may be made before each batch.
 

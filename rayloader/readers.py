@@ -13,8 +13,16 @@ the last batch.
 NOTE [Lightning counts]
 Where Lightning knows the length, or has a limit, it never asks for what follows the last batch: a checkpoint that is
 saved at that batch holds the state of an epoch of which nothing is left, or nothing that it wants. Resumed from there,
-it asks for an iterator and means the next epoch. StopIteration would cost it that epoch, so it is given the next one.
-This does not apply to several loaders, because each of them may end at another time.
+it asks for an iterator and means the next epoch, so that is what it is given. Of several loaders in a `CombinedLoader`
+the epoch is over for all once it is for the one that has given the most. Before that, one that has come to its end
+gives nothing, instead of its next epoch. Which of these it is shows only when the states of all have been loaded: an
+iterator that continues from a state is created when the first batch is drawn.
+
+NOTE [States that Lightning drops]
+Lightning loads a checkpoint's states only where it sets up the loaders. If `configure_optimizers` reads
+`trainer.estimated_stepping_batches`, it sets them up before it has the states (its issue 20550), and after a checkpoint
+from between two epochs it does not load them at all: either way they stay in its loop. They are loaded here before the
+first batch. Where the length is not known, Lightning may have drawn that batch already: then the rest is refused.
 """
 
 from __future__ import annotations
@@ -23,26 +31,15 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
+from rayloader._compat_lightning import ended_an_epoch, fetcher_classes, has_states, loop_classes, take_states
+from rayloader._compat_ray import wrapped_loader_classes
+from rayloader.errors import StateError
+from rayloader.state.checkpoint import TAKEN, is_between_epochs
 
-class _Habits(NamedTuple):
-    """Of a class of readers."""
-
-    is_ahead: Callable[[Any], bool]
-    length: Callable[[Any], int | None]  # see NOTE [Lightning counts]
-
-
-_LIGHTNING = _Habits(
-    is_ahead=lambda fetcher: fetcher.length is None,
-    length=lambda fetcher: fetcher.length if len(fetcher.combined_loader.flattened) == 1 else None,
-)
-# Classes of such readers, by module and name.
-_READERS: dict[tuple[str, str], _Habits] = {
-    ("ray.train.torch.train_loop_utils", "_WrappedDataLoader"): _Habits(lambda _: True, lambda _: None),
-    ("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher"): _LIGHTNING,
-    ("pytorch_lightning.loops.fetchers", "_PrefetchDataFetcher"): _LIGHTNING,
-}
+# The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
+_given: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[ReadAhead]]] = weakref.WeakKeyDictionary()
 
 
 def callers() -> Iterator[Any]:
@@ -55,34 +52,90 @@ def callers() -> Iterator[Any]:
 
 
 class Reader:
-    """The code that requests a loader's iterator, if that is a framework with habits."""
+    """The code that requests a loader's iterator, if that is a framework with habits; here, Ray Train's loader."""
 
-    def __init__(self, reader: Any, habits: _Habits) -> None:
-        self._reader, self._habits = weakref.ref(reader), habits
+    def __init__(self, reader: Any) -> None:
+        self._reader = weakref.ref(reader)
 
     @property
     def is_ahead(self) -> bool:
         """Whether it is one batch ahead, as far as is known when it draws a batch."""
-        return (reader := self._reader()) is not None and self._habits.is_ahead(reader)
+        return self._reader() is not None
 
     @property
-    def length(self) -> int | None:
-        """After how many batches it ends an epoch, without asking for the end; None if it does not count them."""
-        return None if (reader := self._reader()) is None else self._habits.length(reader)
+    def drops_states(self) -> bool:
+        """Whether it has states for its loaders that it should have loaded by now."""
+        return False
+
+    def reads(self, iterator: ReadAhead) -> None:
+        """It is given this iterator."""
+
+    def begin(self, iterator: ReadAhead) -> None:
+        """It is about to draw the first batch of this iterator."""
+        iterator.begin()
+
+
+class LightningReader(Reader):
+    """Lightning's fetcher, which reads a `CombinedLoader`, perhaps of only one loader.
+
+    Args:
+        fetcher: that one.
+        loop: of the training that it works for; None: it works for something else.
+    """
+
+    def __init__(self, fetcher: Any, loop: Any) -> None:
+        super().__init__(fetcher)
+        self._loop: Callable[[], Any] = weakref.ref(loop) if loop is not None else lambda: None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it does not know the length."""
+        return (fetcher := self._reader()) is not None and fetcher.length is None
+
+    @property
+    def drops_states(self) -> bool:
+        """See NOTE [States that Lightning drops]."""
+        return (loop := self._loop()) is not None and has_states(loop)
+
+    def reads(self, iterator: ReadAhead) -> None:
+        """It is given this iterator, of one of its loaders."""
+        if (fetcher := self._reader()) is not None:
+            _given.setdefault(fetcher, {})[id(iterator.loader)] = weakref.ref(iterator)
+
+    def begin(self, iterator: ReadAhead) -> None:
+        """It is about to draw the first batch of this iterator: those of its other loaders begin too, in order."""
+        fetcher = self._reader()
+        references = {} if fetcher is None else _given.get(fetcher, {})
+        given = [one for reference in references.values() if (one := reference()) is not None]
+        if fetcher is None or iterator not in given:  # it was given another one of this loader since
+            iterator.begin()
+            return
+        del _given[fetcher]
+        loop = self._loop()
+        if self.drops_states:
+            for loader, state in take_states(loop, fetcher.combined_loader):
+                if any(loader is one.loader for one in given):  # loaders of other classes have their iterators already
+                    loader.load_state_dict(state)
+        most = max((one.taken for one in given), default=0)
+        had_ended = loop is not None and ended_an_epoch(loop)
+        is_over = had_ended if fetcher.length is None else 0 < fetcher.length <= most
+        for one in given:
+            one.begin(is_over=is_over, in_middle=most > 0 and not is_over)
 
 
 def find_reader() -> Reader | None:
     """The code that requests a loader's iterator in this thread; None if it has no habits."""
-    known = [
-        (getattr(sys.modules[module], name, ()), habits)
-        for (module, name), habits in _READERS.items()
-        if module in sys.modules
-    ]
-    for caller in callers() if known else ():
-        for reader_class, habits in known:
-            if issubclass(type(caller), reader_class):
-                return Reader(caller, habits)
-    return None
+    wrapped, fetchers, loops = wrapped_loader_classes(), fetcher_classes(), loop_classes()
+    fetcher = None
+    for caller in callers() if wrapped or fetchers else ():
+        kind = type(caller)
+        if fetcher is None and issubclass(kind, wrapped):
+            return Reader(caller)
+        if fetcher is None and issubclass(kind, fetchers):
+            fetcher = caller
+        elif fetcher is not None and issubclass(kind, loops):
+            return LightningReader(fetcher, caller)
+    return None if fetcher is None else LightningReader(fetcher, None)
 
 
 class Before:
@@ -129,27 +182,50 @@ class ReadAhead(Iterator[Any]):
     """The iterator for a reader with habits; see NOTE [One batch ahead] and NOTE [Lightning counts].
 
     Args:
-        iterator: of the loader.
+        loader: whose iterator it is.
         before: where the state is kept; the loader has it too, until another iterator is requested.
         reader: requests the iterator.
-        tell: makes the loader's state as of the last batch that was drawn.
-        next_epoch: for an epoch that a state has resumed: makes the iterator of the next one if so many batches of
-            this one were taken.
     """
 
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        before: Before,
-        reader: Reader,
-        tell: Callable[[], dict[str, Any]],
-        next_epoch: Callable[[int], Iterator[Any] | None] | None,
-    ) -> None:
-        self._iterator, self._before, self._reader, self._tell = iterator, before, reader, tell
-        self._next_epoch = next_epoch
+    def __init__(self, loader: Any, before: Before, reader: Reader) -> None:
+        self.loader, self._before, self._reader = loader, before, reader
+        self._begun = False
+        self._iterator: Iterator[Any] | None = None if loader._state is not None else loader._new_iterator()
+        reader.reads(self)
+
+    @property
+    def taken(self) -> int:
+        """Batches that were taken of the epoch that it will continue."""
+        return 0 if self.loader._state is None else int(self.loader._state[TAKEN])
+
+    def begin(self, *, is_over: bool = False, in_middle: bool = False) -> None:
+        """Begins, or continues from a state that was loaded.
+
+        Args:
+            is_over: the reader begins its next epoch.
+            in_middle: the reader continues in the middle of an epoch.
+        """
+        self._begun = True
+        state = self.loader._state
+        if state is None:
+            return
+        self.loader._before = self._before  # the state may have been loaded since the iterator was requested
+        is_between = is_between_epochs(state)
+        if is_between and in_middle:
+            self._iterator = iter(())  # the state is for the next one
+            return
+        self._iterator = self.loader._new_iterator()
+        if is_over and not is_between:
+            self._iterator = self.loader._new_iterator()
 
     def __next__(self) -> Any:
-        next_epoch, self._next_epoch = self._next_epoch, None
-        if next_epoch is not None and (length := self._reader.length) is not None:
-            self._iterator = next_epoch(length) or self._iterator
-        return self._before.draws(self._iterator, self._tell if self._reader.is_ahead else None)
+        if not self._begun:
+            self._reader.begin(self)
+        elif self._reader.drops_states:
+            raise StateError(
+                "the checkpoint has a state for this loader, but Lightning has drawn a batch before it loaded the "
+                "checkpoint, because trainer.estimated_stepping_batches was read, and would drop the state. The length "
+                "of the loader is not known, so that number is trainer.max_steps: read that in its place"
+            )
+        assert self._iterator is not None
+        return self._before.draws(self._iterator, self.loader._tell_state if self._reader.is_ahead else None)

@@ -233,7 +233,7 @@ class Consumer:
         self._sampler_epoch = int(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """This consumer's position, in some kilobytes of plain types and tensors.
+        """This consumer's position, in some kilobytes of plain types.
 
         It serves `load_state_dict` of the same share, as long as that keeps the batches from there on. Its entry
         "loader" is the state of the loader there, or a few batches before. To start again, load that into the loader,

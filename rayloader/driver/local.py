@@ -73,6 +73,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self._generators = generators_of(loader) if self._iterable or saved is not None else []
         self._reader = Reader(ranks_told(loader))
         self._failure: SkipLimitError | None = None
+        self._has_just_loaded = saved is not None  # whether the dataset has loaded a state, and built no batch since
         if saved is None:
             position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
             if state is not None and state["redeal"] is not None:
@@ -219,7 +220,10 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def _build(self, task: int, indices: Any, skipped: list[skipping.Skipped]) -> Any:
         left_out = skipped if self._options.skips_errors else None
-        with self._seeded(task), self._reader.reads():
+        # A dataset may pass a state that it has loaded on to others only when it is iterated.
+        loading = _compat_datasets.loading(self._dataset) if self._has_just_loaded else contextlib.nullcontext()
+        self._has_just_loaded = False
+        with self._seeded(task), self._reader.reads(), loading:
             samples, self._samples = fetching.fetch(self._dataset_fetcher, self._dataset_kind, indices, left_out)
             data = self._collate_fn(samples)
             del samples

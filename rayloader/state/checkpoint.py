@@ -1,6 +1,6 @@
 """The user's position in a loader's stream: saved as a state, and loaded again.
 
-Promise: a state consists of plain types and tensors (except for the results of a dataset's or sampler's own
+Promise: a state consists of types that JSON knows (except for the results of a dataset's or sampler's own
 `state_dict`), and contains everything needed to continue the same stream: the generators of this process from before
 the epoch, how much of it the user has taken, and a snapshot of each worker. A state that does not fit is refused.
 """
@@ -21,11 +21,11 @@ from rayloader.state import local_state, redeal
 from rayloader.state.local_state import pack_object, unpack_object
 from rayloader.state.position import Checksums, Position, Start
 from rayloader.state.random_state import RandomState
-from rayloader.state.seal import Parts, check_seal, sealed
+from rayloader.state.seal import Parts, check_seal, checksum, sealed
 from rayloader.state.snapshot import WorkerState
 from rayloader.state.worker_parts import new_worker
 
-FORMAT, VERSION = "rayloader", 10
+FORMAT, VERSION = "rayloader", 11
 KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
@@ -124,7 +124,7 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
     samplers, own = Samplers(loader), unpack_object(state["sampler"]["own"])
     if loader.num_workers == 0 and state["process"] is not None:
         local_state.restore(loader, state["process"])
-    is_between = state["redeal"] is None and (state["position"] is None or state["position"]["finished"])
+    is_between = is_between_epochs(state)
     if is_between:
         samplers.load_between_epochs(own)
     else:
@@ -134,6 +134,11 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
         _warn_of_more(loader, samplers)
     accepted: dict[str, Any] = copy.deepcopy(state)
     return accepted
+
+
+def is_between_epochs(state: dict[str, Any]) -> bool:
+    """Whether the next `iter()` begins an epoch."""
+    return state["redeal"] is None and (state["position"] is None or state["position"]["finished"])
 
 
 def _warn_of_more(loader: Any, samplers: Samplers) -> None:
@@ -237,7 +242,7 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
         state["sampler"][name] = states[lead]["sampler"][name]
     if all(position is None or position["finished"] for position in positions):
         return sealed(state, KEYS)
-    if any(position is None for position in positions) or len({str(_epoch_of(p)) for p in positions}) > 1:
+    if any(position is None for position in positions) or len({checksum(_epoch_of(p)) for p in positions}) > 1:
         raise StateError("the states are of different epochs; save them at the same step of every rank")
     assert part is not None
     _, stages = _epoch_of(positions[lead])

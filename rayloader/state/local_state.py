@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 
+from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
 from rayloader.state import plain_state
 from rayloader.state.generator_kinds import distinct, suit
@@ -65,7 +66,8 @@ def restore(loader: Any, packed: dict[str, Any]) -> None:
             "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
         )
     random.restore(generators)
-    load_state(loader.dataset, unpack_object(packed["dataset"]))
+    with loading(loader.dataset):
+        load_state(loader.dataset, unpack_object(packed["dataset"]))
 
 
 def depends_on_the_past(packed: dict[str, Any]) -> bool:

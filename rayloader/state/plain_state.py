@@ -1,12 +1,13 @@
-"""Results of the user's `state_dict`, in types that `torch.load(weights_only=True)` knows.
+"""Results of the user's `state_dict`, in types that JSON and `torch.load(weights_only=True)` know.
 
 Promise: `unpack(pack(state))` equals `state`, types included, for dicts, lists, tuples, sets and the types below,
-nested in any way up to `NESTING` levels. Values of other types are left unchanged; torch decides whether a file with
-them can be loaded.
+nested in any way up to `NESTING` levels, also if what `pack` gives has gone through a file of torch's or through JSON.
+Values of other types, tensors among them, are left unchanged; torch or JSON decides whether they can be saved.
 """
 
 from __future__ import annotations
 
+import binascii
 import builtins
 import collections
 import math
@@ -14,13 +15,22 @@ import pathlib
 from typing import Any
 
 import numpy as np
-import torch
 
 from rayloader.errors import StateError
 
 NESTING = 100  # levels as packed; each takes several nested calls, and Python allows 1,000 by default
 _TYPE = "rayloader: type"
-_PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
+_TUPLE = "rayloader: tuple"  # begins a list that stands for one: as a dict it would be nested a level deeper
+
+
+def text_of(content: bytes) -> str:
+    """Bytes as text: JSON has no others, and torch's files hold bytes in half as many again."""
+    return binascii.b2a_base64(content, newline=False).decode("ascii")
+
+
+def bytes_of(text: str) -> bytes:
+    """The inverse of `text_of`."""
+    return binascii.a2b_base64(text)
 
 
 def too_deep() -> StateError:
@@ -41,9 +51,11 @@ def pack(state: Any, depth: int = 0) -> Any:
         raise too_deep()
     match state:
         case np.ndarray() | np.generic() if not state.dtype.hasobject and state.dtype.names is None:
-            content = torch.frombuffer(bytearray(state.tobytes()) or bytearray(1), dtype=torch.uint8)
             name = "array" if isinstance(state, np.ndarray) else "scalar"
+            content = text_of(state.tobytes())
             return {_TYPE: name, "dtype": state.dtype.str, "shape": list(state.shape), "content": content}
+        case bytes() if type(state) is bytes:
+            return {_TYPE: "bytes", "content": text_of(state)}
         case np.dtype() if state.names is None and not state.hasobject:
             return {_TYPE: "dtype", "dtype": state.str}
         case collections.defaultdict() if type(state) is collections.defaultdict and _names_type(state.default_factory):
@@ -53,8 +65,8 @@ def pack(state: Any, depth: int = 0) -> Any:
             return {_TYPE: "deque", "items": [pack(part, depth + 2) for part in state], "maxlen": state.maxlen}
         case pathlib.PurePath() if type(state).__name__ in _PATHS:
             return {_TYPE: type(state).__name__, "path": str(state)}
-        case frozenset() if type(state) is frozenset:
-            return {_TYPE: "frozenset", "items": [pack(part, depth + 2) for part in state]}
+        case set() | frozenset() if type(state) in (set, frozenset):
+            return {_TYPE: type(state).__name__, "items": [pack(part, depth + 2) for part in state]}
         case range() | slice():
             parts = state.start, state.stop, state.step
             return {_TYPE: type(state).__name__, "items": [pack(part, depth + 2) for part in parts]}
@@ -62,42 +74,56 @@ def pack(state: Any, depth: int = 0) -> Any:
 
 
 def _pack_container(state: Any, depth: int) -> Any:
-    if type(state) in (dict, collections.OrderedDict):
-        if all(_is_plain_key(key) for key in state) and _TYPE not in state:
-            return type(state)((key, pack(value, depth + 1)) for key, value in state.items())
-        return {_TYPE: type(state).__name__, "items": _items(state, depth)}
-    return type(state)([pack(part, depth + 1) for part in state]) if type(state) in (list, tuple) else state
+    kind = type(state)
+    if kind is dict and _TYPE not in state and all(type(key) is str for key in state):
+        return {key: pack(value, depth + 1) for key, value in state.items()}
+    if kind in (dict, collections.OrderedDict):
+        return {_TYPE: kind.__name__, "items": _items(state, depth)}
+    if kind is tuple:
+        return [_TUPLE, *(pack(part, depth + 1) for part in state)]
+    if kind is list and not _stands_for_tuple(state):
+        return [pack(part, depth + 1) for part in state]
+    if kind is list:
+        return {_TYPE: "list", "items": [pack(part, depth + 2) for part in state]}
+    return state
+
+
+def _stands_for_tuple(packed: list[Any]) -> bool:
+    return bool(packed) and type(packed[0]) is str and packed[0] == _TUPLE
 
 
 def unpack(packed: Any) -> Any:
     """The inverse of `pack`."""
-    if type(packed) is dict and _TYPE in packed:
-        return _rebuilt(packed[_TYPE], packed)
-    if type(packed) in (dict, collections.OrderedDict):
-        return type(packed)((key, unpack(value)) for key, value in packed.items())
-    return type(packed)(map(unpack, packed)) if type(packed) in (list, tuple) else packed
+    if type(packed) is dict:
+        if _TYPE in packed:
+            return _rebuilt(packed[_TYPE], packed)
+        return {key: unpack(value) for key, value in packed.items()}
+    if type(packed) is list:
+        return tuple(map(unpack, packed[1:])) if _stands_for_tuple(packed) else [unpack(part) for part in packed]
+    return packed
 
 
 def _rebuilt(name: str, packed: dict[str, Any]) -> Any:
-    parts = [unpack(part) for part in packed.get("items", ())]
     match name:
         case "array" | "scalar":
             count = math.prod(packed["shape"])
-            array = np.frombuffer(bytearray(packed["content"].cpu().numpy().tobytes()), packed["dtype"], count)
+            array = np.frombuffer(bytearray(bytes_of(packed["content"])), packed["dtype"], count)
             return array.reshape(packed["shape"])[() if name == "scalar" else ...]
+        case "bytes":
+            return bytes_of(packed["content"])
         case "dtype":
             return np.dtype(packed["dtype"])
         case "defaultdict":
             factory = packed["factory"]
-            return collections.defaultdict(factory and _FACTORIES[factory], parts)
-        case "deque":
-            return collections.deque(parts, packed["maxlen"])
+            return collections.defaultdict(factory and _FACTORIES[factory], _unpack_items(packed))
         case "dict" | "OrderedDict":
-            return {"dict": dict, "OrderedDict": collections.OrderedDict}[name](parts)
-        case "frozenset":
-            return frozenset(parts)
+            return {"dict": dict, "OrderedDict": collections.OrderedDict}[name](_unpack_items(packed))
+        case "deque":
+            return collections.deque(map(unpack, packed["items"]), packed["maxlen"])
+        case "list" | "set" | "frozenset":
+            return getattr(builtins, name)(map(unpack, packed["items"]))
         case "range" | "slice":
-            return getattr(builtins, name)(*parts)
+            return getattr(builtins, name)(*map(unpack, packed["items"]))
     return _PATHS[name](packed["path"])
 
 
@@ -118,8 +144,8 @@ def _names_type(factory: Any) -> bool:
 
 
 def _items(state: Any, depth: int) -> list[Any]:
-    return [(pack(key, depth + 3), pack(value, depth + 3)) for key, value in state.items()]
+    return [[pack(key, depth + 3), pack(value, depth + 3)] for key, value in state.items()]
 
 
-def _is_plain_key(key: Any) -> bool:
-    return all(map(_is_plain_key, key)) if type(key) is tuple else type(key) in _PLAIN_KEYS
+def _unpack_items(packed: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(unpack(key), unpack(value)) for key, value in packed["items"]]

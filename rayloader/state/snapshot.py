@@ -13,6 +13,7 @@ to hurry, because it will soon move, takes one each time that it has worked twic
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import time
 import traceback
@@ -20,7 +21,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from rayloader import _compat_datasets
 from rayloader.errors import ReplayError
 from rayloader.state import plain_state
 from rayloader.state.generator_kinds import suit
@@ -86,8 +86,21 @@ class WorkerState(NamedTuple):
 
 
 def has_state(obj: Any) -> bool:
-    """Whether the object can save and load its state."""
-    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+    """Whether the object can save its state without being told anything, and load it."""
+    return _takes(getattr(obj, "state_dict", None)) and _takes(getattr(obj, "load_state_dict", None), None)
+
+
+def _takes(method: Any, *arguments: Any) -> bool:
+    """Whether it can be called with so many arguments."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it is written in C, and does not say
+        pass
+    return True
 
 
 class Recorder:
@@ -224,4 +237,4 @@ def dump_state(obj: Any) -> bytes:
 def load_state(obj: Any, state: bytes | None) -> None:
     """Loads the state of an object of the user's."""
     if state is not None:
-        obj.load_state_dict(_compat_datasets.loadable(obj, pickle.loads(state)))
+        obj.load_state_dict(pickle.loads(state))

@@ -158,8 +158,12 @@ class Worker:
             raise ReplayError(f"the state of worker {self._setup.worker_id} could not be saved:\n{state.error}")
         self._epoch, self._exhausted = state.epoch, state.exhausted
         self._tell_epoch(state.dataset_epoch)
-        load_state(self._dataset, state.dataset)
         self._has_just_loaded = state.dataset is not None
+        with _compat_datasets.loading(self._dataset):
+            self._load_states(state)
+
+    def _load_states(self, state: WorkerState) -> None:
+        load_state(self._dataset, state.dataset)
         has_own = state.dataset is not None or state.iterator is not None
         if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not has_own)):
             if state.begin is not None:
@@ -428,9 +432,12 @@ class Worker:
         """Returns a batch, how many samples are in it, and which of its tensors are fresh."""
         setup = self._setup
         collate_into(arena)
+        # A dataset may pass a state that it has loaded on to others only when it is iterated.
+        loading = _compat_datasets.loading(self._dataset) if self._has_just_loaded else contextlib.nullcontext()
         try:
             left_out = skipped if setup.skip_errors else None
-            samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), left_out)
+            with loading:
+                samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), left_out)
             self._fetched = time.perf_counter()
             fresh = collate_into(arena, self._collate_fn, samples)
             return self._collate_fn(samples), count, fresh

@@ -3,13 +3,14 @@
 python datasets_cases.py OUT NAME...   write to OUT, as JSON, what torch's loader makes of these cases
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
 
 import datasets
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from framework_data import seed
 
@@ -52,10 +53,44 @@ def interleaved():
     return datasets.interleave_datasets([stream(), stream()], probabilities=[0.5, 0.5], seed=7)
 
 
+class Holds(IterableDataset):
+    """The user's own, which holds two streams and passes its state on to them at once."""
+
+    def __init__(self):
+        self.streams = {"first": stream(), "second": stream()}
+
+    def __iter__(self):
+        yield from itertools.chain(*self.streams.values())
+
+    def state_dict(self):
+        return {name: inner.state_dict() for name, inner in self.streams.items()}
+
+    def load_state_dict(self, state):
+        for name, inner in self.streams.items():
+            inner.load_state_dict(state[name])
+
+
+class HoldsAndWaits(Holds):
+    """Passes its state on when it is iterated."""
+
+    state = None
+
+    def __iter__(self):
+        if self.state is not None:
+            super().load_state_dict(self.state)
+            self.state = None
+        yield from super().__iter__()
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
 CASES = {
     "rows": lambda: {"dataset": rows().with_format("torch"), "shuffle": True},
     "stream": lambda: {"dataset": stream().with_format("torch")},
     "interleaved": lambda: {"dataset": interleaved()},
+    "held": lambda: {"dataset": Holds()},
+    "held, passed on late": lambda: {"dataset": HoldsAndWaits()},
     "joined": lambda: {"dataset": datasets.concatenate_datasets([stream(), stream()])},
     "shuffled": lambda: {"dataset": stream().shuffle(seed=3, buffer_size=5).with_format("torch")},
     "tokenized rows": lambda: {**tokenized(rows()), "shuffle": True},
@@ -85,7 +120,7 @@ def epoch(loader, number):
 
 
 def two_epochs(loader_class, name):
-    case, setting = name.split(", ")
+    case, setting = name.rsplit(", ", 1)
     loader = make(loader_class, case, setting)
     return [epoch(loader, 0), epoch(loader, 1)]
 

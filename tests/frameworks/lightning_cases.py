@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning.pytorch as lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: F401  # for the tests
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 

@@ -54,7 +54,10 @@ def test_the_states_of_a_stream_lead_to_the_rest(setting):
 
 
 @pytest.mark.parametrize("setting", ["0", *(pytest.param(name, marks=full) for name in ("2", "2p"))])
-@pytest.mark.parametrize("case", ["stream", *(pytest.param(name, marks=full) for name in ("interleaved", "joined"))])
+@pytest.mark.parametrize(
+    "case",
+    ["stream", "held", *(pytest.param(name, marks=full) for name in ("interleaved", "joined"))],
+)
 def test_epochs_after_a_resumed_one_are_whole_though_no_epoch_is_told(case, setting):
     """The dataset begins at the position that was loaded into it until the epoch is another."""
     loader = make(rayloader.DataLoader, case, setting)
@@ -97,6 +100,19 @@ def test_a_position_that_the_program_has_loaded_counts_in_each_epoch(setting):
     assert whole != [plain(batch) for batch in make(rayloader.DataLoader, "stream", setting)]
 
 
+@pytest.mark.parametrize("setting", ["0", pytest.param("2p", marks=full)])
+def test_the_epoch_after_a_resumed_one_is_whole_if_the_state_is_passed_on_late(setting):
+    loader = make(rayloader.DataLoader, "held, passed on late", setting)
+    iterator = iter(loader)
+    batches = [plain(next(iterator)) for _ in range(4)]
+    state = loader.state_dict()
+    batches += [plain(batch) for batch in iterator]
+    again = make(rayloader.DataLoader, "held, passed on late", setting)
+    again.load_state_dict(state)
+    assert [plain(batch) for batch in again] == batches[4:]
+    assert [plain(batch) for batch in again] == batches
+
+
 @full
 def test_the_position_at_which_the_program_has_left_a_dataset_is_not_that_of_its_workers():
     """It has looked at the first samples, or a loader without workers has gone on in the middle of an epoch."""
@@ -118,15 +134,18 @@ def test_the_position_at_which_the_program_has_left_a_dataset_is_not_that_of_its
     assert [plain(batch) for batch in again] == whole
 
 
-@full
-@pytest.mark.parametrize("case", ["stream", "interleaved", "joined"])
+@pytest.mark.parametrize(
+    "case",
+    ["held", *(pytest.param(name, marks=full) for name in ("held, passed on late", "stream", "interleaved", "joined"))],
+)
 def test_epochs_in_which_workers_are_killed_are_whole_though_no_epoch_is_told(case):
+    expected = [plain(batch) for batch in make(rayloader.DataLoader, case, "2p")]
     loader = make(rayloader.DataLoader, case, "2p")
-    expected = [plain(batch) for batch in loader]
     for number in range(4):
         iterator = iter(loader)
         found = [plain(next(iterator)) for _ in range(3)]
-        process = psutil.Process(iterator._crew.address(iterator._crew.slots[number % 2]).pid)
-        process.kill()
-        process.wait(EXIT_LIMIT)
+        if number % 3 == 0:  # the ones in between are whole too
+            process = psutil.Process(iterator._crew.address(iterator._crew.slots[number % 2]).pid)
+            process.kill()
+            process.wait(EXIT_LIMIT)
         assert found + [plain(batch) for batch in iterator] == expected, number

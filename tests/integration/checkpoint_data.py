@@ -6,6 +6,7 @@ the object that goes on has another one, so that the same batches come only if i
 
 import io
 import itertools
+import json
 import os
 import random
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 from rayloader import DataLoader
 
@@ -187,6 +188,32 @@ class StatefulIterator:
 
     def load_state_dict(self, state):
         self.salt, self.position = state["salt"], state["position"]
+
+
+class AsksHowMany:
+    """Like MosaicML's streaming dataset: its `state_dict` is told what the loader has given."""
+
+    def state_dict(self, num_samples, from_beginning):
+        return {"count": num_samples}
+
+    def load_state_dict(self, state):
+        raise AssertionError("nothing was saved")
+
+
+class StreamThatAsks(AsksHowMany, Shuffled):
+    pass
+
+
+class ThatAsks(AsksHowMany, Augmented):
+    pass
+
+
+class SamplerThatAsks(AsksHowMany, RandomSampler):
+    pass
+
+
+class BatchSamplerThatAsks(AsksHowMany, BatchSampler):
+    pass
 
 
 class StreamOfStatefulIterators(IterableDataset):
@@ -371,15 +398,17 @@ def hosted(arguments, actors, of=WORKERS, **options):
 
 
 def save(loader):
-    """The loader's state as a file holds it."""
-    file = io.BytesIO()
-    torch.save(loader.state_dict(), file)
+    """The loader's state as a file holds it: of every second point one of torch's, else a JSON document."""
+    state, file = loader.state_dict(), io.BytesIO()
+    if state["_num_yielded"] % 2 and not isinstance(loader.dataset, Counting):  # its state holds a tensor
+        return json.dumps(state).encode()
+    torch.save(state, file)
     return file.getvalue()
 
 
 def read(saved):
     """The state in a file."""
-    return torch.load(io.BytesIO(saved), weights_only=True)
+    return json.loads(saved) if saved.startswith(b"{") else torch.load(io.BytesIO(saved), weights_only=True)
 
 
 def plain(obj):

@@ -419,6 +419,24 @@ def test_state_dicts_are_used_where_there_are_some(name, num_workers):
     assert list(batches(loader)) == rest != []
 
 
+def batches_that_ask():
+    dataset = data.ThatAsks()
+    return {"dataset": dataset, "batch_sampler": data.BatchSamplerThatAsks(data.SamplerThatAsks(dataset), 3, False)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("arguments", [lambda: {"dataset": data.StreamThatAsks()}, batches_that_ask])
+def test_a_state_dict_that_needs_arguments_counts_as_none(arguments, num_workers):
+    loader = make(arguments, num_workers)
+    iterator = batches(loader)
+    next(iterator), next(iterator)
+    saved = save(loader)
+    rest = list(iterator)
+    loader = make(arguments, num_workers, seed=2)
+    loader.load_state_dict(read(saved))
+    assert list(batches(loader)) == rest != []
+
+
 @pytest.mark.parametrize("dataset", [data.Entropy, data.Unseeded])
 def test_a_stream_that_cannot_be_replayed_is_an_error_and_never_another_stream(dataset):
     loader = make(lambda: {"dataset": dataset()})

@@ -256,10 +256,15 @@ def test_a_stream_seeded_by_batch_is_that_of_one_worker(ray_session):
 
 @pytest.mark.parametrize(("saved_with", "loaded_with"), [(0, 2), (2, 0)])
 @pytest.mark.parametrize("case", ["augmented", "shuffled stream"])
-def test_with_workers_and_without_the_streams_are_different_ones(case, saved_with, loaded_with):
-    state = make(CASES[case], saved_with).state_dict()
-    with pytest.raises(StateError, match=r"num_workers=.* this one has .*own random generators"):
-        make(CASES[case], loaded_with).load_state_dict(state)
+def test_with_workers_and_without_the_streams_are_different_ones(case, saved_with, loaded_with, ray_session):
+    """Before, in and after an epoch."""
+    loader = make(CASES[case], saved_with)
+    states = [loader.state_dict()]
+    states += [loader.state_dict() for _ in loader]
+    states += [loader.state_dict()]
+    for state in states:
+        with pytest.raises(StateError, match=r"num_workers=.* this one has .*own random generators"):
+            make(CASES[case], loaded_with).load_state_dict(state)
 
 
 @pytest.mark.parametrize("case", ["own generators", "stateful map", "shuffled stream"])

@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 import rayloader
@@ -154,3 +155,144 @@ def test_a_reader_that_knows_the_length_is_not_ahead(monkeypatch):
     loader = make()
     iter(Reader(loader))
     assert loader.state_dict()["position"]["delivered"] == 1
+
+
+class Loop:
+    """Lightning's loop over epochs, with several loaders side by side; what it does not know of them has no length."""
+
+    def __init__(self, loaders, length):
+        self.loaders, self.length = loaders, length
+        self.is_resuming, self._combined_loader_states_to_load = False, []
+        self.epoch_loop = types.SimpleNamespace(batch_progress=types.SimpleNamespace(is_last_batch=False))
+
+    def set_up(self):
+        self.fetcher = Fetcher(self.loaders, self.length)
+        self.fetcher.begin()
+
+    def load(self, states, *, last=False):
+        self.is_resuming, self._combined_loader_states_to_load = True, states
+        self.epoch_loop.batch_progress.is_last_batch = last
+
+
+class Fetcher:
+    """Gives a batch of each loader, or None where one has no more; if it knows the length it never asks for the end."""
+
+    def __init__(self, loaders, length):
+        self.combined_loader = types.SimpleNamespace(flattened=loaders)
+        self.length, self.fetched = length, 0
+
+    def begin(self):
+        self.iterators = [iter(loader) for loader in self.combined_loader.flattened]
+        self.held = [] if self.length is not None else [self.draw()]
+
+    def draw(self):
+        drawn = [next(iterator, None) for iterator in self.iterators]
+        return None if drawn == [None] * len(drawn) else [None if one is None else one.tolist() for one in drawn]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.fetched == self.length:
+            raise StopIteration
+        batch = self.held.pop() if self.held else self.draw()
+        if batch is None:
+            raise StopIteration
+        self.held = [] if self.length is not None else [self.draw()]
+        self.fetched += 1
+        return batch
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def lightning(request, monkeypatch):
+    for module, names in (("fetchers", {"_PrefetchDataFetcher": Fetcher}), ("fit_loop", {"_FitLoop": Loop})):
+        monkeypatch.setitem(sys.modules, f"{request.param}.loops.{module}", types.SimpleNamespace(**names))
+
+
+def two():
+    """Of four batches and of two."""
+    torch.manual_seed(1)
+    return [rayloader.DataLoader(range(size), 2, shuffle=True) for size in (7, 4)]
+
+
+def saved(taken, epochs=2):
+    """The states after so many batches of the first epoch, and what comes after them."""
+    loaders = two()
+    loop, states, batches = Loop(loaders, 4), None, []
+    for _ in range(epochs):
+        loop.set_up()
+        for batch in loop.fetcher:
+            batches.append(batch)
+            if len(batches) == taken:
+                states = [loader.state_dict() for loader in loaders]
+    return states, batches[taken:]
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [True, False], ids=["set up before it has the states", "set up with the states"])
+def test_states_that_lightning_leaves_in_its_loop_are_loaded_before_the_first_batch(taken, before, lightning):
+    """The shorter loader gives nothing more in its epoch, and all begin the next one once the longer has ended."""
+    states, following = saved(taken)
+    loaders = two()
+    loop = Loop(loaders, 4)
+    if before:
+        loop.set_up()
+        torch.rand(3)  # whatever the program draws in between
+        loop.load(states)
+    else:
+        for loader, state in zip(loaders, states, strict=True):
+            loader.load_state_dict(state)
+        loop.set_up()
+    loop.fetcher.fetched = taken % 4
+    found = list(loop.fetcher)
+    loop.is_resuming = False
+    while len(found) < len(following):
+        loop.set_up()
+        found += list(loop.fetcher)
+    assert found == following
+    assert loop._combined_loader_states_to_load == []
+
+
+def test_a_state_that_lightning_loads_after_its_first_batch_is_refused(lightning):
+    loader = make(Stream())
+    next(iter(loader))
+    state = loader.state_dict()
+    loop = Loop([make(Stream())], None)
+    loop.set_up()
+    loop.load([state])
+    with pytest.raises(rayloader.StateError, match="read that in its place"):
+        list(loop.fetcher)
+
+
+def test_the_states_that_lightning_leaves_are_of_as_many_loaders(lightning):
+    def refuse(states):
+        raise RuntimeError(f"{len(states)} states")
+
+    loop = Loop(two(), 4)
+    loop.set_up()
+    loop.fetcher.combined_loader._load_state_dicts = refuse
+    loop.load([{}])
+    with pytest.raises(RuntimeError, match="1 states"):
+        list(loop.fetcher)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_where_the_length_is_not_known_lightning_says_whether_the_epoch_is_over(last, lightning):
+    """As where it ends with the first of several loaders: the state of the other one is in the middle."""
+    loaders = two()
+    iterators = [iter(loader) for loader in loaders]
+    for _ in range(2):
+        for iterator in iterators:
+            next(iterator)
+    next(iterators[1], None)
+    states = [loader.state_dict() for loader in loaders]
+    rest = [*iterators[0]]
+    iterators = [iter(loader) for loader in loaders]
+    following = [next(iterator).tolist() for iterator in iterators]
+    again = two()
+    for loader, state in zip(again, states, strict=True):
+        loader.load_state_dict(state)
+    loop = Loop(again, None)
+    loop.load([], last=last)
+    loop.set_up()
+    assert loop.fetcher.held == [following if last else [rest[0].tolist(), None]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import types
+import unittest.mock
 
 import pytest
 
@@ -12,7 +14,7 @@ from rayloader.state import snapshot
 from rayloader.state.generators import Generators
 from rayloader.state.living_generators import living_generators
 from rayloader.state.random_state import RandomState
-from rayloader.state.snapshot import HURRIED_SHARE, SHARE, Recorder, WorkerState
+from rayloader.state.snapshot import HURRIED_SHARE, SHARE, Recorder, WorkerState, has_state
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,3 +133,28 @@ def test_a_dataset_with_other_generators_is_refused():
 )
 def test_what_must_be_proven(state, proven):
     assert state.is_to_be_proven is proven
+
+
+def with_methods(tell, load):
+    return types.SimpleNamespace(state_dict=tell, load_state_dict=load)
+
+
+@pytest.mark.parametrize(
+    ("obj", "has"),
+    [
+        (Counts(), True),
+        (with_methods(lambda deep=False, *, many=1: {}, lambda state, strict=True: None), True),
+        (with_methods(dict, {}.update), True),
+        (with_methods(unittest.mock.Mock(), unittest.mock.Mock()), True),
+        (with_methods(lambda num_samples, from_beginning: {}, lambda state: None), False),
+        (with_methods(lambda *, num_samples: {}, lambda state: None), False),
+        (with_methods(lambda: {}, lambda: None), False),
+        (with_methods(lambda: {}, lambda state, strict: None), False),
+        (with_methods(lambda: {}, None), False),
+        (with_methods({}, lambda state: None), False),
+        (iter([]), False),
+        (None, False),
+    ],
+)
+def test_a_state_counts_if_it_can_be_told_without_arguments_and_loaded(obj, has):
+    assert has_state(obj) == has
