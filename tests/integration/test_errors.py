@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import os
-import pickle
 import re
 import signal
 import sys
@@ -422,11 +421,6 @@ def test_a_death_is_reported_before_the_timeout_and_the_iterator_says_so_again()
     for _ in range(2):
         with pytest.raises(rayloader.WorkerDiedError, match="exited unexpectedly"):
             next(iterator)
-
-
-def test_the_error_of_a_death_can_be_pickled():
-    error = pickle.loads(pickle.dumps(rayloader.WorkerDiedError("DataLoader worker died", 3)))
-    assert (str(error), error.worker_id, isinstance(error, RuntimeError)) == ("DataLoader worker died", 3, True)
 
 
 def test_a_dead_worker_that_another_waits_for_is_an_error_not_a_hang(tmp_path):
