@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import random
+import signal
 import time
 import traceback
 import warnings
@@ -48,6 +49,7 @@ from rayloader.protocol import (
 from rayloader.replica import unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.shard_info import Reader
+from rayloader.signals import exit_in_words
 from rayloader.spent import pack
 from rayloader.state.digest import chain, digest
 from rayloader.state.generators import Generators, noting
@@ -515,5 +517,12 @@ def _exited(task_id: int, error: BaseException) -> Result:
     # Ray's handler of SIGTERM raises SystemExit wherever the program is: that is not the task's fault.
     frames = traceback.extract_tb(error.__traceback__)
     by_signal = any(frame.name == "sigterm_handler" and "/ray/" in frame.filename for frame in frames)
-    kind = ResultKind.TERMINATED if by_signal else ResultKind.EXITED
-    return Result(task_id, kind, text="".join(traceback.format_exception(error)))
+    if by_signal:
+        return Result(task_id, ResultKind.TERMINATED, text=exit_in_words(-signal.SIGTERM))
+    told = [f"{exit_in_words(_exit_code(error))}\n"] if isinstance(error, SystemExit) else []
+    return Result(task_id, ResultKind.EXITED, text="".join([*told, *traceback.format_exception(error)]))
+
+
+def _exit_code(error: SystemExit) -> int:
+    """That of a process of multiprocessing's."""
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)

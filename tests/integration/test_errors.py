@@ -379,8 +379,14 @@ EXITS = {
 }
 
 
-# What Ray says of a process that is gone is the same however it went, and of the exceptions that end a process only
-# the names differ; the table of faults has all ways.
+# What torch says of the processes that tell nothing themselves.
+WORDS = {
+    "SystemExit": "exit code 3\n",
+    "os._exit": "exit code 3",
+    "SIGKILL": "killed by signal: Killed",
+    "segmentation fault": "killed by signal: Segmentation fault",
+}
+# The ways differ little, and the table of faults has all.
 ALIKE = {"os._exit", "segmentation fault", "CancelledError", "KeyboardInterrupt"}
 
 
@@ -406,6 +412,9 @@ def test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_work
     assert type(caught.value) is rayloader.WorkerDiedError
     assert caught.value.worker_id == 1
     assert str(caught.value).startswith(f"DataLoader worker (pid(s) {pid}) exited unexpectedly: worker 1 on ")
+    text = str(caught.value)
+    assert text.partition(". Cause: ")[2].startswith(WORDS.get(way, "Traceback (most recent call last):\n"))
+    assert way in RAISED or text.endswith(WORDS[way])  # and no advice of Ray's
     if way in RAISED:  # the cause is told with its traceback
         assert f'File "{__file__}", line ' in str(caught.value)
         assert f", in {EXITS[way].__name__}\n" in str(caught.value)
