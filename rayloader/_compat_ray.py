@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import random
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,31 @@ def connection_of(ray: ModuleType) -> Any:
 def has_process(ray: ModuleType, actor: Any) -> bool:
     """Whether Ray has found a place for an actor and a process there, which need not run the actor yet."""
     return bool(ray._private.state.actors(actor._actor_id.hex()).get("Pid"))
+
+
+def said_of_end(text: str) -> str:
+    """What Ray says of the end of an actor: without the actor's fields and advice; "" if it has only seen the end."""
+    lines = [line.strip() for line in text.splitlines() if not line.startswith("\t")]
+    said = re.split(r" (?:Some common causes|There are some potential root causes)\b", " ".join(filter(None, lines)))[0]
+    return "" if re.search(r"exits with a connection error code \d+\. End of file\.?$", said) else said
+
+
+_DEATH = re.compile(r"A worker died or was killed while.*? Node ID: (\w+) .*? Worker PID: (\d+) ", re.DOTALL)
+
+
+def leave_out_deaths(ray: ModuleType, of: Callable[[tuple[str, int]], bool]) -> None:
+    """Keeps Ray from printing in this process that certain processes have died: `of` is asked with node and pid."""
+    before = getattr(ray._private.worker, "print_to_stdstream", None)
+    if before is None:
+        return
+
+    @functools.wraps(before)
+    def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        deaths = [_DEATH.match(line) for line in data["lines"]] if data["pid"] == "raylet" else [None]
+        if not all(found is not None and of((found[1], int(found[2]))) for found in deaths):
+            before(data, *args, **options)
+
+    ray._private.worker.print_to_stdstream = print_others
 
 
 def set_process_title(ray: ModuleType, title: str) -> None:

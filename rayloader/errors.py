@@ -31,15 +31,13 @@ class WorkerDiedError(RayloaderError):
 
     Args:
         message: what happened.
-        worker_id: the worker whose process ended, 0 to num_workers - 1.
+        worker_id: the worker whose process ended, 0 to num_workers - 1; None if the error was made from its text alone,
+            as torch's `ExceptionWrapper` makes an error again.
     """
 
-    def __init__(self, message: str, worker_id: int) -> None:
+    def __init__(self, message: str = "", worker_id: int | None = None) -> None:
         super().__init__(message)
         self.worker_id = worker_id
-
-    def __reduce__(self) -> tuple[type[WorkerDiedError], tuple[str, int]]:
-        return type(self), (str(self), self.worker_id)
 
 
 class BatchTimeoutError(RayloaderError):

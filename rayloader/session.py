@@ -371,6 +371,13 @@ def forget() -> None:
     _forked = ray.is_initialized() or is_starting
 
 
+def exit_code(pid: int) -> int | None:
+    """Of a worker process of this machine, as `subprocess` counts; None if only Ray has seen its end."""
+    server = _starter.fork_server if _starter is not None else None
+    status = server.exit_status(pid) if server is not None else None
+    return None if status is None else os.waitstatus_to_exitcode(status)
+
+
 def node_id() -> str:
     """The node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,21 +119,22 @@ class Reader:
                 type(dataset).__name__,
             )
 
-    @contextlib.contextmanager
-    def reads(self) -> Iterator[None]:
+    def reads(self) -> contextlib.ExitStack:
         """Makes this the reader for a while, in a process without workers."""
-        global _local
-        before = _local
-        _local = self if before is None else before  # a loader in a dataset reads for the reader of that dataset
-        try:
-            yield
-        finally:
-            _local = before
+        undo = contextlib.ExitStack()  # not `contextmanager`, for the reason given in driver/local.py
+        undo.callback(_set_local, _local)
+        _set_local(self if _local is None else _local)  # a loader in a dataset reads for the reader of that dataset
+        return undo
 
 
 _told_of: set[str] = set()  # kinds of datasets
 _local: Reader | None = None
 _working: tuple[Any, Reader] | None = None
+
+
+def _set_local(reader: Reader | None) -> None:
+    global _local
+    _local = reader
 
 
 def nobody_reads() -> None:

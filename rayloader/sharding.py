@@ -283,14 +283,11 @@ def _kept(item: Any) -> Any:
     return copy.deepcopy(item)
 
 
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded(seed: int) -> contextlib.ExitStack:
     """Temporarily seeds the global generators; not CUDA's, which no sampler uses."""
-    before = RandomState.capture([])
+    undo = contextlib.ExitStack()  # not `contextmanager`, for the reason given in driver/local.py
+    undo.callback(RandomState.capture([]).restore, [])
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        before.restore([])
+    return undo

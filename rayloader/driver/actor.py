@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from typing_extensions import override
 
 from rayloader._compat_ray import has_process
 from rayloader.protocol import Setup, Source, WorkerAddress
@@ -42,6 +43,22 @@ class Lease:
         self.ref = weakref.ref(self, ended)
 
 
+# Node and pid of every process that has served as an actor here: Ray may tell of its end when the actor is forgotten.
+processes: set[tuple[str, int]] = set()
+
+
+class Hello(Answer):
+    """The answer to `WorkerProcess.hello`."""
+
+    __slots__ = ()
+
+    @override
+    def _note(self, value: Any) -> None:
+        if isinstance(value, WorkerAddress):
+            processes.add((value.node_id, value.pid))
+        super()._note(value)
+
+
 class ActorState(Enum):
     """Whom an actor works for; see lifetimes.py."""
 
@@ -58,7 +75,7 @@ class Actor:
     handle: Any
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
-    hello: Answer  # its address, once it runs
+    hello: Hello  # its address, once it runs
     created_at: float  # time.monotonic()
     had_room: bool  # as many CPUs as it and the actors created with it asked for were free then
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it

@@ -7,15 +7,20 @@ Nothing here waits. A channel belongs to one crew, and is used under the lock of
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayError
 
+from rayloader import session
+from rayloader._compat_ray import said_of_end
 from rayloader.driver.actor import Actor
 from rayloader.driver.answers import Answers
+from rayloader.signals import exit_in_words
 from rayloader.state.journal import Resumed, Told
 from rayloader.transport.lanes import Lent, Room, to_wire
 from rayloader.transport.line import Line
@@ -24,11 +29,28 @@ Message = Any  # a tuple that begins with an `Up`, ActorLost or LineRefused
 
 
 class ActorLost(Exception):
-    """An actor's answers will not come: the actor, its node or an object is gone."""
+    """An actor's answers will not come: the actor, its node or an object is gone.
 
-    def __init__(self, actor: Actor, cause: object) -> None:
-        super().__init__(str(cause).strip())
+    Args:
+        actor: the one that is lost.
+        error: Ray's; None if Ray says nothing.
+    """
+
+    def __init__(self, actor: Actor, error: Exception | None) -> None:
+        super().__init__(_cause(actor, error))
         self.actor = actor
+
+
+def _cause(actor: Actor, error: Exception | None) -> str:
+    """How the process has ended: as torch says it, if that is known; and what Ray knows beyond that."""
+    with contextlib.suppress(RayError):
+        actor.has_started()  # notes the address
+    where = actor.address
+    code = session.exit_code(where.pid) if where is not None and where.hostname == socket.gethostname() else None
+    known = [] if code is None else [exit_in_words(code)]
+    if error is not None and (said := said_of_end(str(error))):
+        known.append(f"Ray says: {said}" if known else said)
+    return "; ".join(known) or "its process has ended; neither a signal nor an exit code is known"
 
 
 class LineRefused(Exception):
@@ -112,7 +134,7 @@ class Channel(ABC):
         """No answers will come: `answer` is Ray's reason, None if Ray gives none."""
         self.close()
         self.actor.vanished = answer is None or isinstance(answer, ActorUnavailableError)
-        return ActorLost(self.actor, answer or "its process has ended")
+        return ActorLost(self.actor, answer)
 
     def _run(self, worker_id: int, task: Told, room: Room | None) -> tuple[Any, ...]:
         """The message to `WorkerProcess.run`."""

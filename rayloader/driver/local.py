@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
@@ -242,33 +242,24 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             raise
 
     # ---- `seeding="batch"`: as in a worker; the program's generators are restored afterwards
+    # `contextlib.contextmanager` would set the traceback of a passing exception, which a frozen dataclass refuses.
 
-    @contextlib.contextmanager
-    def _seeded(self, task: int) -> Iterator[None]:
-        if not self._options.seeds_batches:
-            yield
-            return
-        before = RandomState.capture([])
-        seed_all(self.position.base_seed, self.position.epoch, task)
-        try:
-            yield
-        finally:
-            before.restore([])
+    def _seeded(self, task: int) -> contextlib.ExitStack:
+        undo = contextlib.ExitStack()
+        if self._options.seeds_batches:
+            undo.callback(RandomState.capture([]).restore, [])
+            seed_all(self.position.base_seed, self.position.epoch, task)
+        return undo
 
-    @contextlib.contextmanager
-    def _seeded_as_worker(self) -> Iterator[None]:
+    def _seeded_as_worker(self) -> contextlib.ExitStack:
         """A stream may draw when it begins: seeds as for the only worker."""
-        if not (self._options.seeds_batches and self._iterable):
-            yield
-            return
-        before = RandomState.capture([])
-        random.seed(self.position.base_seed)
-        seed_torch(self.position.base_seed)
-        np.random.seed(numpy_seed(self.position.base_seed, 0))
-        try:
-            yield
-        finally:
-            before.restore([])
+        undo = contextlib.ExitStack()
+        if self._options.seeds_batches and self._iterable:
+            undo.callback(RandomState.capture([]).restore, [])
+            random.seed(self.position.base_seed)
+            seed_torch(self.position.base_seed)
+            np.random.seed(numpy_seed(self.position.base_seed, 0))
+        return undo
 
 
 def _nbytes(batch: Any, depth: int = 4) -> int:

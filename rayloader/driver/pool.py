@@ -33,9 +33,9 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader import session
-from rayloader._compat_ray import draining_nodes, node_first
+from rayloader._compat_ray import draining_nodes, leave_out_deaths, node_first
 from rayloader.bell import TICK_S, Bell, DaemonThread
-from rayloader.driver.actor import Actor, ActorState, Lease
+from rayloader.driver.actor import Actor, ActorState, Hello, Lease, processes
 from rayloader.driver.draining import Draining
 from rayloader.driver.janitor import Janitor
 from rayloader.driver.lifetimes import Lifetimes
@@ -47,7 +47,6 @@ from rayloader.replica.image import Image
 from rayloader.transport.codec import Encoded
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
-from rayloader.waiting import Answer
 from rayloader.worker.process import WorkerProcess
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
@@ -57,6 +56,7 @@ GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
 
 _remote_worker: Any = ray.remote(WorkerProcess)
+leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
 
 
 @dataclass(eq=False, slots=True)
@@ -356,7 +356,7 @@ class Pool:
         # Ray ends it if an interrupt comes before it is noted below.
         handle = _remote_worker.options(**options, **where, **named).remote()
         probe = self._probe.address if self._probe is not None else None
-        actor = Actor(handle, key, options, Answer(handle.hello.remote(probe)), time.monotonic(), had_room)
+        actor = Actor(handle, key, options, Hello(handle.hello.remote(probe)), time.monotonic(), had_room)
         self._lifetimes.begin(actor, lease)
         return actor
 

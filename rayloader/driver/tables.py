@@ -239,8 +239,5 @@ class Tables:
 
 
 def _briefly(cause: str) -> str:
-    """Of a traceback, the error at its end; of Ray's text, neither the actor's fields nor general advice."""
-    lines = [line for line in cause.splitlines() if line.strip()]
-    if "Traceback" in cause:
-        return lines[-1]
-    return " ".join(line for line in lines if not line.startswith("\t")).split(" Some common causes")[0]
+    """Of a traceback, the error at its end."""
+    return cause.rstrip().splitlines()[-1] if "Traceback" in cause else cause

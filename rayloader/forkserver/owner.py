@@ -26,12 +26,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -39,12 +41,17 @@ from typing import IO, Any
 
 from rayloader._compat_ray import own_start
 from rayloader.forkserver.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
+from rayloader.forkserver.server import MADE, REPORT
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
 
 HERE = Path(__file__).parent
 # Processes that connect at the same time; others start without the fork server.
 BACKLOG = 512
+# How many seconds the fork server may take to report an end that Ray has noticed already, and how many reports are read
+# at once.
+REPORT_PATIENCE_S = 1.0
+AT_ONCE = 512
 
 logger = logging.getLogger("rayloader")
 
@@ -96,6 +103,8 @@ class ForkServer:
         self.ports: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # what it has printed
+        self._reading = threading.RLock()
+        self._reports: dict[int, int] = {}  # the last one on each process
         if sys.platform != "linux":
             return
         # A Ctrl-C in the terminal is for the program, from the first moment on.
@@ -117,7 +126,7 @@ class ForkServer:
                 self._process = subprocess.Popen(
                     [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid()), *alone],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,  # its reports
                     stderr=self._errors,
                     env=dict(os.environ) | alone,  # without what C code, readline's, has set: Ray's processes lack it
                     pass_fds=[listener.fileno()],
@@ -133,17 +142,44 @@ class ForkServer:
             _warn(lines[-1] if lines else f"it has died, with exit status {self._process.returncode}")
             self._end()
 
+    def exit_status(self, pid: int) -> int | None:
+        """How a fork has ended, as `os.waitpid` says; None if it lives, or if this process is no fork of the server's.
+
+        Ray may have noticed the end first, so this waits for a limited time.
+        """
+        until = time.monotonic() + REPORT_PATIENCE_S
+        with self._reading:
+            while self._read(0.0) or (self._reports.get(pid) == MADE and self._read(until - time.monotonic())):
+                pass
+            status = self._reports.get(pid, MADE)
+        return None if status == MADE else status
+
+    def _read(self, timeout: float) -> bool:
+        """Waits for reports; False if none has come."""
+        if self._process is None or self._process.stdout is None:
+            return False
+        descriptor = self._process.stdout.fileno()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(max(0.0, timeout) * 1000):
+            return False
+        reports = os.read(descriptor, AT_ONCE * REPORT.size)
+        self._reports.update(REPORT.iter_unpack(reports))
+        return bool(reports)
+
     def close(self) -> None:
         """Ends it, and gives up the ports; its forks live on. Callable more than once."""
         self._end()
         self._give_up_ports()
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        with self._reading:
+            process, self._process = self._process, None
         if process is not None:
             process.kill()
             with contextlib.suppress(OSError):
                 process.wait()
+            _close_reports(process)
         if self._errors is not None:
             self._errors.close()
 
@@ -152,11 +188,17 @@ class ForkServer:
         self._give_up_ports()
         if self._process is not None:
             self._process.returncode = 0  # so that no wait or warning follows
+            _close_reports(self._process)
             self._process = None
 
     def _give_up_ports(self) -> None:
         for port in self.ports:
             port.close()
+
+
+def _close_reports(process: subprocess.Popen[bytes]) -> None:
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def _warn(why: object) -> None:

@@ -3,8 +3,9 @@
     python rayloader/forkserver/server.py DESCRIPTOR OWNER [VARIABLE ...]
 
 DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. VARIABLEs are
-environment variables for this process alone. It runs no thread of its own and keeps nothing but its connections. It is
-run by path: see NOTE [fork server] in owner.py.
+environment variables for this process alone. It runs no thread of its own and keeps nothing but its connections. It
+reports to its standard output which forks it has made, and how they have ended. It is run by path: see NOTE
+[fork server] in owner.py.
 """
 
 import contextlib
@@ -26,6 +27,8 @@ from typing import Any, NoReturn
 
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 LENGTH = struct.Struct("<Q")
+REPORT = struct.Struct("2i")  # pid of a fork, and how it has ended, as `os.waitpid` says; or that it was made:
+MADE = -1
 PR_SET_PDEATHSIG = 1
 # These differ from one worker of a Ray to the next, and are read only while a worker runs.
 OF_ONE_WORKER = {"RAY_JOB_ID", "SPT_NOENV", "PWD", "OLDPWD", "SHLVL", "_"}
@@ -127,10 +130,12 @@ class Server:
 
     Args:
         listener: the socket where they ask.
+        reports: the descriptor for the reports.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, reports: int) -> None:
         self._listener = listener
+        self._reports = reports
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._requests: dict[int, Request] = {}  # by descriptor of the connection
@@ -184,6 +189,7 @@ class Server:
         if not child:
             self._leave(request)
             return True
+        self._report(child, MADE)
         request.close_streams()
         process = os.pidfd_open(child)
         request.child = child
@@ -205,14 +211,19 @@ class Server:
         request = self._children.pop(process)
         self._poll.unregister(process)
         os.close(process)
-        os.waitpid(request.child, 0)
+        self._report(*os.waitpid(request.child, 0))
         descriptor = request.connection.fileno()
         if descriptor in self._requests:
             self._gone(descriptor)
 
+    def _report(self, child: int, status: int) -> None:
+        with contextlib.suppress(OSError):  # of an owner that has gone, or has not read for thousands of reports
+            os.write(self._reports, REPORT.pack(child, status))
+
     def _leave(self, request: Request) -> None:
         """In a child: closes the server's descriptors."""
         self._listener.close()
+        os.close(self._reports)
         for process in self._children:
             os.close(process)
         for other in self._requests.values():
@@ -267,9 +278,12 @@ def main() -> Request:
     os.close(os.pidfd_open(os.getpid()))  # raises now, before any process relies on it, if the kernel has no such call
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
+    reports = os.dup(1)
+    os.set_blocking(reports, False)
+    os.dup2(0, 1)  # what is imported may print
     import torch  # noqa: F401
 
-    return Server(listener).serve()
+    return Server(listener, reports).serve()
 
 
 if __name__ == "__main__":

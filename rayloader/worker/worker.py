@@ -48,6 +48,7 @@ from rayloader.protocol import (
 from rayloader.replica import unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.shard_info import Reader
+from rayloader.signals import exit_in_words
 from rayloader.spent import pack
 from rayloader.state.digest import chain, digest
 from rayloader.state.generators import Generators, noting
@@ -525,4 +526,10 @@ def _error(task_id: int, where: str) -> Result:
 
 
 def _exited(task_id: int, error: BaseException) -> Result:
-    return Result(task_id, ResultKind.EXITED, text="".join(traceback.format_exception(error)))
+    told = [f"{exit_in_words(_exit_code(error))}\n"] if isinstance(error, SystemExit) else []
+    return Result(task_id, ResultKind.EXITED, text="".join([*told, *traceback.format_exception(error)]))
+
+
+def _exit_code(error: SystemExit) -> int:
+    """That of a process of multiprocessing's."""
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)

@@ -651,6 +651,8 @@ for how, settings in {
         NOT_SAMPLED if how in ("file", "unicode", "assertion") else None
     )  # tests/integration/test_errors.py has them
     add(f"fails_{how.replace(' ', '_')}", settings, partial(failing, how), sample=sample)
+for which in "own", "library":
+    add(f"fails_oddly_{which}", "0 2", partial(lambda which: {"dataset": data.Odd(which), "batch_size": None}, which))
 add("fails_single", "2p", lambda: failing("value", batch_size=None))
 add("fails_shuffled", "2", lambda: failing("value", shuffle=True, generator=seeded(1)))
 add("stop_iteration", "0 2 2p", lambda: failing("stop"), script=scripts.past_the_end)

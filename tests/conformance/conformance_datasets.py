@@ -4,12 +4,17 @@ Imported by the reference process, by pytest and by the worker processes. No glo
 dataset adds at random comes from the generators that a worker is seeded with, or from its own.
 """
 
+import builtins
 import decimal
+import errno
+import json
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
@@ -441,6 +446,126 @@ def fail(how):
     if how == "exit":
         raise SystemExit(3)
     raise NotImplementedError(how)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """Not even its traceback may be set in Python."""
+
+    reason: str
+
+
+@dataclass
+class FieldsError(Exception):
+    code: int
+    reason: str
+
+
+class KeywordError(Exception):
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+
+
+class PickyError(Exception):
+    """Its constructor refuses torch's text."""
+
+    def __init__(self, text):
+        if "\n" in text:
+            raise LookupError("one line only")
+        super().__init__(text)
+
+
+class OtherMessage(Exception):
+    """Has a `message` at class level, which its constructor names otherwise."""
+
+    message = "none"
+
+    def __init__(self, text):
+        super().__init__(text)
+
+
+class MessageProperty(Exception):
+    def __init__(self, code, reason):
+        super().__init__(code, reason)
+
+    @property
+    def message(self):
+        return self.args[1]
+
+
+class ReducedError(Exception):
+    """Pickles in its own way."""
+
+    def __init__(self, code, reason):
+        super().__init__(reason)
+        self.code = code
+
+    def __reduce__(self):
+        return type(self), (self.code, self.args[0])
+
+
+class RefusingError(Exception):
+    """Refuses to be pickled, and to have attributes."""
+
+    def __reduce__(self):
+        raise TypeError("never")
+
+    def __setattr__(self, name, value):
+        raise TypeError(f"no attribute {name}")
+
+
+class NewError(Exception):
+    def __new__(cls, code, reason):
+        return super().__new__(cls, code, reason)
+
+
+class OtherKind(Exception):
+    """Made of one string, it is something else."""
+
+    def __new__(cls, text):
+        return super().__new__(cls, text) if "\n" not in text else ValueError(text)
+
+
+OWN = [
+    lambda: TwoArguments(7, "no such thing"),
+    lambda: Frozen("never thawed"),
+    lambda: FieldsError(7, "no such thing"),
+    lambda: KeywordError(code=7),
+    lambda: PickyError("one line"),
+    lambda: OtherMessage("said"),
+    lambda: MessageProperty(7, "no such thing"),
+    lambda: ReducedError(7, "no such thing"),
+    lambda: RefusingError("alone"),
+    lambda: NewError(7, "no such thing"),
+    lambda: OtherKind("said"),
+]
+LIBRARY = [
+    lambda: OSError(errno.ENOSPC, "full", "a file"),
+    lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "a reason"),
+    lambda: subprocess.CalledProcessError(3, ["command"]),
+    lambda: json.JSONDecodeError("unexpected", "text", 1),
+    lambda: urllib.error.HTTPError("http://host", 404, "not there", {}, None),
+    lambda: ImportError("not there", name="module", path="file"),
+    lambda: SyntaxError("bad", ("file", 1, 2, "text")),
+    lambda: StopAsyncIteration("enough"),
+    lambda: torch.OutOfMemoryError("too much"),
+    lambda: UserWarning("beware"),
+]
+if sys.version_info >= (3, 11):
+    LIBRARY.append(lambda: builtins.ExceptionGroup("several", [ValueError(1), KeyError(2)]))
+
+
+class Odd(Dataset):
+    """Each sample raises an exception of another class."""
+
+    def __init__(self, which):
+        self.makers = {"own": OWN, "library": LIBRARY}[which]
+
+    def __len__(self):
+        return len(self.makers)
+
+    def __getitem__(self, index):
+        raise self.makers[index]()
 
 
 class Failing(Sized):

@@ -152,7 +152,7 @@ def describe_error(error):
         "arguments": [type_name(argument) for argument in error.args],
         "own frames": [frame.name for frame in traceback.extract_tb(error.__traceback__) if is_dataset_code(frame)],
     }
-    error.__traceback__ = None
+    error.with_traceback(None)  # not by an attribute, which a frozen class refuses
     return described
 
 

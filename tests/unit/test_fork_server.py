@@ -5,12 +5,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from rayloader.forkserver import owner
 from rayloader.forkserver.default_worker import VARIABLE, is_hash_seed_chosen
 from rayloader.forkserver.owner import HERE, ForkServer
+from rayloader.forkserver.server import MADE, REPORT
 
 LIMIT = 120  # seconds for a process to end; on expiry the test fails
 SCRIPT = str(HERE / "default_worker.py")
@@ -18,8 +22,10 @@ SCRIPT = str(HERE / "default_worker.py")
 
 @pytest.fixture(scope="module")
 def server():
-    """A fork server."""
-    server = ForkServer()
+    """A fork server in the environment in which all will ask: without what pytest sets anew for each step of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST")
+        server = ForkServer()
     yield server
     server.close()
 
@@ -27,6 +33,7 @@ def server():
 def ask(name, *arguments, **more):
     """A process that Ray might start, and what it has printed."""
     environment = {**os.environ, VARIABLE: name, **more}
+    del environment["PYTEST_CURRENT_TEST"]
     return subprocess.run(
         [sys.executable, SCRIPT, *arguments],
         env=environment,
@@ -60,6 +67,31 @@ def test_another_environment_is_not_served(server):
     other = ask(server.environment[VARIABLE], "--help", OMP_NUM_THREADS="7")
     assert other.stdout.count("usage: default_worker.py") == 1
     assert psutil.Process(server._process.pid).cpu_times().children_user == before.children_user  # none has ended
+
+
+def test_how_a_fork_has_ended_is_known(server):
+    for arguments, status in ((), 2 << 8), (("--help",), 0):
+        assert server.exit_status(0) is None  # there is no such fork
+        before = set(server._reports)
+        ask(server.environment[VARIABLE], *arguments)
+        assert server.exit_status(0) is None
+        (pid,) = set(server._reports) - before
+        assert server.exit_status(pid) == status
+
+
+def test_what_ray_notices_first_is_waited_for_and_what_is_unknown_is_not(server, monkeypatch):
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb", 0) as stdout:
+        monkeypatch.setattr(server, "_process", SimpleNamespace(stdout=stdout))
+        os.write(write_end, REPORT.pack(7, MADE) + REPORT.pack(8, MADE))
+        late = threading.Timer(0.0, os.write, (write_end, REPORT.pack(7, signal.SIGKILL)))
+        late.start()
+        assert server.exit_status(7) == signal.SIGKILL
+        monkeypatch.setattr(owner, "REPORT_PATIENCE_S", 0.0)
+        assert server.exit_status(8) is None  # it lives
+        os.close(write_end)
+        assert server.exit_status(8) is None  # the server has died
+    late.join()
 
 
 def test_where_nobody_asks_any_more_no_fork_is_left(server):
