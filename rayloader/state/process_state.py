@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import decimal
 import gc
+import multiprocessing
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ class ProcessState:
     settings: dict[str, Any]  # values of _SETTINGS
     module_globals: ModuleGlobals
     logging: LoggingState
+    authkey: bytes = field(repr=False)  # of multiprocessing: a secret that only workers of this node need
 
     @classmethod
     def capture(cls, node_id: str) -> ProcessState:
@@ -67,7 +69,12 @@ class ProcessState:
             settings=_read_settings(),
             module_globals=ModuleGlobals.capture(),
             logging=LoggingState.capture(),
+            authkey=bytes(multiprocessing.current_process().authkey),
         )
+
+    def without_secrets(self) -> ProcessState:
+        """The state for a worker on another node."""
+        return replace(self, authkey=b"")
 
 
 class Baseline:
@@ -86,6 +93,7 @@ class Baseline:
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._gc = gc.isenabled(), gc.get_threshold()
         self._socket_timeout = socket.getdefaulttimeout()
+        self._key = multiprocessing.current_process().authkey
         self._modes = contextlib.ExitStack()  # restored by leaving it
         self._collate_fn_map = dict(default_collate_fn_map)
 
@@ -102,6 +110,8 @@ class Baseline:
         sys.path[:] = [*state.sys_path, *(entry for entry in self._sys_path if entry not in state.sys_path)]
         if here and state.affinity:
             os.sched_setaffinity(0, state.affinity)
+        if here and state.authkey:
+            multiprocessing.current_process().authkey = state.authkey
         if alone:
             state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())
@@ -133,6 +143,7 @@ class Baseline:
         (gc.enable if self._gc[0] else gc.disable)()
         gc.set_threshold(*self._gc[1])
         socket.setdefaulttimeout(self._socket_timeout)
+        multiprocessing.current_process().authkey = self._key
         for number, handler in self._signals.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
