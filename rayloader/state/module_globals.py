@@ -88,7 +88,7 @@ class ModuleGlobals:
         plain: dict[str, dict[_Path, Any]] = {}
         objects: dict[str, dict[_Path, _Content]] = {}
         others: dict[str, dict[_Path, str]] = {}
-        modules = dict(_own_modules())
+        modules = dict(own_modules())
         found = Found(modules)
         for module_name, attributes in modules.items():
             for path, value in _set_in(module_name, attributes):
@@ -133,7 +133,7 @@ _Content = tuple[str, dict[str, Any], "dict[Any, Any] | None"]  # class, attribu
 _installed: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by name
 
 
-def _own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
+def own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and globals of the program's modules. There are thousands of others, which are examined once."""
     for name, module in list(sys.modules.items()):
         if ((ref := _installed.get(name)) is not None and ref() is module) or name in ("__main__", "__mp_main__"):

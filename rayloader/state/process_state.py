@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from rayloader._compat import default_collate_fn_map, print_options
+from rayloader.state import loaded_files
 from rayloader.state.logging_state import LoggingState
 from rayloader.state.module_globals import ModuleGlobals
 
@@ -48,6 +49,7 @@ class ProcessState:
     inference_mode: bool
     settings: dict[str, Any]  # values of _SETTINGS
     module_globals: ModuleGlobals
+    files: dict[str, loaded_files.File]  # of the program's modules
     logging: LoggingState
     authkey: bytes = field(repr=False)  # of multiprocessing: a secret that only workers of this node need
 
@@ -68,6 +70,7 @@ class ProcessState:
             inference_mode=torch.is_inference_mode_enabled(),
             settings=_read_settings(),
             module_globals=ModuleGlobals.capture(),
+            files=loaded_files.loaded_files(),
             logging=LoggingState.capture(),
             authkey=bytes(multiprocessing.current_process().authkey),
         )
@@ -112,6 +115,7 @@ class Baseline:
             os.sched_setaffinity(0, state.affinity)
         if here and state.authkey:
             multiprocessing.current_process().authkey = state.authkey
+        loaded_files.adopt(state.files)
         if alone:
             state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())
@@ -147,6 +151,7 @@ class Baseline:
         for number, handler in self._signals.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
+        loaded_files.adopt({})
         default_collate_fn_map.clear()
         default_collate_fn_map.update(self._collate_fn_map)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -276,3 +276,30 @@ def test_what_a_modules_main_has_put_into_a_config_reaches_the_workers(tmp_path)
         timeout=HANG_LIMIT,
     )
     assert (done.returncode, done.stdout) == (0, "[[64, 64], [64, 64]]\n"), done.stderr
+
+
+PLUGIN = """
+LIMIT = 1
+
+class Plugin:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        import plugin_of_a_file
+        return LIMIT, plugin_of_a_file is __import__("sys").modules[__name__]
+"""
+
+
+def test_a_module_that_was_loaded_from_a_file_is_there_in_workers(tmp_path):
+    """The recipe of importlib's documentation: no finder knows the module, but `sys.modules` holds it."""
+    (tmp_path / "any.py").write_text(PLUGIN)
+    spec = importlib.util.spec_from_file_location("plugin_of_a_file", tmp_path / "any.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+        module.LIMIT = 5
+        loader = DataLoader(module.Plugin(), None, num_workers=2, collate_fn=as_is)
+        assert [list(loader), list(loader)] == [[(5, True)] * 2] * 2
+    finally:
+        del sys.modules[spec.name]
