@@ -90,7 +90,7 @@ KINDS = {
     "empty view of two axes": lambda: memoryview(np.zeros((0, 3))),
     "long view": lambda: memoryview(np.arange(10_000)),
     "view of a map": lambda: memoryview(of_a_file())[:4],
-    "ctypes int": lambda: ctypes.c_int(5),
+    "ctypes number": lambda: ctypes.c_ushort(5),
     "ctypes array": lambda: (ctypes.c_int * 3)(1, 2, 3),
     "ctypes grid": lambda: (ctypes.c_short * 3 * 2)(),
     "ctypes text": lambda: ctypes.create_string_buffer(b"abc"),
