@@ -37,6 +37,7 @@ from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper as
 
 __all__ = [
     "AUTOGRAD_HOOKS",
+    "COMPILED",
     "KEEPS_SENT_STORAGES",
     "BaseIterator",
     "DataPipeWrapper",
@@ -85,6 +86,7 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 # Of tensors and storages. What is read of each tensor of a batch is read where it is used, which takes no call; those
 # names are listed in tests/unit/test_layout.py.
 _storages: Any = torch.UntypedStorage
+COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that `torch.compile` has made
 AUTOGRAD_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # attributes of a tensor: dicts by number
 reduce_as_torch: Callable[[torch.Tensor, int], Any] = torch.Tensor._reduce_ex_internal
 typed_storage = functools.partial(torch.TypedStorage, _internal=True)  # without a warning

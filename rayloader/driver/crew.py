@@ -212,6 +212,8 @@ class Crew:
         if journal.shared_seed is not None:
             setup = replace(setup, shared_seed=journal.shared_seed)
         source = self._source(actor, contents)
+        if source.contents is not None:
+            setup = replace(setup, process=setup.process.without_secrets())
         self._channels.open(actor)
         self._channels.to(slot).pause()
         slot.began_at = actor.calls

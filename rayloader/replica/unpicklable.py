@@ -10,9 +10,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from rayloader._compat import COMPILED
 from rayloader.errors import add_note
 from rayloader.transport import codec
 from rayloader.transport.mapped import Mappings
+
+# What to hold in place of an object that only a fork inherits, by the beginning of the name of its type.
+_INSTEAD = {
+    "multiprocessing.sharedctypes.": "a tensor after share_memory_()",
+    "multiprocessing.connection.": "a tensor after share_memory_(), or multiprocessing.Manager().Queue(),",
+    "multiprocessing.queues.": "multiprocessing.Manager().Queue()",
+    "multiprocessing.synchronize.": "that of a manager, such as multiprocessing.Manager().Lock(),",
+}
 
 _Encode = Callable[[object], object]
 
@@ -39,8 +48,9 @@ def explain(obj: object, name: str) -> str | None:
     if (found := _search(obj, name, partial(codec.encode, mapped=Mappings()))) is None:
         return None
     remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
-    if found.kind.startswith("multiprocessing."):
-        remedy = f"use a tensor after share_memory_() instead, which all workers on this machine share, or {remedy}"
+    for beginning, instead in _INSTEAD.items():
+        if found.kind.startswith(beginning):
+            remedy = f"use {instead} instead, which all workers on this machine share, or {remedy}"
     return f"{found.path}: {found.kind} can't be sent to a worker ({found.reason}); {remedy}"
 
 
@@ -87,6 +97,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(obj, (list, tuple, set, frozenset, deque)):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     elif isinstance(obj, types.FunctionType):
+        if COMPILED in vars(obj):
+            return  # it is the culprit, and not what torch has put into it
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
             yield f".<closure>.{name}", cell.cell_contents
         used = set(obj.__code__.co_names) & obj.__globals__.keys()

@@ -23,7 +23,7 @@ import ray
 from rayloader import session
 from rayloader.errors import StateError, add_note
 from rayloader.protocol import CARRY
-from rayloader.replica import unpicklable
+from rayloader.replica import unopenable, unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.sharing.ledger import Place, Room
 from rayloader.sharing.messages import Kind, Pipeline, Produced
@@ -77,7 +77,7 @@ class HostedLoader:
             opened = open_image(pipeline.image, here=here, contents=contents)
         except MemoryFileError:
             return False
-        self._loader = loader = codec.decode(*opened, pipeline.carried)
+        self._loader = loader = unopenable.decode(*opened, pipeline.carried, ("loader",))
         self.pinning = bool(loader.pin_memory), loader.pin_memory_device
         loader.pin_memory = False  # the consumers pin batches
         loader.prefetch_bytes += self._kept_bytes  # which the loader counts as its user's

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import decimal
+import multiprocessing
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rayloader._compat import default_collate_fn_map, print_options
+from rayloader.state import loaded_files
 from rayloader.state.left_behind import LeftBehind
 from rayloader.state.logging_state import LoggingState
 from rayloader.state.module_globals import ModuleGlobals
@@ -46,8 +48,10 @@ class ProcessState:
     inference_mode: bool
     settings: dict[str, Any]  # values of _SETTINGS
     module_globals: ModuleGlobals
+    files: dict[str, loaded_files.File]  # of the program's modules
     logging: LoggingState
     tracker: TrackerAddress | None
+    authkey: bytes = field(repr=False)  # of multiprocessing: a secret that only workers of this node need
 
     @classmethod
     def capture(cls, node_id: str) -> ProcessState:
@@ -66,9 +70,15 @@ class ProcessState:
             inference_mode=torch.is_inference_mode_enabled(),
             settings=_read_settings(),
             module_globals=ModuleGlobals.capture(),
+            files=loaded_files.loaded_files(),
             logging=LoggingState.capture(),
             tracker=TrackerAddress.here(),
+            authkey=bytes(multiprocessing.current_process().authkey),
         )
+
+    def without_secrets(self) -> ProcessState:
+        """The state for a worker on another node."""
+        return replace(self, authkey=b"")
 
 
 class Baseline:
@@ -84,6 +94,7 @@ class Baseline:
         self._affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._settings = _read_settings()
         self._left_behind = LeftBehind()
+        self._key = multiprocessing.current_process().authkey
         self._modes = contextlib.ExitStack()  # restored by leaving it
         self._collate_fn_map = dict(default_collate_fn_map)
 
@@ -102,6 +113,9 @@ class Baseline:
             os.sched_setaffinity(0, state.affinity)
         if here:
             adopt(state.tracker)
+        if here and state.authkey:
+            multiprocessing.current_process().authkey = state.authkey
+        loaded_files.adopt(state.files)
         if alone:
             state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())
@@ -137,6 +151,8 @@ class Baseline:
         self._modes.close()
         _write_settings(self._settings)
         torch.clear_autocast_cache()
+        multiprocessing.current_process().authkey = self._key
+        loaded_files.adopt({})
         default_collate_fn_map.clear()
         default_collate_fn_map.update(self._collate_fn_map)
         return left_behind

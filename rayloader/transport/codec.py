@@ -23,14 +23,14 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from rayloader.transport import bulk, plain
+from rayloader.transport import bulk, depth, plain
 from rayloader.transport.pickler import PROTOCOL, Overlap, Pickler
 from rayloader.transport.raw import flat_bytes, memory, storage_over
 from rayloader.transport.rebuilding import make_tensor
@@ -107,9 +107,7 @@ def encode(
         return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, (), ())
     if mapped is None and (simple := plain.encode(obj, fresh)) is not None:
         return Encoded(*simple, ())
-    file = io.BytesIO()
-    pickler = Pickler(file, known_classes, carry, mapped)
-    pickler.dump(obj)
+    file, pickler = _pickled(obj, known_classes, carry, mapped)
     buffers: list[memoryview] = []
     shared: dict[int, torch.UntypedStorage] = {}
     uses: list[int] = []
@@ -156,7 +154,36 @@ def encode(
     return Encoded(file.getvalue(), buffers, carried, list(chain(*gathered)), shared, overlap, pickler.copied)
 
 
-def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], carried: Sequence[Any] = ()) -> Any:
+def _pickled(
+    obj: object, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None
+) -> tuple[io.BytesIO, Pickler]:
+    with depth.bounded():
+        file = io.BytesIO()
+        pickler = Pickler(file, known_classes, carry, mapped)
+        try:
+            pickler.dump(obj)
+            return file, pickler
+        except Exception as error:
+            if not depth.is_too_deep(error):
+                raise
+        file, in_turn = io.BytesIO(), depth.InTurn(obj)
+        pickler = Pickler(file, known_classes, carry, mapped, in_turn)
+        try:
+            pickler.dump(in_turn)
+        except Exception as error:
+            if not depth.is_too_deep(error):
+                raise
+            raise depth.too_deep() from error
+        assert not in_turn.later
+        return file, pickler
+
+
+def decode(
+    skeleton: Buffer,
+    buffers: Sequence[Buffer | torch.UntypedStorage],
+    carried: Sequence[Any] = (),
+    loads: Callable[..., Any] = pickle.loads,
+) -> Any:
     """Reassembles an object.
 
     Args:
@@ -166,6 +193,7 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
             as with `torch.from_numpy` of a read-only memory map. A storage represents its memory, and tensors get that
             very storage.
         carried: `Encoded.carried`, or its replacement here.
+        loads: unpickles the skeleton, with the arguments of `pickle.loads`.
 
     Raises:
         ValueError: the number or a size of the buffers differs from the skeleton's.
@@ -174,7 +202,7 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
     if tail[0] == plain.MARK:
         return plain.decode(bytes(skeleton), buffers)  # type: ignore[arg-type] # of a batch: no storages
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
-        return pickle.loads(skeleton)
+        return loads(skeleton)
     header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
     count = len(header.extents) + sum(group.buffers for group in header.groups)
     if len(buffers) != count:
@@ -198,7 +226,7 @@ def decode(skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], c
         )
     for number, views in enumerate(header.views, start=len(header.groups)):
         in_bulk[number] += bulk.remake_views(views, *next(spans))
-    return pickle.loads(skeleton, buffers=tokens)
+    return loads(skeleton, buffers=tokens)
 
 
 @functools.lru_cache(maxsize=64)

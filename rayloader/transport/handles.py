@@ -1,4 +1,4 @@
-"""Locks and open files of a replica, which a fork inherits and pickle refuses: recreated in each worker.
+"""Locks, open files and proxies of a replica, which a fork inherits and pickle refuses: recreated in each worker.
 
 Promise: a file is opened again by its path at the driver's current position, for reading only, with an offset that
 no other process moves. Locks arrive unlocked. A handle that cannot be the same there is refused with a TypeError: files
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import gzip
 import io
+import multiprocessing
 import os
 import stat
 import sys
@@ -24,6 +25,7 @@ import numpy as np
 
 from rayloader._compat import newline_of
 from rayloader.transport import sqlite_handle
+from rayloader.transport.rebuilding import itself
 from rayloader.transport.reopening import Reduction, refusal, there
 
 
@@ -43,6 +45,12 @@ def reduce(obj: Any, kind: type) -> Reduction | None:
         return _h5py(obj, sys.modules["h5py"])
     if kind is getattr(sys.modules.get("lmdb"), "Environment", None):
         return _lmdb(obj)
+    if kind in weakref.ProxyTypes:
+        # Its own pickling would copy what it stands for, without end if that refers to the proxy.
+        return itself, (obj.__reduce_ex__.__self__,)
+    managers: Any = sys.modules.get("multiprocessing.managers")
+    if managers is not None and kind.__reduce__ is managers.BaseProxy.__reduce__:
+        return _proxy(obj)
     if issubclass(kind, threading.Thread):
         raise refusal(obj, "a thread of this process")
     if kind.__module__ == "tarfile" and kind.__name__ == "_LowLevelFile":  # of `tarfile.open(path, "r|")`
@@ -71,6 +79,17 @@ def _new_local(values: dict[str, Any]) -> threading.local:
     local = threading.local()
     vars(local).update(values)
     return local
+
+
+# ---- proxies
+
+
+def _proxy(proxy: Any) -> Reduction:
+    """One of a manager's; with the manager's key, unless that is the process's, which workers on this machine have."""
+    rebuild, (make, token, serializer, options), *state = proxy.__reduce__()
+    if proxy._authkey != multiprocessing.current_process().authkey:
+        options = {**options, "authkey": bytes(proxy._authkey)}
+    return rebuild, (make, token, serializer, options), *state
 
 
 # ---- files

@@ -25,6 +25,7 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from rayloader._compat import (
     AUTOGRAD_HOOKS,
+    COMPILED,
     DataPipeWrapper,
     datapipe_in,
     no_torch_function,
@@ -36,17 +37,20 @@ from rayloader.state.generator_kinds import KINDS, is_a
 from rayloader.state.generators import reduce_generator
 from rayloader.state.namespaces import namespace_of
 from rayloader.state.object_paths import names_in
-from rayloader.transport import bulk, by_value, classes, handles
-from rayloader.transport.raw import NAMES, memory
+from rayloader.transport import bulk, by_value, classes, handles, views
+from rayloader.transport.depth import InTurn
+from rayloader.transport.raw import NAMES, address, memory
 from rayloader.transport.rebuilding import (
     itself,
     make_array,
     make_sparse,
     make_tensor,
     set_array,
+    set_attributes,
     set_autograd,
     set_state,
 )
+from rayloader.transport.reopening import refusal
 
 if TYPE_CHECKING:
     from rayloader.transport.mapped import Mappings
@@ -57,6 +61,7 @@ _SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not
 _TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's processes: 5 from Python 3.14 on, before that 4
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 _USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
+_OF_NAMED_TUPLES = "_make", "__new__", "__getnewargs__", "__reduce__", "__reduce_ex__"
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
@@ -95,12 +100,20 @@ class Span:
 class Pickler(by_value.Pickler):
     """The pickler of one object; the arguments are those of `codec.encode`."""
 
-    def __init__(self, file: io.BytesIO, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        known_classes: bool,
+        carry: tuple[type, ...],
+        mapped: Mappings | None,
+        in_turn: InTurn | None = None,
+    ) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will request them
         super().__init__(file, protocol=PROTOCOL, buffer_callback=self.references.append)
         self.known_classes = known_classes
         self.carry = carry
         self.mapped = mapped
+        self.in_turn = in_turn
         self.groups = None if mapped is None else bulk.Groups()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
         self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
@@ -151,6 +164,8 @@ class Pickler(by_value.Pickler):
             return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
         if kind is torch.TypedStorage and untyped_in(obj).device.type == "cpu":
             return reductions.rebuild_typed_storage, (untyped_in(obj), obj.dtype)
+        if kind is memoryview:
+            return views.reduce(obj, self.mapped)
         if kind is np.memmap or (self.mapped is not None and issubclass(kind, np.ndarray)):
             return self._subclass_of_array(obj)
         if kind is types.FunctionType and obj.__module__ == _OF_SKELETONS:
@@ -163,12 +178,26 @@ class Pickler(by_value.Pickler):
                 return classes.reduce_by_id(obj, super().reducer_override)
             return classes.with_slots(obj, super().reducer_override(obj))
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
+            if self.in_turn is not None:
+                reduced = self._of_delegate(obj) if _delegates(kind) else self._reduced(obj)
+                return self.in_turn.without_attributes(obj, reduced)
+            if _delegates(kind):
+                return self._of_delegate(obj)
             self.ordinary.add(kind)
             return NotImplemented
         reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and COMPILED in vars(obj):
+            raise refusal(obj, "torch.compile has made it, outside of any module that workers can import")
         if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
             self.copied = _copied_generator(obj)
         return reduced
+
+    def _of_delegate(self, obj: Any) -> Any:
+        """Unpickling must not ask it for `__setstate__`, for which it would look in an attribute that it lacks yet."""
+        reduced = self._reduced(obj)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or len(reduced) > 5:
+            return reduced
+        return *reduced, *[None] * (5 - len(reduced)), set_attributes
 
     def _of_replica(self, obj: Any, kind: type) -> Any:
         """How it is pickled in a replica; None for as in a batch."""
@@ -177,6 +206,10 @@ class Pickler(by_value.Pickler):
         if issubclass(kind, DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
             return kind, (datapipe_in(obj),)
+        if views.is_shared_ctype(obj, cast("Mappings", self.mapped)):
+            return kind.from_buffer, (np.frombuffer(obj, np.uint8),)  # type: ignore[attr-defined]
+        if issubclass(kind, tuple) and _has_own_new(kind):
+            return tuple.__new__, (kind, tuple(obj)), getattr(obj, "__dict__", None)
         return reduce_generator(obj, self._reduced) if issubclass(kind, KINDS) else None
 
     def _reduced(self, obj: Any) -> Any:
@@ -203,7 +236,7 @@ class Pickler(by_value.Pickler):
         """
         stretches: list[tuple[int, int, np.ndarray[Any, Any] | None]] = []
         for array, low, nbytes in self.arrays:
-            if (_address(array), array.nbytes) != (low, nbytes):
+            if (address(array), array.nbytes) != (low, nbytes):
                 raise bulk.resized()
             dense = array.flags.forc  # otherwise only its first item is certain not to be a gap
             stretches.append((low, low + (nbytes if dense else min(nbytes, array.itemsize)), array))
@@ -235,7 +268,12 @@ class Pickler(by_value.Pickler):
         if tensor.requires_grad and not tensor.is_leaf:
             reductions.reduce_tensor(tensor)  # refuses
         state = tensor.__dict__ or None
-        if (arguments := self._arguments(tensor)) is not None:
+        arguments = self._arguments(tensor)
+        if arguments is None and self.mapped is None and _has_bits(tensor):
+            # Between torch's processes it loses these bits, and its values with them; here only the bits.
+            resolved = tensor.detach().resolve_conj().resolve_neg()
+            arguments = self._arguments(resolved.requires_grad_() if tensor.requires_grad else resolved)
+        if arguments is not None:
             return (make_tensor, arguments) if state is None else (make_tensor, arguments, state, None, None, set_state)
         if tensor.layout in _SPARSE:
             plain = tensor if self.mapped is None else tensor.detach()  # whose values do not belong to a graph
@@ -321,7 +359,7 @@ class Pickler(by_value.Pickler):
         kind, dtype = type(array), array.dtype
         writable = True  # as all arrays are after pickling between torch's processes
         if self.mapped is not None:
-            self.arrays.append((array, _address(array), array.nbytes))
+            self.arrays.append((array, address(array), array.nbytes))
             writable = array.flags.writeable
         array = np.ndarray.view(array, np.ndarray) if attributes else array
         if dtype.hasobject or dtype.itemsize == 0:
@@ -333,7 +371,7 @@ class Pickler(by_value.Pickler):
             dtype = dtype.newbyteorder("=")
             array = array.astype(dtype, "A")
         strides, offset, order = None, 0, "C"
-        low, nbytes = _address(array), array.nbytes
+        low, nbytes = address(array), array.nbytes
         if self.mapped is None and array.flags.fnc:
             order = "F"  # that pickling keeps this order and C order, and converts all others to C order
         elif not array.flags.c_contiguous:
@@ -344,7 +382,7 @@ class Pickler(by_value.Pickler):
                     low, nbytes = first, end - first
             if strides is None:
                 array = array.copy("C")
-                low = _address(array)
+                low = address(array)
         content = memory(low, nbytes, array)
         in_band = nbytes <= _IN_BAND and (self.mapped is None or low not in self.mapped)
         buffer = bytearray(content) if in_band else pickle.PickleBuffer(content)
@@ -374,6 +412,23 @@ def _in_words(array: np.ndarray[Any, Any] | None) -> str:
     return "a tensor" if array is None else f"an array of shape {array.shape}"
 
 
+def _has_bits(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg())
+
+
+def _delegates(kind: type) -> bool:
+    """Whether an object looks for what its class lacks, `__setstate__` included, in code of the program's."""
+    return hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
+
+
+def _has_own_new(kind: type) -> bool:
+    """Whether a named tuple is made by code of the program's, which may take other arguments than the fields."""
+    owner = {name: next((cls for cls in kind.__mro__ if name in vars(cls)), object) for name in _OF_NAMED_TUPLES}
+    made = owner["_make"]
+    others = {owner["__getnewargs__"], owner["__reduce__"], owner["__reduce_ex__"]} - {made, object}
+    return made is not object and owner["__new__"] is not made and not others
+
+
 def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes of an array that may be a view of a file, without its memory map, which cannot be pickled."""
     return {**attributes, "_mmap": None} if isinstance(attributes.get("_mmap"), mmap.mmap) else attributes
@@ -383,11 +438,7 @@ def _check_can_leave(obj: Any, kind: type) -> None:
     """Raises a TypeError for what means nothing, or something else, in another process."""
     if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
         # Its pickle is the number of a descriptor, which means another one elsewhere.
-        raise TypeError(f"cannot pickle {kind.__name__!r} object: a descriptor of this process")
+        raise refusal(obj, "a descriptor of this process")
     if kind is io.TextIOWrapper and obj is not sys.stdout and obj is not sys.stderr:
         # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.
-        raise TypeError(f"cannot pickle {kind.__name__!r} object: an open file")
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+        raise refusal(obj, "an open file")

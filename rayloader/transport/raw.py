@@ -44,6 +44,11 @@ def memory(address: int, nbytes: int, owner: object) -> Any:
     return np.asarray(_Memory(address, nbytes, owner))
 
 
+def address(array: np.ndarray[Any, Any]) -> int:
+    """Where its first item is."""
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
 def gather(addresses: np.ndarray[Any, Any], nbytes: int) -> np.ndarray[Any, Any]:
     """A copy of `nbytes` bytes from each address, one after the other."""
     offsets = addresses - addresses.min()

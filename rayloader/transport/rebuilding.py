@@ -92,3 +92,38 @@ def set_array(array: np.ndarray[Any, Any], state: tuple[Any, tuple[dict[str, Any
             object.__setattr__(array, name, value)
     if not writable:
         array.flags.writeable = False
+
+
+def make_view(array: Any, code: str | None, readonly: bool) -> memoryview:
+    """Creates a view of an array; or, of the object that comes first, with the other arguments of an array over it."""
+    if type(array) is tuple:
+        owner, shape, dtype, strides, start = array
+        array = np.ndarray(shape, dtype, owner, start, strides)
+    view = memoryview(array if code is None else array.view(code))
+    return view.toreadonly() if readonly else view
+
+
+def set_attributes(obj: Any, state: Any) -> None:
+    """Gives an object its attributes, as unpickling does, but does not ask the object how."""
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    if attributes:
+        object.__getattribute__(obj, "__dict__").update(attributes)
+    for name, value in (slots or {}).items():
+        setattr(obj, name, value)
+
+
+class Incomplete:
+    """An object whose parts get their attributes after all of them exist, in items of part and state."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def append(self, item: Any) -> None:
+        """Completes a part."""
+        if item:
+            set_attributes(*item)
+
+    def extend(self, items: Any) -> None:
+        """Completes several parts."""
+        for item in items:
+            self.append(item)

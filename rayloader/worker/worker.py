@@ -45,7 +45,7 @@ from rayloader.protocol import (
     Setup,
     Source,
 )
-from rayloader.replica import unpicklable
+from rayloader.replica import unopenable, unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.shard_info import Reader
 from rayloader.signals import exit_in_words
@@ -61,7 +61,6 @@ from rayloader.state.snapshot import Recorder, WorkerState, has_state, load_stat
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
-from rayloader.transport.memory import no_collection
 from rayloader.transport.memory_file import MemoryFileError
 from rayloader.worker.output import Output
 
@@ -509,8 +508,7 @@ def _open_replica(source: Source, *, here: bool) -> Any:
             if source.contents[0] is None:
                 raise
             opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
-    with no_collection():
-        return codec.decode(*opened, source.carried)
+    return unopenable.decode(*opened, source.carried, Replica.__slots__)
 
 
 def _error(task_id: int, where: str) -> Result:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import importlib.util
 import itertools
 import os
 import signal
@@ -421,3 +422,30 @@ def test_several_workers_of_one_process_import_once(registered):
     seen = [next(iterator)]
     loader.resize(1)
     assert [*seen, *iterator] == expected_of(registry)
+
+
+PLUGIN = """
+LIMIT = 1
+
+class Plugin:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        import plugin_of_a_file
+        return LIMIT, plugin_of_a_file is __import__("sys").modules[__name__]
+"""
+
+
+def test_a_module_that_was_loaded_from_a_file_is_there_in_workers(tmp_path):
+    """The recipe of importlib's documentation: no finder knows the module, but `sys.modules` holds it."""
+    (tmp_path / "any.py").write_text(PLUGIN)
+    spec = importlib.util.spec_from_file_location("plugin_of_a_file", tmp_path / "any.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+        module.LIMIT = 5
+        loader = DataLoader(module.Plugin(), None, num_workers=2, collate_fn=as_is)
+        assert [list(loader), list(loader)] == [[(5, True)] * 2] * 2
+    finally:
+        del sys.modules[spec.name]

@@ -2,10 +2,12 @@
 
 import gc
 import gzip
+import multiprocessing
 import os
 import random
 import re
 import sqlite3
+import sys
 import tarfile
 import threading
 import time
@@ -367,6 +369,51 @@ def test_a_pipe_in_the_dataset_is_refused():
     with ours, theirs, pytest.raises(TypeError, match="Connection") as caught:
         iter(holding([theirs], as_is, 1))
     assert "share_memory_()" in caught.value.__notes__[0]
+
+
+class Link:
+    def __init__(self, value, following):
+        self.value, self.following = value, following
+
+
+def values_in(chain):
+    values = []
+    while chain is not None:
+        values.append(chain.value)
+        chain = chain.following
+    return values
+
+
+def test_a_long_linked_list_arrives():
+    chain = None
+    for value in range(5000):
+        chain = Link(value, chain)
+    assert list(holding(chain, values_in, 1)) == [[*reversed(range(5000))]]
+
+
+def count_up(shared):
+    values, lock = shared
+    with lock:
+        values["count"] += 1
+    return values["inner"]["there"], bytes(multiprocessing.current_process().authkey)
+
+
+def test_proxies_of_a_manager_work_as_in_forked_workers():
+    key = bytes(multiprocessing.current_process().authkey)
+    with multiprocessing.get_context("fork").Manager() as manager:
+        values = manager.dict(count=0, inner=manager.dict(there=True))
+        assert list(holding((values, manager.Lock()), count_up)) == [(True, key)] * 2
+        assert values["count"] == 2
+
+
+def test_a_part_that_a_worker_cannot_open_is_named(monkeypatch):
+    module = types.ModuleType("only_in_the_trainer")
+    exec("class Made: pass", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'only_in_the_trainer'") as caught:
+        list(holding({"part": module.Made()}, as_is, 1))
+    told = f"{caught.value}{caught.value.__notes__}"
+    assert "It cannot be opened in the worker: dataset.data['part']: only_in_the_trainer.Made" in told
 
 
 def test_too_little_memory_is_an_error_of_iter(monkeypatch):

@@ -1,5 +1,6 @@
 """Replicas on nodes that the driver is not on: one image a node, and errors that name what is missing there."""
 
+import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
+from rayloader.driver.actor import Actor
 from rayloader.driver.pool import get_pool, live_memory_files
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
@@ -141,3 +143,22 @@ def test_an_open_file_whose_path_is_missing_there_is_named(tmp_path):
 def test_shared_memory_does_not_reach_another_node():
     with pytest.raises(ReplicaError, match=r"/dev/shm/torch_.*does not reach node.*clone"):
         list(holding(torch.zeros(1000).share_memory_(), look))
+
+
+def key_here(_):
+    return origin()[0], bytes(multiprocessing.current_process().authkey)
+
+
+def test_the_authentication_key_goes_only_to_workers_of_the_drivers_node(nodes, monkeypatch):
+    start, sent = Actor.start, {}
+
+    def noted(actor, setup, *args):
+        sent[actor.address.node_id] = setup.process.authkey
+        return start(actor, setup, *args)
+
+    monkeypatch.setattr(Actor, "start", noted)
+    key = bytes(multiprocessing.current_process().authkey)
+    found = dict(holding(None, key_here, ray_remote_args=ON_EACH))
+    assert sent == {nodes.here: key, nodes.away: b""}
+    assert found[nodes.here] == key
+    assert found[nodes.away] != key

@@ -1,6 +1,9 @@
 """Functions that no import finds: their code, and the code inside it, keeps the name of the user's file."""
 
+import functools
 import pickle
+import subprocess
+import sys
 import traceback
 import types
 import warnings
@@ -71,3 +74,89 @@ def test_a_warning_names_the_file():
         warnings.simplefilter("always")
         there_and_back(namespace["warns"])()
     assert [warning.filename for warning in caught] == [FILE]
+
+
+# ---- functions with a cache, and classes of ctypes
+
+CACHED = """
+import functools
+
+class Dataset:
+    @functools.lru_cache(maxsize=3)
+    def twice(self, index):
+        return 2 * index
+
+@functools.cache
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+fibonacci.unit = "rabbits"
+"""
+
+
+def test_a_cached_function_of_main_arrives_with_an_empty_cache():
+    module = types.ModuleType("__main__")
+    exec(CACHED, vars(module))
+    module.fibonacci(5)
+    got = there_and_back(module.fibonacci)
+    assert got.cache_info() == (0, 0, None, 0)
+    assert (got(10), got.unit, got.__name__) == (55, "rabbits", "fibonacci")
+    assert got.cache_info().hits > 0, "what it calls is not itself"
+    dataset = there_and_back(module.Dataset)()
+    assert dataset.twice(4) == 8
+    assert type(dataset).twice.cache_parameters() == {"maxsize": 3, "typed": False}
+
+
+def test_cached_functions_without_a_name_arrive_and_those_of_modules_are_found():
+    assert there_and_back(functools.lru_cache(lambda index: 3 * index))(2) == 6
+    assert there_and_back(functools.lru_cache(functools.partial(max, 5)))(2) == 5
+    assert there_and_back(functools.lru_cache(Counted().next))() == 1
+    assert there_and_back(of_this_module) is of_this_module
+
+
+class Counted:
+    def next(self):
+        return 1
+
+
+@functools.cache
+def of_this_module():
+    pass
+
+
+CTYPES = """
+import ctypes, pickle, sys
+sys.path[:0] = {path!r}
+from rayloader.transport import by_value
+
+class Point(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("kind", ctypes.c_char), ("x", ctypes.c_double * 2)]
+    def norm(self):
+        return self.x[0] + self.x[1]
+
+class Either(ctypes.Union):
+    _fields_ = [("number", ctypes.c_int), ("point", Point)]
+
+class Three(ctypes.Array):
+    _type_, _length_ = Point, 3
+
+parts = Point(b"a", (1, 2)), Either(point=Point(b"b", (3, 4))), Three(Point(b"c", (5, 6))), (ctypes.c_int * 2)(7, 8)
+sys.stdout.buffer.write(by_value.dumps(parts))
+"""
+
+
+def test_ctypes_of_main_arrive_in_a_process_that_lacks_them_also_again():
+    program = [sys.executable, "-c", CTYPES.format(path=sys.path)]
+    pickled = subprocess.run(program, capture_output=True, check=True).stdout
+    for _ in range(2):
+        point, either, three, numbers = pickle.loads(pickled)
+        assert (point.kind, point.norm(), either.point.norm(), three[0].norm(), list(numbers)) == (
+            b"a",
+            3,
+            7,
+            11,
+            [7, 8],
+        )
+        assert type(point)._fields_[0][0] == "kind"
+        assert memoryview(point).nbytes == 17

@@ -2,12 +2,15 @@
 
 import gzip
 import io
+import multiprocessing
 import os
 import socket
 import tarfile
 import tempfile
 import threading
+import weakref
 import zipfile
+from multiprocessing.managers import SyncManager
 
 import h5py
 import lmdb
@@ -49,6 +52,37 @@ def test_locks_arrive_unlocked_and_what_stands_on_them_works():
         new_condition.notify_all()
     assert not event.is_set()
     assert [semaphore.acquire(blocking=False) for _ in range(4)] == [True, True, True, False]
+
+
+class Leaf:
+    def __init__(self, parent):
+        self.parent = weakref.proxy(parent)
+
+
+class Tree:
+    def __init__(self):
+        self.name = "tree"
+        self.leaf = Leaf(self)
+
+
+def test_a_weak_proxy_arrives_as_what_it_stands_for():
+    """As for a process that is spawned, but where its own pickling would not end."""
+    tree = copied(Tree())
+    assert tree.leaf.parent is tree
+    assert tree.leaf.parent.name == "tree"
+
+
+@pytest.mark.parametrize("key", [None, b"of its own"])
+def test_a_proxy_knows_the_key_of_its_manager(key, monkeypatch):
+    """A key of its own travels with it; the process's does not: it is given only to workers on this machine."""
+    with SyncManager(authkey=key, ctx=multiprocessing.get_context("fork")) as manager:
+        proxy = manager.dict(a=1)
+        encoded = encode(proxy, mapped=Mappings())
+        if key is None:
+            assert bytes(multiprocessing.current_process().authkey) not in encoded.skeleton
+        else:
+            monkeypatch.setitem(multiprocessing.current_process()._config, "authkey", b"another")
+        assert decode(encoded.skeleton, encoded.buffers)["a"] == 1
 
 
 def test_a_thread_local_has_what_this_thread_has_put_there():

@@ -187,6 +187,11 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/state/checkpoint.py", "_dataset_kind"): "likewise",
     ("rayloader/forkserver/server.py", "_exit"): "documented, of os",
     ("rayloader/keeper/__main__.py", "_exit"): "documented, of os",
+    (
+        "rayloader/replica/unopenable.py",
+        "_Unpickler",
+    ): "pickle's own in Python, in every version so far",
+    ("rayloader/transport/handles.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
     ("rayloader/readers.py", "_getframe"): "documented, of sys",
     ("rayloader/state/left_behind.py", "_current_frames"): "documented, of sys",
 }

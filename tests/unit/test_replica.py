@@ -7,6 +7,7 @@ can show is asked of one.
 import contextlib
 import dataclasses
 import gc
+import multiprocessing
 import os
 import pickle
 import re
@@ -523,6 +524,21 @@ def test_a_pipe_is_refused_and_the_remedy_named():
         text = unpicklable.explain({"pipe": ours}, "dataset")
     assert text.startswith("dataset['pipe']: multiprocessing.connection.Connection")
     assert "share_memory_()" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "instead"),
+    [
+        (multiprocessing.Lock, "use that of a manager, such as multiprocessing.Manager().Lock(), instead"),
+        (multiprocessing.Event, "use that of a manager"),
+        (multiprocessing.Queue, "use multiprocessing.Manager().Queue() instead"),
+        (lambda: multiprocessing.Value("i"), "use a tensor after share_memory_() instead"),
+    ],
+)
+def test_the_remedy_is_one_for_that_kind_of_object(make, instead):
+    text = unpicklable.explain({"it": make()}, "dataset")
+    assert text.startswith("dataset['it']")
+    assert instead in text
 
 
 def test_an_open_text_file_in_a_batch_is_refused(tmp_path):

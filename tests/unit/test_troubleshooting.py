@@ -27,7 +27,7 @@ PLACEHOLDER = re.compile(r"%[-.\d]*[sdgfr]")  # of logging
 # The constructors of what a user meets, and the functions that are given a text for the user.
 PUBLIC = {name for name in rayloader.__all__ if name.endswith("Error")}
 SAYS = PUBLIC | {"TypeError", "ValueError", "AssertionError", "IndexError", "FileNotFoundError", "ImportError"}
-SAYS |= {"NotImplementedError", "UnpicklingError"}
+SAYS |= {"NotImplementedError", "UnpicklingError", "PicklingError"}
 SAYS |= {"warn", "warning", "info", "add_note", "refusal"}
 
 # What these say that is not for users, or stands elsewhere.
@@ -359,6 +359,8 @@ TESTS = {
     },
     "unit/test_bulk.py": {"test_what_is_resized_meanwhile_is_an_error": ["a tensor or array was resized"]},
     "unit/test_codec.py": {
+        "test_what_is_too_deep_is_an_error_whatever_the_recursion_limit_is": ["objects are nested deeper"],
+        "test_explains_what_cannot_be_pickled": ["torch.compile has made it"],
         "test_known_classes_need_not_be_picklable_here": ["a class of this batch"],
     },
     "unit/test_frameworks.py": {
@@ -408,7 +410,14 @@ TESTS = {
     },
     "unit/test_replica.py": {
         "test_a_missing_file_is_named": ["The dataset refers to"],
+        "test_an_open_text_file_in_a_batch_is_refused": ["an open file"],
         "test_too_little_memory_is_said_before_anything_is_written": ["... GB are needed"],
+    },
+    "unit/test_shortcuts.py": {
+        "test_a_view_that_no_array_is_like_is_refused": ["no array has its format"],
+    },
+    "unit/test_unopenable.py": {
+        "test_the_part_is_named": ["It cannot be opened in the worker"],
     },
     "unit/test_session.py": {
         "test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do": [
