@@ -76,6 +76,7 @@ __all__ = [
     "state_of_subclass",
     "torch_is_itself",
     "torch_worker",
+    "tracker_of",
     "typed_storage",
     "untyped_in",
 ]
@@ -151,15 +152,28 @@ run_exit_finalizers: Callable[[float], None] = multiprocessing.util._run_finaliz
 finalizers_of_weak_references: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
 
 
+_tracker: Any = multiprocessing.resource_tracker._resource_tracker
+
+
 def pipe_of_tracker() -> int | None:
     """The descriptor on which this process tells a resource tracker of `multiprocessing`; None if there is none yet."""
-    fd: int | None = multiprocessing.resource_tracker._resource_tracker._fd
+    fd: int | None = _tracker._fd
     return fd
 
 
 def set_pipe_of_tracker(fd: int | None) -> None:
     """Makes it another one, as `multiprocessing` itself does in a process that it has spawned."""
-    multiprocessing.resource_tracker._resource_tracker._fd = fd
+    _tracker._fd = fd
+
+
+def tracker_of(module: tuple[str, Any]) -> tuple[int | None, Callable[[], object]] | None:
+    """The process of the resource tracker that a module has, and what ends it once it has removed what is left.
+
+    Args:
+        module: with its name. joblib, loky and multiprocess have copies of the standard library's.
+    """
+    tracker: Any = getattr(module[1], "_resource_tracker", None) if module[0].endswith(".resource_tracker") else None
+    return (tracker._pid, tracker._stop) if hasattr(tracker, "_stop") else None
 
 
 def newline_of(file: io.TextIOWrapper) -> str | None:

@@ -4,12 +4,11 @@ NOTE [Resource trackers]. A resource tracker is a process that removes shared me
 that could have told it of them are gone: they hold the pipe on which it is told. A forked worker has the trainer's
 tracker, if one runs when it is forked; what it creates then lives as long as the trainer. If none runs, its first
 segment starts one, which ends with the worker. Processes of ours do the same: `adopt` opens the pipe of the trainer's
-tracker, and `end_own` ends those that user code has started here.
+tracker, and `end_own` ends those that user code has started here. It must come before Ray ends the process, because Ray
+kills the trackers first.
 
-Up to Python 3.12 `SharedMemory` tells the tracker of a segment that it only attaches, as if it had created it. A tracker
-that ends with the worker would then remove memory of others. So in worker processes only its creator tells it of a segment.
-
-Ray kills the children of a process that it ends. So trackers of the process's own must have ended by then.
+`SharedMemory` tells the tracker of segments that it only attaches too, as if it had created them. A tracker that ends
+with the worker would then remove what belongs to others. So in a worker's process only those that it creates are told.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from rayloader._compat import pipe_of_tracker, set_pipe_of_tracker
+from rayloader._compat import pipe_of_tracker, set_pipe_of_tracker, tracker_of
 
 _KIND = "shared_memory"
 
@@ -80,18 +79,13 @@ def end_own() -> str:
         set_pipe_of_tracker(None)
         os.close(_adopted)
     _adopted = None
-    trackers = [
-        tracker
-        for name, module in list(sys.modules.items())  # joblib and dill have copies of `multiprocessing`
-        if name.rpartition(".")[2] == resource_tracker.__name__.rpartition(".")[2]
-        and hasattr(tracker := getattr(module, "_resource_tracker", None), "_stop")
-    ]
-    others = _children() - {tracker._pid for tracker in trackers}
+    trackers = list(filter(None, map(tracker_of, list(sys.modules.items()))))
+    others = _children() - {pid for pid, _ in trackers}
     for pid in others:  # they hold the pipe too
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    for tracker in trackers:
-        tracker._stop()
+    for _, end in trackers:
+        end()
     left = [name for name in _created if os.path.exists(f"/dev/shm{name}")]  # names may contain the process's number
     _created.clear()
     return "a child process" if others else "shared memory" if left else ""
@@ -111,7 +105,8 @@ _attaching = threading.local()
 
 def own_what_is_created() -> None:
     """From now on the tracker of this process is told of shared memory only by its creator."""
-    register, unregister = resource_tracker.register, resource_tracker.unregister
+    module: Any = resource_tracker
+    register, unregister = module.register, module.unregister
     memory: Any = multiprocessing.shared_memory.SharedMemory
     begin = memory.__init__
 
@@ -136,4 +131,4 @@ def own_what_is_created() -> None:
         unregister(name, kind)
 
     memory.__init__ = __init__
-    resource_tracker.register, resource_tracker.unregister = tell, untell
+    module.register, module.unregister = tell, untell

@@ -20,6 +20,7 @@ import functools
 import gc
 import os
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,8 +55,10 @@ def without_finalizers() -> Iterator[list[str]]:
     for one in of_references:
         finalizers_of_weak_references[one].func = functools.partial(_note, left_out)
     try:
-        yield left_out
-        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # files that are not closed explicitly
+            yield left_out
+            gc.collect()
     finally:
         for kind, method in methods:
             type.__setattr__(kind, "__del__", method)

@@ -1,0 +1,345 @@
+"""How a worker ends: what of its dataset is finalized in its process, and which shared memory goes with it.
+
+What is expected here is what torch's loader does with workers that it forks.
+"""
+
+import atexit
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import weakref
+from multiprocessing import resource_tracker, shared_memory, util
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.utils.data import IterableDataset
+
+from probes import load
+from rayloader import DataLoader
+from rayloader.state.resource_trackers import TrackerAddress
+
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")]
+
+EXIT_LIMIT = 30.0  # seconds for a process to end; on expiry the test fails
+_numbers = itertools.count(500)
+
+
+@pytest.fixture
+def own():
+    """Options of actors that serve this test alone."""
+    return {"ray_remote_args": {"num_cpus": 0, "memory": next(_numbers)}}
+
+
+def wait_for_end(*pids):
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
+
+
+# ---- finalizers
+
+
+class Noted:
+    """Notes what is finalized in a process other than that in which it was made first."""
+
+    def __init__(self, path):
+        self.path, self.home = path, os.getpid()
+        self.itself = self  # a cycle
+
+    def note(self, text):
+        if os.getpid() != self.home:
+            with open(self.path, "a") as file:
+                file.write(f"{text}\n")
+
+    def __del__(self):
+        self.note("__del__")
+
+    def notes(self):
+        return self.path.read_text().split("\n")[:-1] if self.path.exists() else []
+
+
+class Numbers(Noted):
+    """What is done in the worker is done by a function of this and of the sample's index."""
+
+    def __init__(self, path, function=lambda dataset, index: None):
+        super().__init__(path)
+        self.function = function
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        self.function(self, index)
+        return os.getpid()
+
+
+def epochs(dataset, count, own, **options):
+    """The process of each epoch."""
+    loader = DataLoader(dataset, None, num_workers=1, **own, **options)
+    pids = []
+    for _ in range(count):
+        (pid,) = set(loader)
+        pids.append(pid)
+    return pids
+
+
+def test_the_dataset_is_not_finalized_in_a_warm_process(tmp_path, own):
+    dataset = Numbers(tmp_path / "notes")
+    assert len(set(epochs(dataset, 3, own))) == 1
+    assert dataset.notes() == []
+
+
+def test_what_user_code_drops_in_the_worker_is_finalized_there(tmp_path, own):
+    def drop(dataset, index):
+        held = Noted(dataset.path)
+        held.home, held.itself = dataset.home, None
+        dataset.held = held  # drops the one before
+
+    dataset = Numbers(tmp_path / "notes", drop)
+    epochs(dataset, 2, own)
+    assert dataset.notes() == ["__del__"] * 4
+
+
+def test_no_callback_of_the_replica_runs_and_the_process_is_not_handed_on(tmp_path, own):
+    def watch(dataset, index):
+        if index == 0:
+            atexit.register(Noted.note, dataset, "atexit")
+            dataset.held = Held()
+            weakref.finalize(dataset.held, append, dataset.path, "weakref.finalize")
+            util.Finalize(dataset.held, append, (dataset.path, "never"))
+            util.Finalize(None, append, (dataset.path, "at exit"), exitpriority=3)
+
+    dataset = Numbers(tmp_path / "notes", watch)
+    pids = epochs(dataset, 2, own)
+    assert len(set(pids)) == 2
+    wait_for_end(*pids)
+    assert dataset.notes() == ["at exit"] * 2
+
+
+class Held:
+    pass
+
+
+def append(path, text):
+    with open(path, "a") as file:
+        file.write(f"{text}\n")
+
+
+def test_a_fresh_process_ends_likewise(tmp_path, own):
+    def watch(dataset, index):
+        util.Finalize(None, append, (dataset.path, f"at exit {index}"), exitpriority=index)
+
+    dataset = Numbers(tmp_path / "notes", watch)
+    wait_for_end(*epochs(dataset, 1, own, fresh_processes=True))
+    assert dataset.notes() == ["at exit 2", "at exit 1", "at exit 0"]
+
+
+def test_sigterm_ends_a_worker_without_any_callback(tmp_path, own):
+    def watch(dataset, index):
+        if index == 0:
+            atexit.register(append, dataset.path, "atexit")
+
+    dataset = Numbers(tmp_path / "notes", watch)
+    iterator = iter(DataLoader(dataset, None, num_workers=1, persistent_workers=True, **own))
+    (pid,) = set(iterator)  # it waits for the next epoch
+    os.kill(pid, signal.SIGTERM)
+    wait_for_end(pid)
+    assert dataset.notes() == []
+
+
+class Reads(IterableDataset):
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        try:
+            yield from [os.getpid()] * 20
+        finally:
+            append(self.path, "closed")
+
+
+@pytest.mark.parametrize("to_the_end", [True, False])
+def test_an_iterator_that_has_not_ended_is_closed_with_its_worker(to_the_end, tmp_path, own):
+    loader = DataLoader(Reads(tmp_path / "notes"), None, num_workers=1, prefetch_factor=1, **own)
+    pids = set()
+    for _ in range(2):
+        for pid in loader:
+            pids.add(pid)
+            if not to_the_end:
+                break
+    assert len(pids) == 1
+    list(loader)  # the iterators before have gone
+    assert (tmp_path / "notes").read_text() == "closed\n" * 3
+
+
+def test_a_process_that_keeps_more_and_more_files_open_is_not_handed_on(tmp_path, own):
+    class Opens(Numbers):
+        file = -1
+
+        def __getitem__(self, index):
+            self.file = os.open(self.path, os.O_CREAT)
+            return os.getpid()
+
+        def __del__(self):
+            if self.file >= 0:
+                os.close(self.file)
+
+    first, second, third = epochs(Opens(tmp_path / "notes"), 3, own)
+    assert first == second != third
+
+
+# ---- shared memory
+
+
+@pytest.fixture(params=[True, False], ids=["trainer has a tracker", "trainer has none"])
+def tracked(request, monkeypatch):
+    """Whether workers find a resource tracker of this process, as if one had been running when they were forked."""
+    if request.param:
+        resource_tracker.ensure_running()
+    else:
+        monkeypatch.setattr(TrackerAddress, "here", classmethod(lambda cls: None))
+    return request.param
+
+
+@pytest.fixture
+def segment():
+    memory = shared_memory.SharedMemory(create=True, size=100)
+    memory.buf[0] = 7
+    yield memory
+    memory.close()
+    memory.unlink()
+
+
+class Once:
+    """Kills its process once."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def strike(self):
+        if not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exists(name):
+    return Path("/dev/shm", name.lstrip("/")).exists()
+
+
+def test_memory_that_a_killed_worker_has_attached_stays(tracked, segment, own, tmp_path):
+    once, name = Once(tmp_path / "struck"), segment.name
+
+    def read(index):
+        memory = shared_memory.SharedMemory(name)
+        value = memory.buf[0]
+        memory.close()
+        if index == 3:
+            once.strike()
+        return value
+
+    loader = load(read, 6, 1, **own)
+    for _ in range(2):
+        assert list(loader) == [7] * 6
+    assert exists(name)
+
+
+class Carries:
+    """Has the segment itself, as mosaicml-streaming's dataset has: it is attached when the dataset is unpickled."""
+
+    def __init__(self, memory, once):
+        self.memory, self.once = memory, once
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 3:
+            self.once.strike()
+        self.memory.buf[index + 1] = index
+        return self.memory.buf[0]
+
+
+def test_memory_in_the_dataset_of_a_killed_worker_stays(tracked, segment, own, tmp_path):
+    loader = DataLoader(Carries(segment, Once(tmp_path / "struck")), None, num_workers=1, **own)
+    for _ in range(2):
+        assert list(loader) == [7] * 6
+    assert bytes(segment.buf[:7]) == bytes([7, *range(6)])
+    assert exists(segment.name)
+
+
+def test_a_worker_may_remove_memory_that_it_has_attached(tracked, own, capfd):
+    memory = shared_memory.SharedMemory(create=True, size=100)
+    name = memory.name
+
+    def remove(index):
+        attached = shared_memory.SharedMemory(name)
+        attached.unlink()
+        attached.close()
+
+    assert list(load(remove, 1, **own)) == [None]
+    assert not exists(name)
+    memory.close()
+    resource_tracker.unregister(memory._name, "shared_memory") if not tracked else None
+    assert "Error" not in capfd.readouterr().err
+
+
+def create(index, kept=[]):  # noqa: B006  # a global of the worker
+    memory = shared_memory.SharedMemory(create=True, size=100)
+    kept.append(memory)
+    return memory.name, os.getpid(), resource_tracker._resource_tracker._pid
+
+
+def test_memory_that_a_worker_has_created_lives_as_long_as_its_tracker(tracked, own):
+    loader = load(create, 1, **own)
+    ((name, pid, tracker),) = loader
+    ((other, second, _),) = loader  # the first epoch has ended in its process
+    if tracked:
+        assert pid != second  # it may name its memory by its number
+        for left in (name, other):
+            memory = shared_memory.SharedMemory(left)
+            memory.unlink()
+            memory.close()
+    else:
+        assert pid == second
+        assert not psutil.pid_exists(tracker)
+        assert not exists(name)
+
+
+def test_memory_that_a_killed_worker_has_created_goes_with_its_own_tracker(own, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrackerAddress, "here", classmethod(lambda cls: None))
+    once = Once(tmp_path / "struck")
+
+    def create_and_die(index):
+        created = create(index)
+        if not once.path.exists():
+            (tmp_path / "created").write_text(f"{created[0]} {created[2]}")
+        once.strike()
+
+    assert list(load(create_and_die, 1, **own)) == [None]
+    name, tracker = (tmp_path / "created").read_text().split()
+    wait_for_end(int(tracker))
+    assert not exists(name)
+
+
+def test_semaphores_go_with_the_process_that_made_them(tracked, own):
+    def make(index, kept=[]):  # noqa: B006  # a global of the worker
+        kept.append(multiprocessing.get_context("spawn").Lock())
+        return kept[-1]._semlock.name
+
+    loader = load(make, 1, **own)
+    (name,) = loader
+    list(loader)  # the first epoch has ended in its process
+    assert not exists(f"sem.{name[1:]}")
+
+
+def test_a_child_process_ends_with_the_worker_that_started_it(own):
+    def start(index):
+        return os.getpid(), subprocess.Popen(["sleep", "1000"]).pid
+
+    loader = load(start, 1, **own)
+    pids = [pid for epoch in (list(loader), list(loader)) for pid in epoch[0]]
+    assert pids[0] != pids[2]
+    del loader
+    wait_for_end(*pids)
