@@ -1,5 +1,6 @@
 """torchdata's StatefulDataLoader: where its import is changed to rayloader's DataLoader, the program stays as it is."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,21 @@ def test_a_sampler_is_asked_for_its_iterator_once_an_epoch(num_workers):
     for times in (1, 2):
         assert len(list(loader)) == 7
         assert sampler.times == times
+
+
+def fail(worker_id):
+    raise LookupError(f"worker {worker_id}")
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_worker_that_fails_to_start_is_told_of_in_its_batches_turns(patched):
+    """As by torch's loader; torchdata's waits in `iter()` for all workers, and raises there."""
+    with rayloader.patch() if patched else contextlib.nullcontext():
+        loader = (StatefulDataLoader if patched else rayloader.DataLoader)(
+            Squares(), 8, num_workers=2, worker_init_fn=fail
+        )
+    assert isinstance(loader, rayloader.DataLoader)
+    iterator = iter(loader)
+    for worker in (0, 1):
+        with pytest.raises(LookupError, match=f"worker {worker}"):
+            next(iterator)
