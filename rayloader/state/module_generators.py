@@ -69,7 +69,7 @@ class Found:
             return
         root = ((None, ("module", module)), ("attribute", name)), value
         for path, generator in walk(
-            [root], passed=lambda kind: kind is not value and self._is_passed(kind), most=_MOST
+            [root], passed=lambda one: is_a(one, type) and one is not value and self._is_passed(one), most=_MOST
         ):
             if None in path:  # it can't be reached in a worker
                 continue

@@ -88,7 +88,7 @@ class ModuleGlobals:
         plain: dict[str, dict[_Path, Any]] = {}
         objects: dict[str, dict[_Path, _Content]] = {}
         others: dict[str, dict[_Path, str]] = {}
-        modules = dict(_own_modules())
+        modules = dict(own_modules())
         found = Found(modules)
         for module_name, attributes in modules.items():
             for path, value in _set_in(module_name, attributes):
@@ -133,10 +133,11 @@ _Content = tuple[str, dict[str, Any], "dict[Any, Any] | None"]  # class, attribu
 _installed: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by name
 
 
-def _own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
+def own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and globals of the program's modules. There are thousands of others, which are examined once."""
-    for name, module in list(sys.modules.items()):
-        if ((ref := _installed.get(name)) is not None and ref() is module) or name in ("__main__", "__mp_main__"):
+    modules = list(sys.modules.items())
+    for name, module in [one for one in modules if (ref := _installed.get(one[0])) is None or ref() is not one[1]]:
+        if name in ("__main__", "__mp_main__"):
             continue
         attributes = namespace_of(module)
         file = attributes.get("__file__")
@@ -201,7 +202,9 @@ def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
 
 
 def is_own_name(name: Any) -> bool:
-    """Whether the program has written the module of this name."""
+    """Whether the program has written the module of this name; in a worker `__main__` is another one's."""
+    if name == "__main__":
+        return True
     module = sys.modules.get(name) if isinstance(name, str) else None
     return is_a(module, types.ModuleType) and is_own_module(module)  # type: ignore[arg-type]
 
@@ -252,7 +255,7 @@ def _content(value: Any) -> _Content | None:
     kind = type(value)
     if issubclass(kind, (*_DEFINITIONS, enum.Enum, *KINDS)):
         return None
-    slots = slots_of(kind) if is_own_name(kind.__module__) or kind.__module__ == "__main__" else []
+    slots = slots_of(kind) if is_own_name(kind.__module__) else []
     attributes: dict[str, Any] = {}
     try:
         attributes.update(object.__getattribute__(value, "__dict__"))

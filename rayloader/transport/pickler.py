@@ -90,6 +90,7 @@ class Pickler(by_value.Pickler):
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
         self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
+        self.modules: dict[str, None] = {}  # of what a replica refers to by name, in the order in which it is met
         self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
 
     def reducer_override(self, obj: Any) -> Any:
@@ -143,13 +144,19 @@ class Pickler(by_value.Pickler):
         if issubclass(kind, type):
             if self.known_classes:
                 return classes.reduce_by_id(obj, super().reducer_override)
-            return classes.with_slots(obj, super().reducer_override(obj))
+            return self._noted(obj, classes.with_slots(obj, super().reducer_override(obj)))
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
             self.ordinary.add(kind)
             return NotImplemented
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
             self.copied = _copied_generator(obj)
+        return self._noted(obj, reduced)
+
+    def _noted(self, definition: Any, reduced: Any) -> Any:
+        """The reduction of a class or a function, whose module is noted if that is imported to find it by name."""
+        if reduced is NotImplemented and self.mapped is not None and isinstance(definition.__module__, str):
+            self.modules[definition.__module__] = None
         return reduced
 
     def _of_replica(self, obj: Any, kind: type) -> Any:

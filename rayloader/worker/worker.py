@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import random
 import time
@@ -50,9 +51,8 @@ from rayloader.replica.opening import open_image
 from rayloader.shard_info import Reader
 from rayloader.spent import pack
 from rayloader.state.digest import chain, digest
-from rayloader.state.generators import Generators, noting
+from rayloader.state.generators import Generators, in_modules, noting
 from rayloader.state.journal import Resumed
-from rayloader.state.living_generators import living_generators
 from rayloader.state.module_globals import placed_generators
 from rayloader.state.process_state import Baseline
 from rayloader.state.random_state import RandomState, Rewind, seed_all, seed_torch
@@ -125,11 +125,12 @@ class Worker:
         """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process, alone=alone)
-            before = living_generators()
+            before = [generator for _, generator in in_modules()]
             # As after a fork: the program has already imported these modules and created these objects.
             with noting() as noted, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                loaded: Replica = _open_replica(source, here=self._setup.process.node_id == session.node_id())
+                here = self._setup.process.node_id == session.node_id()
+                loaded: Replica = _open_replica(source, here=here, alone=alone)
             output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"
             replica = {name: getattr(loaded, name) for name in names}
@@ -482,8 +483,12 @@ class Worker:
         )
 
 
-def _open_replica(source: Source, *, here: bool) -> Any:
-    """Opens the replica: from the driver's image, from this node's own, or as a copy if neither can be opened."""
+def _open_replica(source: Source, *, here: bool, alone: bool) -> Any:
+    """Opens the replica: from the driver's image, from this node's own, or as a copy if neither can be opened.
+
+    If no other worker of the process has one, the collection when this one is dropped need not look at anything that
+    exists before it: least of all at what its modules hold, which may take longer than an epoch.
+    """
     if source.contents is None or source.hosted is None:
         opened = open_image(source.image, here=here)
     else:
@@ -495,6 +500,9 @@ def _open_replica(source: Source, *, here: bool) -> Any:
             if source.contents[0] is None:
                 raise
             opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
+    codec.import_modules(opened[0])
+    if alone:
+        gc.freeze()
     with no_collection():
         return codec.decode(*opened, source.carried)
 
