@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import sys
 import tarfile
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,12 +60,12 @@ class Job:
         return np.random.default_rng(0).random((self.count, 1, EXTENT, EXTENT, EXTENT), dtype=np.float32)
 
 
-def write_pictures(folder: Path, count: int) -> None:
-    """Writes pictures, in a folder for each of four classes."""
+def write_pictures(folder: Path, batches: int) -> None:
+    """Writes pictures for so many batches, in a folder for each of four classes."""
     from PIL import Image
 
     generator = np.random.default_rng(0)
-    for number in range(count):
+    for number in range(batches * BATCH_SIZE):
         path = folder / "pictures" / f"class{number % 4}" / f"{number:05}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(256, size=(SIDE, SIDE, 3), dtype=np.uint8)).save(path)
@@ -83,8 +86,7 @@ class Mapped(Dataset[Any]):
 
 def torchvision(job: Job) -> Any:
     """An `ImageFolder`."""
-    from client_vision import ImageFolder
-    from torchvision import transforms
+    from client_vision import ImageFolder, transforms
 
     steps = [transforms.RandomResizedCrop(32), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
     return job.load(ImageFolder(str(job.folder / "pictures"), transforms.Compose(steps)), shuffle=True)
@@ -92,17 +94,11 @@ def torchvision(job: Job) -> Any:
 
 def timm(job: Job) -> Any:
     """An `ImageDataset`, and `create_loader`, which makes its loader by torch's name."""
-    import client_vision
+    from client_vision import ImageDataset, create_loader
 
-    return client_vision.timm.data.create_loader(
-        client_vision.ImageDataset(str(job.folder / "pictures")),
-        (3, 32, 32),
-        BATCH_SIZE,
-        is_training=True,
-        use_prefetcher=False,
-        pin_memory=False,
-        **job.options,
-    )
+    dataset = ImageDataset(str(job.folder / "pictures"))
+    options = {"is_training": True, "use_prefetcher": False, "pin_memory": False, **job.options}
+    return create_loader(dataset, (3, 32, 32), BATCH_SIZE, **options)
 
 
 def graphs(job: Job) -> list[Any]:
@@ -157,7 +153,10 @@ def monai_own(job: Job) -> Any:
 
 
 def tensordict(job: Job) -> Any:
-    """A `@tensorclass` that the program defines, pickled by value as one of `__main__` is; torch can't send batches of it."""
+    """A `@tensorclass` that the program defines, pickled by value as one of `__main__` is.
+
+    The batches are dicts, because torch's workers can't send objects of such a class.
+    """
     from tensordict import tensorclass
 
     class Sample:
@@ -290,51 +289,57 @@ CASES = {
     "torchvision": Case(torchvision),
     "timm": Case(timm, PATCH),
     "torch_geometric": Case(torch_geometric),
-    "torch_geometric, its loader": Case(torch_geometric_own, PATCH),
+    "torch_geometric's loader": Case(torch_geometric_own, PATCH),
     "monai": Case(monai),
-    "monai, its loader": Case(monai_own, PATCH),
+    "monai's loader": Case(monai_own, PATCH),
     "tensordict": Case(tensordict),
     "datasets": Case(datasets),
     "albumentations": Case(albumentations),
     "kornia": Case(kornia),
     "torchio": Case(torchio),
-    "torchio, its loader": Case(torchio_own, PATCH),
+    "torchio's loader": Case(torchio_own, PATCH),
     "webdataset": Case(webdataset, PATCH),
-    "litdata, its loader": Case(litdata, PATCH),
+    "litdata's loader": Case(litdata, PATCH),
     "lhotse": Case(lhotse),
 }
 
-_loaders: dict[bool, Any] = {}  # whether the workers are persistent
+
+# Of the loaders, which the script holds, as it does in most programs.
+_NAMES = {False: "loader", True: "persistent_loader"}
 
 
 def make(name: str, case: str, folder: str, batches: int, workers: int) -> None:
     """Makes the loaders of a case, with fresh and with persistent workers."""
-    chosen, loader_class = CASES[case], torch.utils.data.DataLoader
+    chosen, package = CASES[case], case.removesuffix("'s loader")
+    if importlib.util.find_spec(package) is None:
+        raise peers.Unavailable(f"{package} is not installed")
+    warnings.simplefilter("ignore")
+    loader_class = torch.utils.data.DataLoader
     if name == "rayloader":
         import rayloader
 
         loader_class = rayloader.DataLoader
         if chosen.way == PATCH:
             rayloader.patch()
-    for persistent in (False, True):
+    for persistent, its_name in _NAMES.items():
         options = {"num_workers": workers, "persistent_workers": persistent}
-        _loaders[persistent] = chosen.make(Job(Path(folder), batches * BATCH_SIZE, loader_class, options))
+        job = Job(Path(folder), batches * BATCH_SIZE, loader_class, options)
+        vars(sys.modules["__main__"])[its_name] = chosen.make(job)
 
 
-def epoch(name: str, persistent: bool) -> list[float]:
-    """Seconds of an epoch and until its first batch, how many batches it had, and the checksum of all of them."""
-    torch.manual_seed(1)  # so that all epochs are alike, and those of torch and ours
-    arrived, checksums = [time.perf_counter()], []
-    for batch in _loaders[persistent]:
-        arrived.append(time.perf_counter())
-        checksums.append(batch)
-    seconds = time.perf_counter() - arrived[0]
-    if name == "rayloader":
-        import ray
-
-        if not ray.is_initialized():
-            raise peers.Unavailable("`patch()` does not reach its loader")
-    return [seconds, arrived[1] - arrived[0], len(checksums), checksum(checksums)]
+def epoch(name: str, persistent: bool, batches: int) -> tuple[float, int]:
+    """Seconds of an epoch, and the checksum of its batches."""
+    torch.manual_seed(1)
+    loader, taken = vars(sys.modules["__main__"])[_NAMES[persistent]], []
+    began = time.perf_counter()
+    for batch in loader:
+        taken.append(batch)
+    seconds = time.perf_counter() - began
+    if name == "rayloader" and ("ray" not in sys.modules or not sys.modules["ray"].is_initialized()):
+        raise peers.Unavailable("`patch()` does not reach its loader")
+    if len(taken) != batches:
+        raise ValueError(f"{len(taken)} batches instead of {batches}")
+    return seconds, checksum(taken)
 
 
 def checksum(obj: Any, before: int = 0) -> int:

@@ -8,10 +8,10 @@ NOTE [Given and later]. The pickler of a replica meets each generator in it, and
 worker's unpickler record each one: these are *given*, in an order that is the same in every worker, and need no search.
 The *later* ones (created by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample) are found by
 a walk from the replica, and from the globals of the program's own modules and the attributes of their classes. Each
-epoch begins with one, so it is a short one: it enters no classes, functions and modules of installed packages, of a container
-with more than `_LONG` items it looks at the items but not into them, and it ends after `_MOST` objects. In another
-process a later one is looked up by its path and given its state; if it does not exist yet it is created. A generator that is not
-found is not followed: rebuilt batches are compared with the delivered ones (digest.py).
+epoch begins with one, so it is a short one: it enters no classes, functions and modules of installed packages; of a
+container with more than `LONG` items it looks at the items but not into them; and it ends after `MOST` objects. In
+another process a later one is looked up by its path and given its state; if it does not exist yet it is created. A
+generator that is not found is not followed: rebuilt batches are compared with the delivered ones (digest.py).
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ from rayloader.state.generator_kinds import (
     state_of,
     suits,
 )
-from rayloader.state.module_generators import Placed
+from rayloader.state.module_generators import LONG, MOST, Placed
 from rayloader.state.module_globals import is_own_name, own_modules
 from rayloader.state.namespaces import attributes_of
 from rayloader.state.object_paths import ATOMS, Node, Path, follow, in_words, put, walk
 
-_MOST = 1_000  # objects of the replica that are searched, and as many of modules: it takes a few milliseconds
-_LONG = 100  # a container with more items holds data
 _WITHOUT = {*ATOMS, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property}
 _WITHOUT |= {functools.cached_property, types.MemberDescriptorType, types.GetSetDescriptorType}
 
@@ -280,7 +278,7 @@ def in_modules() -> Iterator[tuple[Path, Any]]:
 
 
 def _short_walk(roots: list[tuple[Node, Any]]) -> Iterator[tuple[Path, Any]]:
-    return walk(roots, passed=_is_foreign, most=_MOST, longest=_LONG)
+    return walk(roots, passed=_is_foreign, most=MOST, longest=LONG)
 
 
 def _is_there(path: Path) -> bool:

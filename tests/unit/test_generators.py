@@ -484,7 +484,7 @@ def test_modules_classes_and_functions_of_packages_are_not_searched(kind, monkey
 
 @pytest.mark.parametrize("hold", [list, dict.fromkeys, collections.deque])
 def test_of_a_long_container_only_the_items_themselves_are_searched(hold):
-    holders = [Holder() for _ in range(generators._LONG + 1)]
+    holders = [Holder() for _ in range(generators.LONG + 1)]
     dataset = Holder(hold(holders))
     followed = Generators({"dataset": dataset}, [])
     holders[0].held = make("numpy")
@@ -500,7 +500,7 @@ def test_of_a_long_container_only_the_items_themselves_are_searched(hold):
 def test_a_look_ends_after_so_many_objects(where, monkeypatch):
     """It is made at the start of each epoch, which it must not delay, whatever the dataset holds."""
     module = module_of("program", "large", monkeypatch)
-    many = nested(Holder(), generators._MOST // 2)
+    many = nested(Holder(), generators.MOST // 2)
     dataset = Holder(many if where == "dataset" else None)
     module.many = many if where == "module" else None
     visited = []
@@ -509,11 +509,11 @@ def test_a_look_ends_after_so_many_objects(where, monkeypatch):
         generators, "walk", lambda roots, **limits: walk(roots, met=lambda *_: visited.append(1), **limits)
     )
     followed = Generators({"dataset": dataset}, [])
-    assert generators._MOST <= len(visited) <= 2 * generators._MOST
+    assert generators.MOST <= len(visited) <= 2 * generators.MOST
     visited.clear()
     dataset.first = module.first = make("numpy")
     assert len(followed.look()) == 1
-    assert len(visited) <= 2 * generators._MOST
+    assert len(visited) <= 2 * generators.MOST
 
 
 @pytest.mark.parametrize(
