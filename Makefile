@@ -93,8 +93,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 $(FULL_READY): $(READY)
-	@echo "Adding the trainers that only the full tests run."
-	@"$(PY)" -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,trainers]'
+	@echo "Adding the trainers and the libraries that only the full tests run."
+	@"$(PY)" -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,trainers,clients]'
 	@touch $@
 
 $(BENCH_READY): $(READY)

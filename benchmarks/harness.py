@@ -175,6 +175,7 @@ class Options:
         cases: empty: all there are.
         peers: likewise.
         read: the consumer that reads every byte is measured too.
+        busy: what can be is also measured on a busy machine.
     """
 
     rounds: int
@@ -183,6 +184,7 @@ class Options:
     cases: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     read: bool = True
+    busy: bool = False
 
     def pick_peers(self, known: Sequence[str], quick: Sequence[str] | None = None) -> list[str]:
         """Those of the known ones that were asked for; by default all, or `quick` with --quick."""
@@ -211,7 +213,9 @@ def _positive(text: str) -> int:
     return number
 
 
-def options(doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("rich",), workers: int = 2) -> Options:
+def options(
+    doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("rich",), workers: int = 2, busy: bool = False
+) -> Options:
     """Reads the command line of a benchmark, and looks for what it will need at its end.
 
     Args:
@@ -219,6 +223,7 @@ def options(doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("ri
         choice: cases and peers can be chosen.
         needs: packages of the extra `bench`, without which there would be no table or plot of what was measured.
         workers: unless the command line says otherwise.
+        busy: it measures on a busy machine too, if it is asked to.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--rounds", type=_positive, help="measured rounds; 5, or 2 with --quick")
@@ -229,6 +234,8 @@ def options(doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("ri
     if choice:
         parser.add_argument("--cases", type=_names, default=(), help="comma-separated; all by default")
         parser.add_argument("--peers", type=_names, default=(), help="comma-separated; all by default")
+    if busy:
+        parser.add_argument("--busy", action="store_true", help="also while other processes use all cores")
     arguments = vars(parser.parse_args())
     lacking = [package for package in needs if importlib.util.find_spec(package) is None]
     if lacking:

@@ -435,7 +435,7 @@ def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
         if id(obj) in those and node is not None and node[1] is not None:
             found.append(node[1][0] == "attribute")
 
-    for _ in walk([(None, dataset)], met=look, most=_LOOKED_AT):
+    for _ in walk([(None, dataset)], passed=lambda _: False, met=look, most=_LOOKED_AT):
         pass
     return any(found)
 

@@ -6,17 +6,18 @@ restores their states in another process that has the same replica.
 
 NOTE [Given and later]. The pickler of a replica meets each generator in it, and `reduce_generator` makes the
 worker's unpickler record each one: these are *given*, in an order that is the same in every worker, and need no search.
-The *later* ones (created by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample) are found
-among the objects that Python's garbage collector tracks and those newly bound to names in modules, and the paths to
-them by a walk from the replica and from the modules that were imported since the process started. In another process a
-later one is looked up by its path and given its state; if it does not exist yet it is created. A generator that no path
-leads to (in the frame of an iterator, for instance) is not followed: rebuilt batches are compared with the delivered
-ones (digest.py).
+The *later* ones (created by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample) are found by
+a walk from the replica, and from the globals of the program's own modules and the attributes of their classes. Each
+epoch begins with one, so it is a short one: it enters no classes, functions and modules of installed packages; of a
+container with more than `LONG` items it looks at the items but not into them; and it ends after `MOST` objects. In
+another process a later one is looked up by its path and given its state; if it does not exist yet it is created. A
+generator that is not found is not followed: rebuilt batches are compared with the delivered ones (digest.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pickle
 import random
@@ -41,13 +42,13 @@ from rayloader.state.generator_kinds import (
     state_of,
     suits,
 )
-from rayloader.state.living_generators import MODULES_AT_START, is_imported, living_generators
-from rayloader.state.module_generators import Placed
-from rayloader.state.namespaces import namespace_of
-from rayloader.state.object_paths import Node, Path, follow, in_words, put, walk
-from rayloader.state.own_modules import is_own_module, is_own_name
+from rayloader.state.module_generators import LONG, MOST, Placed
+from rayloader.state.namespaces import attributes_of
+from rayloader.state.object_paths import ATOMS, Node, Path, follow, in_words, put, walk
+from rayloader.state.own_modules import is_own_name, own_modules
 
-_OWN_REFERENCES = 3  # of a list, of a loop over it and of a call, to an object that nothing else refers to
+_WITHOUT = {*ATOMS, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property}
+_WITHOUT |= {functools.cached_property, types.MemberDescriptorType, types.GetSetDescriptorType}
 
 
 def find_generators(obj: Any) -> list[Any]:
@@ -58,13 +59,18 @@ def find_generators(obj: Any) -> list[Any]:
     kinds: dict[int, type] = {}
     walked = walk(
         [((None, ("root", "object")), obj)],
-        passed=lambda kind: not is_own_name(kind.__module__),
+        passed=lambda definition: is_a(definition, type) and _is_foreign(definition),
         met=lambda _, one: kinds.setdefault(id(type(one)), type(one)),
     )
     found = [generator for _, generator in walked]
     named = generator_types()
     values = (value for kind in kinds.values() for base in kind.__mro__ for value in list(vars(base).values()))
     return distinct([*found, *(value for value in values if type(value) in named)])
+
+
+def _is_foreign(definition: Any) -> bool:
+    """Whether a class or a function belongs to an installed package."""
+    return not is_own_name(definition.__module__)
 
 
 # ---- given ones: noted while a replica is unpickled
@@ -160,10 +166,9 @@ class Generators:
         self._known = engines(self._others) - engines(followed.values())
         self._later: list[tuple[tuple[Path, ...], Any, bool]] = [(*one, True) for one in followed.items()]
         self._waiting: list[Later] = []  # for modules that are not imported yet
-        self._in_vain: list[Any] = []  # that no path leads to, from any module
         # Those that modules created while the replica was opened: in another process they create them again.
         self._at_start: dict[int, tuple[Any, bytes]] = {}
-        for one in living_generators() if replica else []:
+        for one in self._reached().values() if replica else []:
             if id(engine(one)) not in self._known:
                 with contextlib.suppress(Exception):  # a class of the user's
                     self._at_start[id(one)] = one, pickle.dumps(state_of(one))
@@ -171,7 +176,6 @@ class Generators:
 
     def look(self, *, new_last: bool = True) -> tuple[Later, ...]:
         """The current later ones; `new_last`: those that are seen for the first time count as lasting."""
-        self._in_vain = [generator for generator in self._in_vain if sys.getrefcount(generator) > _OWN_REFERENCES]
         followed = []
         for paths, before, _ in self._later:
             now = self._at(paths[0])
@@ -185,19 +189,12 @@ class Generators:
                 followed.append((paths, generator, one.lasting))
         seen = engines(generator for _, generator, _ in followed)
         others = set().union(*(worker._known for worker in _in_this_process))  # whose replicas are in this process too
-        living = living_generators()
-        unknown = engines(living) - others - seen
         known = len(followed)
-        if unknown:
-            reached = self._reached(unknown, ())
-            if missing := unknown - engines(reached.values()):
-                reached = self._reached(unknown, self._module_roots(deep=is_own_module))
-                missing = unknown - engines(reached.values())
-            if missing - engines(self._in_vain):  # modules of packages may be thousands, and mostly hold none
-                reached = self._reached(unknown, self._module_roots(deep=lambda _: True))
-                missing = unknown - engines(reached.values())
-                self._in_vain = [generator for generator in living if id(engine(generator)) in missing]
-            followed += [(paths, generator, new_last) for paths, generator in reached.items()]
+        followed += [
+            (paths, generator, new_last)
+            for paths, generator in self._reached().items()
+            if id(engine(generator)) not in others | seen
+        ]
         self.settled = len(followed) == known
         self._later = followed
         found = []
@@ -249,39 +246,39 @@ class Generators:
                 ) from error
             self._later.append((paths, generator, lasting))
 
-    def _reached(self, wanted: set[int], others: Iterable[tuple[Node, Any]]) -> dict[tuple[Path, ...], Any]:
-        """The wanted generators that are reached from the replica and others, by the paths to each."""
+    def _reached(self) -> dict[tuple[Path, ...], Any]:
+        """The generators that are reached from the replica and from modules, by the paths to each."""
         reached: dict[int, tuple[list[Path], Any]] = {}
-        for path, generator in walk(itertools.chain(self._replica_roots(), others)):
-            if id(engine(generator)) in wanted:
-                reached.setdefault(id(generator), ([], generator))[0].append(path)
-        return {tuple(paths): generator for paths, generator in reached.values()}
-
-    def _replica_roots(self) -> Iterator[tuple[Node, Any]]:
-        for name, obj in self._replica.items():
-            yield (None, ("root", name)), obj
-
-    def _module_roots(self, deep: Callable[[types.ModuleType], bool]) -> Iterator[tuple[Node, Any]]:
-        """The contents of modules: if `deep` says no, only the generators that they or their classes name.
-
-        Of modules that existed when the process started, only those that they name themselves.
-        """
-        kinds = generator_types()
-        classes: set[int] = set()
-        for name, module in list(sys.modules.items()):
-            node, is_late = (None, ("module", name)), name not in MODULES_AT_START
-            whole = is_late and deep(module)
-            for key, value in list(namespace_of(module).items()):
-                if type(value) in kinds or (whole and not key.startswith("__")):
-                    yield (node, ("attribute", key)), value
-                elif is_late and is_a(value, type) and id(value) not in classes and not is_imported(value):
-                    classes.add(id(value))
-                    for attribute, held in list(vars(value).items()):
-                        if type(held) in kinds:
-                            yield ((node, ("attribute", key)), ("attribute", attribute)), held
+        roots: list[tuple[Node, Any]] = [((None, ("root", name)), obj) for name, obj in self._replica.items()]
+        for path, generator in itertools.chain(_short_walk(roots), in_modules()):
+            reached.setdefault(id(generator), ([], generator))[0].append(path)
+        followed = engines(distinct(generator for _, generator in reached.values()))
+        return {tuple(paths): one for paths, one in reached.values() if id(engine(one)) in followed}
 
     def _at(self, path: Path) -> Any:
         return follow(path, self._replica)
+
+
+def in_modules() -> Iterator[tuple[Path, Any]]:
+    """The generators that are reached from globals of the program's modules and from attributes of their classes."""
+    roots: list[tuple[Node, Any]] = []
+    classes: dict[int, tuple[Node, type]] = {}
+    for module_name, attributes in own_modules():
+        module: Node = (None, ("module", module_name))
+        for name, value in list(attributes.items()):
+            if is_a(value, type):
+                if is_own_name(value.__module__):
+                    classes.setdefault(id(value), ((module, ("attribute", name)), value))
+            elif not name.startswith("__") and type(value) not in _WITHOUT:
+                roots.append(((module, ("attribute", name)), value))
+    for node, kind in classes.values():
+        held = [(name, value) for name, value in list(attributes_of(kind).items()) if type(value) not in _WITHOUT]
+        roots += [((node, ("attribute", name)), value) for name, value in held if not name.startswith("__")]
+    return _short_walk(roots)
+
+
+def _short_walk(roots: list[tuple[Node, Any]]) -> Iterator[tuple[Path, Any]]:
+    return walk(roots, passed=_is_foreign, most=MOST, longest=LONG)
 
 
 def _is_there(path: Path) -> bool:

@@ -33,7 +33,9 @@ from rayloader.state.object_paths import (
 )
 
 # How many objects behind one global are searched for generators, at each `iter()`: a model may hold very many.
-_MOST = 1_000
+MOST = 1_000
+# A container with more items holds data: generators are found among the items, but not within them.
+LONG = 100
 
 # See NOTE [As imported]: the states of this process's generators, by a path to each.
 _as_imported: dict[Path, Any] = {}
@@ -69,7 +71,10 @@ class Found:
             return
         root = ((None, ("module", module)), ("attribute", name)), value
         for path, generator in walk(
-            [root], passed=lambda kind: kind is not value and self._is_passed(kind), most=_MOST
+            [root],
+            passed=lambda one: is_a(one, type) and one is not value and self._is_passed(one),
+            most=MOST,
+            longest=LONG,
         ):
             if None in path:  # it can't be reached in a worker
                 continue

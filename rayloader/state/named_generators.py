@@ -127,5 +127,5 @@ def _is_read(function: types.FunctionType) -> bool:
     return is_own_name(function.__globals__.get("__name__"))
 
 
-def _is_not_own(kind: type) -> bool:
-    return not is_own_name(kind.__module__)
+def _is_not_own(definition: Any) -> bool:
+    return is_a(definition, type) and not is_own_name(definition.__module__)

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from rayloader.state.generator_kinds import KINDS, is_a
-from rayloader.state.living_generators import is_imported
 from rayloader.state.namespaces import namespace_of
 
 Step = tuple[str, Any] | None  # None: a step that another process can't take
@@ -42,19 +41,21 @@ _LRU_CACHE = type(functools.lru_cache(lambda: None))
 def walk(
     roots: Iterable[tuple[Node, Any]],
     *,
-    passed: Callable[[type], bool] = is_imported,
+    passed: Callable[[Any], bool],
     reads: Callable[[types.FunctionType], bool] | None = None,
     met: Callable[[Node, Any], object] | None = None,
     most: int = sys.maxsize,
+    longest: int = sys.maxsize,
 ) -> Iterator[tuple[Path, Any]]:
     """The generators that are reached from some objects, with each path to them, the shortest first.
 
     Args:
         roots: the objects, with their nodes.
-        passed: whether to skip the attributes of a class.
+        passed: whether to skip the attributes of a class; also asked for each function, which is skipped as a whole.
         reads: whether to search what a function's code names too (see `named_by`); None: of no function.
         met: called with each object that is visited, except for the contents of containers of plain values.
-        most: how many objects to visit.
+        most: how many objects to visit, and items of one container.
+        longest: containers with more items are data: generators among the items are found, but not within these.
     """
     queue = collections.deque(roots)
     seen: set[int] = set()
@@ -70,15 +71,19 @@ def walk(
         keep.append(obj)
         if met is not None:
             met(node, obj)
-        if plain_containers(obj) is not None:
+        # With a limit the contents are cut off sooner than they can all be looked at.
+        if longest == sys.maxsize and plain_containers(obj) is not None:
             continue
-        children = _children(obj, slots, passed, reads)
+        children = _children(obj, slots, passed, reads, most)
+        if type(obj) in _CONTAINERS and len(obj) > longest:
+            children = ((step, child) for step, child in children if is_a(child, KINDS))
         nodes = (((node, step), child) for step, child in children if _has_parts(child, passed))
         queue.extend(itertools.islice(nodes, most))
 
 
-def _has_parts(obj: Any, passed: Callable[[type], bool]) -> bool:
-    return type(obj) not in ATOMS or (type(obj) is type and not passed(obj))
+def _has_parts(obj: Any, passed: Callable[[Any], bool]) -> bool:
+    kind = type(obj)
+    return not passed(obj) if kind is type or kind is types.FunctionType else kind not in ATOMS
 
 
 def plain_containers(obj: Any) -> list[Any] | None:
@@ -111,8 +116,9 @@ def path_of(node: Node) -> Path:
 def _children(
     obj: Any,
     slots: dict[type, list[str]],
-    passed: Callable[[type], bool],
+    passed: Callable[[Any], bool],
     reads: Callable[[types.FunctionType], bool] | None,
+    most: int,
 ) -> Iterator[tuple[Step, Any]]:
     kind = type(obj)
     if is_a(obj, (type, types.ModuleType)):
@@ -127,11 +133,12 @@ def _children(
     if not passed(kind):
         yield ("class", None), kind
     if is_a(obj, dict):
-        yield from ((("key", k) if _is_plain(k) else None, value) for k, value in list(dict.items(obj)))
+        items = list(itertools.islice(dict.items(obj), most))
+        yield from ((("key", k) if _is_plain(k) else None, value) for k, value in items)
         if is_a(obj, collections.defaultdict):
             yield ("factory", None), obj.default_factory
-    elif (items := _iterator(obj)) is not None:
-        values = list(items)  # in one operation: another thread may change a set meanwhile
+    elif (iterator := _iterator(obj)) is not None:
+        values = list(itertools.islice(iterator, most))  # in one operation: another thread may change a set meanwhile
         if not ATOMS.issuperset(map(type, values)):  # a long list of numbers is skipped in C
             named = is_a(obj, _SEQUENCES)
             yield from ((("item", number) if named else None, value) for number, value in enumerate(values))

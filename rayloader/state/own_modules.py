@@ -39,8 +39,9 @@ _not_own: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by 
 
 def own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and globals of the program's modules. There are thousands of others, which are examined once."""
-    for name, module in list(sys.modules.items()):
-        if ((ref := _not_own.get(name)) is not None and ref() is module) or name in ("__main__", "__mp_main__"):
+    modules = list(sys.modules.items())
+    for name, module in [one for one in modules if (ref := _not_own.get(one[0])) is None or ref() is not one[1]]:
+        if name in ("__main__", "__mp_main__"):
             continue
         attributes = namespace_of(module)
         file = attributes.get("__file__")
@@ -63,7 +64,9 @@ def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
 
 
 def is_own_name(name: Any) -> bool:
-    """Whether the program has written the module of this name."""
+    """Whether the program has written the module of this name; in a worker `__main__` is another one's."""
+    if name == "__main__":
+        return True
     module = sys.modules.get(name) if isinstance(name, str) else None
     return is_a(module, types.ModuleType) and is_own_module(module)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import operator
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayloader.state.generator_kinds import is_a
-from rayloader.state.living_generators import of_types
 from rayloader.state.namespaces import attributes_of, namespace_of
 from rayloader.state.own_modules import is_own_name, is_own_namespace
 
@@ -56,7 +56,7 @@ class Patches:
         for space in self._spaces.values() if anew else ():
             space.size = len(space.bound)
             space.noted = {name: space.bound[name] for name in space.noted if name in space.bound}
-        functions: list[types.FunctionType] = of_types({types.FunctionType}, gc.get_objects())
+        functions = _functions(gc.get_objects())
         for function in functions:
             if is_own_namespace(function.__globals__):
                 self._follow(set(_names(function.__code__)), function.__globals__)
@@ -94,6 +94,13 @@ class Patches:
                     if is_programs(value):
                         return f"{_name_of(space.owner)}.{name}"
         return ""
+
+
+def _functions(objects: list[Any]) -> list[types.FunctionType]:
+    """Those among these objects; entirely in C, because there may be millions."""
+    return list(
+        itertools.compress(objects, map(operator.is_, map(type, objects), itertools.repeat(types.FunctionType)))
+    )
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

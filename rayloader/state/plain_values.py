@@ -97,7 +97,7 @@ def content_of(value: Any) -> Content | None:
         return None
     if kind in (list, set):
         return _name_of(kind), {}, kind(value)
-    slots = slots_of(kind) if is_own_name(kind.__module__) or kind.__module__ == "__main__" else []
+    slots = slots_of(kind) if is_own_name(kind.__module__) else []
     attributes: dict[str, Any] = {}
     try:
         attributes.update(object.__getattribute__(value, "__dict__"))

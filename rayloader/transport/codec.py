@@ -15,12 +15,14 @@ tensor's reduction holds a *token*, an empty `PickleBuffer` that represents its 
 the rebuilt storage in its place: no context, no registry. Spans grow while the payload is pickled; so tensors
 carry absolute offsets, and the spans' starts follow at the end of the skeleton, which is
 
-    body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer; groups) | its length
+    body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer; groups;
+    for a replica the modules that decoding imports) | its length
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span remain whole numbers
 
-_NO_BUFFERS = pickle.dumps(([], [], [], [], []), PROTOCOL)
+_NO_BUFFERS = pickle.dumps(([], [], [], [], [], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _INDICES = {int, type(None)}  # an iterable dataset's are None
 
@@ -147,7 +149,7 @@ def encode(
         for group, parts in zip(groups, gathered, strict=True)
     ]
     of_bulk = headers, [where for *where, _ in replaced], [some.header for some in views]
-    header = pickle.dumps((uses, extents, *of_bulk), PROTOCOL)
+    header = pickle.dumps((uses, extents, *of_bulk, list(pickler.modules)), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
     carried, overlap = pickler.carried_objects, pickler.overlap()
@@ -203,7 +205,7 @@ def decode(
         return plain.decode(bytes(skeleton), buffers)  # type: ignore[arg-type] # of a batch: no storages
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return loads(skeleton)
-    header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
+    header = _header_of(tail)
     count = len(header.extents) + sum(group.buffers for group in header.groups)
     if len(buffers) != count:
         raise ValueError(f"decode needs the skeleton's {count} buffers, got {len(buffers)}")
@@ -229,16 +231,31 @@ def decode(
     return loads(skeleton, buffers=tokens)
 
 
+def import_modules(skeleton: Buffer) -> None:
+    """Imports what `decode` would import for the classes and functions of a replica, in the same order.
+
+    Raises:
+        Exception: what a module raises, as from `decode`.
+    """
+    for name in _header_of(memoryview(skeleton)).modules:
+        importlib.import_module(name)
+
+
+def _header_of(skeleton: memoryview) -> _Header:
+    return _header(bytes(skeleton[-_LENGTH - int.from_bytes(skeleton[-_LENGTH:], "little") : -_LENGTH]))
+
+
 @functools.lru_cache(maxsize=64)
 def _header(header: bytes) -> _Header:
     return _Header(*pickle.loads(header))
 
 
 class _Header(NamedTuple):
-    """The data at the end of a skeleton; the last three only for replicas."""
+    """The data at the end of a skeleton; the last four only for replicas."""
 
     uses: list[int]  # what each reference means: bulk part or, after those, buffer; or -1 - carried
     extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
     groups: list[bulk.GroupHeader]
     replaced: list[tuple[int, int]]  # group, and place in it; the spans come after the other uses
     views: list[bulk.ViewsHeader]  # their spans are the last uses
+    modules: list[str]  # of classes and functions that are pickled by name

@@ -121,6 +121,8 @@ class Pickler(by_value.Pickler):
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
         self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
+        self.generators: dict[str, set[str]] = {}  # names of those in modules of functions that travel by value
+        self.modules: dict[str, None] = {}  # of what a replica refers to by name, in the order in which it is met
         self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
 
     def reducer_override(self, obj: Any) -> Any:
@@ -176,7 +178,7 @@ class Pickler(by_value.Pickler):
         if issubclass(kind, type):
             if self.known_classes:
                 return classes.reduce_by_id(obj, super().reducer_override)
-            return classes.with_slots(obj, super().reducer_override(obj))
+            return self._noted(obj, classes.with_slots(obj, super().reducer_override(obj)))
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
             if self.in_turn is not None:
                 reduced = self._of_delegate(obj) if _delegates(kind) else self._reduced(obj)
@@ -189,7 +191,13 @@ class Pickler(by_value.Pickler):
         if reduced is not NotImplemented and COMPILED in vars(obj):
             raise refusal(obj, "torch.compile has made it, outside of any module that workers can import")
         if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
-            self.copied = _copied_generator(obj)
+            self.copied = self._copied_generator(obj)
+        return self._noted(obj, reduced)
+
+    def _noted(self, definition: Any, reduced: Any) -> Any:
+        """The reduction of a class or a function, whose module is noted if that is imported to find it by name."""
+        if reduced is NotImplemented and self.mapped is not None and isinstance(definition.__module__, str):
+            self.modules[definition.__module__] = None
         return reduced
 
     def _of_delegate(self, obj: Any) -> Any:
@@ -198,6 +206,24 @@ class Pickler(by_value.Pickler):
         if not isinstance(reduced, tuple) or len(reduced) < 3 or len(reduced) > 5:
             return reduced
         return *reduced, *[None] * (5 - len(reduced)), set_attributes
+
+    def _copied_generator(self, function: types.FunctionType) -> tuple[str, str] | None:
+        """For a function that travels by value: its name, and that of a generator that the rest of its module uses too.
+
+        A class that travels by value may have a thousand such functions, of modules without generators.
+        """
+        module = sys.modules.get(function.__module__ or "")
+        if (
+            module is None
+            or namespace_of(module) is not function.__globals__
+            or module.__name__ in ("__main__", "__mp_main__")
+        ):
+            return None  # everything in __main__ travels
+        if (names := self.generators.get(function.__module__)) is None:
+            held = list(function.__globals__.items())
+            names = self.generators[function.__module__] = {name for name, value in held if is_a(value, KINDS)}
+        named = (name for name in names_in(function.__code__) if name in names) if names else ()
+        return next(((f"{module.__name__}.{function.__qualname__}", name) for name in named), None)
 
     def _of_replica(self, obj: Any, kind: type) -> Any:
         """How it is pickled in a replica; None for as in a batch."""
@@ -391,21 +417,6 @@ class Pickler(by_value.Pickler):
         layout = strides, offset, order, writable, kind
         reduction = make_array, arguments if layout == _USUAL else (*arguments, *layout)
         return (*reduction, (None, attributes, writable), None, None, set_array) if attributes else reduction
-
-
-def _copied_generator(function: types.FunctionType) -> tuple[str, str] | None:
-    """For a function that travels by value: its name, and that of a generator that the rest of its module uses too."""
-    module = sys.modules.get(function.__module__ or "")
-    if (
-        module is None
-        or namespace_of(module) is not function.__globals__
-        or module.__name__ in ("__main__", "__mp_main__")
-    ):
-        return None  # everything in __main__ travels
-    for name in names_in(function.__code__):
-        if is_a(function.__globals__.get(name), KINDS):
-            return f"{module.__name__}.{function.__qualname__}", name
-    return None
 
 
 def _in_words(array: np.ndarray[Any, Any] | None) -> str:

@@ -36,7 +36,6 @@ from rayloader.protocol import (
 from rayloader.replica.image import Image, image_from_contents
 from rayloader.replica.opening import ImageAddress
 from rayloader.state.journal import Resumed
-from rayloader.state.living_generators import freeze, note_modules
 from rayloader.state.process_state import Baseline
 from rayloader.state.resource_trackers import end_own, own_what_is_created
 from rayloader.state.snapshot import WorkerState
@@ -75,7 +74,6 @@ class WorkerProcess:
         # The image this process holds for its node, with the name of the driver's image it was copied from.
         self._image: tuple[str, Image] | None = None
         self._files: int | None = None  # how many were open after the last `stop`
-        note_modules()
         sys.breakpointhook = functools.partial(self._breakpoint, sys.breakpointhook)
 
     def hello(self, probe: FileAddress | None = None) -> WorkerAddress:
@@ -100,8 +98,6 @@ class WorkerProcess:
     def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
         """Makes this process worker `setup.worker_id`, besides others: newly started, or as in `state`."""
         alone = not self._hosting
-        if alone:
-            freeze()  # neither `stop` nor the search for generators looks at objects that exist by now
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
         worker = Worker(setup)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import random
 import time
@@ -51,9 +52,8 @@ from rayloader.shard_info import Reader
 from rayloader.signals import exit_in_words
 from rayloader.spent import pack
 from rayloader.state.digest import chain, digest
-from rayloader.state.generators import Generators, noting
+from rayloader.state.generators import Generators, in_modules, noting
 from rayloader.state.journal import Resumed
-from rayloader.state.living_generators import living_generators
 from rayloader.state.module_globals import placed_generators
 from rayloader.state.process_state import Baseline
 from rayloader.state.random_state import RandomState, Rewind, seed_all, seed_torch
@@ -125,14 +125,12 @@ class Worker:
         """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process, alone=alone)
-            before = living_generators()
-            with baseline.importing():
-                # As after a fork: the program has already imported these modules and created these objects.
-                with noting() as noted, warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    here = self._setup.process.node_id == session.node_id()
-                    loaded: Replica = _open_replica(source, here=here)
-                output.settle()
+            before = [generator for _, generator in in_modules()]
+            # As after a fork: the program has already imported these modules and created these objects.
+            with noting() as noted, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loaded = self._opened(baseline, source, alone=alone)
+            output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"
             replica = {name: getattr(loaded, name) for name in names}
             generators = Generators(replica, noted, before, placed_generators(), alone=alone)
@@ -151,6 +149,23 @@ class Worker:
             else:
                 self._restore(state)
         self._unrestored = self._failure is not None and state is not None
+
+    def _opened(self, baseline: Baseline, source: Source, *, alone: bool) -> Replica:
+        """The replica.
+
+        If no other worker of the process has one, what exists before it is frozen: the collection when it is dropped
+        need not look at that, least of all at what its modules hold, which may take longer than an epoch.
+        """
+        if alone:
+            gc.freeze()
+        skeleton, buffers = _open_replica(source, here=self._setup.process.node_id == session.node_id())
+        with baseline.importing(), contextlib.suppress(Exception):  # decoding imports it again, and raises the error
+            codec.import_modules(skeleton)
+        if alone:
+            gc.freeze()
+        with baseline.importing():
+            replica: Replica = unopenable.decode(skeleton, buffers, source.carried, Replica.__slots__)
+        return replica
 
     def _restore(self, state: WorkerState) -> None:
         """Restores the worker from a snapshot; a stream without a state of its own is read later."""
@@ -496,7 +511,7 @@ class Worker:
 
 
 def _open_replica(source: Source, *, here: bool) -> Any:
-    """Opens the replica: from the driver's image, from this node's own, or as a copy if neither can be opened."""
+    """Opens the replica's bytes: from the driver's image, from this node's own, or a copy if neither can be opened."""
     if source.contents is None or source.hosted is None:
         opened = open_image(source.image, here=here)
     else:
@@ -508,7 +523,7 @@ def _open_replica(source: Source, *, here: bool) -> Any:
             if source.contents[0] is None:
                 raise
             opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
-    return unopenable.decode(*opened, source.carried, Replica.__slots__)
+    return opened
 
 
 def _error(task_id: int, where: str) -> Result:

@@ -449,3 +449,31 @@ def test_a_module_that_was_loaded_from_a_file_is_there_in_workers(tmp_path):
         assert [list(loader), list(loader)] == [[(5, True)] * 2] * 2
     finally:
         del sys.modules[spec.name]
+
+
+HOLDING = """
+import gc
+
+class Held:
+    pass
+
+HELD = [Held() for _ in range(100)]
+
+class Data:
+    def __init__(self):
+        self.own = Held()
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return sum(type(one) is Held for one in gc.get_objects())
+"""
+
+
+def test_what_modules_hold_is_not_for_the_collection_after_an_epoch(tmp_path, monkeypatch):
+    """The objects of a large package take longer than a short epoch; those of the dataset must go with it."""
+    (tmp_path / "holding.py").write_text(HOLDING)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = importlib.import_module("holding")
+    for options in ({"fresh_processes": True}, {}):  # a process that imports the module, and a warm one
+        assert batches(data, **options) == [1, 1]
+    del sys.modules["holding"]

@@ -2,10 +2,8 @@
 
 import collections
 import functools
-import gc
 import io
 import random
-import string
 import sys
 import types
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from rayloader.errors import ReplayError
-from rayloader.state import generators, living_generators, object_paths
+from rayloader.state import generators, object_paths
 from rayloader.state.generator_kinds import engine, kind_of, make_generator, set_state, state_of
 from rayloader.state.generators import Generators, find_generators, noting
 from rayloader.state.random_state import RandomState
@@ -22,16 +20,19 @@ from rayloader.transport import codec
 
 
 @pytest.fixture(autouse=True)
-def modules_noted(monkeypatch):
-    before = set(living_generators.MODULES_AT_START)
-    living_generators.note_modules()
-    living_generators.MODULES_AT_START.remove(__name__)
-    monkeypatch.setattr(living_generators, "_namespaces", living_generators._Namespaces())
-    living_generators.freeze()  # as a worker's process does when it has started
-    yield
-    gc.unfreeze()
-    living_generators.MODULES_AT_START.clear()
-    living_generators.MODULES_AT_START.update(before)
+def no_other_modules(monkeypatch):
+    """The modules that are there already are none of the program's."""
+    others = set(sys.modules)
+    own = generators.own_modules
+    monkeypatch.setattr(generators, "own_modules", lambda: (one for one in own() if one[0] not in others))
+
+
+def module_of(program, name, monkeypatch):
+    """A module in a folder of the program's, or of a package's."""
+    module = types.ModuleType(name)
+    module.__file__ = f"/usr/lib/{program}/{name}.py"
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
 
 
 class Holder:
@@ -282,8 +283,7 @@ def test_one_in_the_place_of_a_given_one():
 
 
 def test_a_global_of_a_module(monkeypatch):
-    module = types.ModuleType("made_by_a_test")
-    monkeypatch.setitem(sys.modules, "made_by_a_test", module)
+    module = module_of("program", "made_by_a_test", monkeypatch)
     (_, mine), (_, others) = two_workers(None)
     module.state = {"generators": [make("numpy")]}
     later = mine.look()
@@ -291,17 +291,6 @@ def test_a_global_of_a_module(monkeypatch):
     module.state = {"generators": [make("legacy")]}
     others.put_back(later)
     assert draw(module.state["generators"][0]) == expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_global_of_a_module_that_was_there_at_the_start(kind, monkeypatch):
-    (_, mine), (_, others) = two_workers(None)
-    monkeypatch.setattr(string, "generator", make(kind), raising=False)
-    later = mine.look()
-    expected = draw(string.generator)
-    del string.generator
-    others.put_back(later)
-    assert draw(string.generator) == expected
 
 
 def test_those_that_a_list_has_got_since_are_its_again():
@@ -327,8 +316,7 @@ def test_one_whose_place_is_missing_is_an_error():
 
 
 def test_one_whose_place_cannot_be_followed_is_an_error_only_once_it_was_drawn_from(monkeypatch):
-    module = types.ModuleType("holds_a_view")
-    monkeypatch.setitem(sys.modules, "holds_a_view", module)
+    module = module_of("program", "holds_a_view", monkeypatch)
     module.VIEW = types.MappingProxyType({"generator": make("python")})
     (_, mine), (_, others) = two_workers(Holder())
     assert mine.look() == ()
@@ -353,45 +341,39 @@ def test_one_that_nobody_reaches_is_not_followed():
 
 
 def test_one_in_a_module_that_another_worker_of_this_process_has_imported(monkeypatch):
-    """Where no other can be put in its place: the default of an argument."""
-    module = types.ModuleType("imported_for_a_replica")
-    monkeypatch.setitem(sys.modules, "imported_for_a_replica", module)
-    elsewhere = Generators({"dataset": None}, [], living_generators.living_generators())
-
-    def draws(*, source):
-        return source.random()
-
-    draws.__kwdefaults__ = {"source": make("python")}
-    module.draws = draws
+    """Where no other can be put in its place."""
+    module = module_of("program", "imported_for_a_replica", monkeypatch)
+    elsewhere = Generators({"dataset": None}, [], in_all_modules())
+    module.held = (make("python"),)
     later = elsewhere.look()
-    expected = draws()
-    second = Generators({"dataset": None}, [], living_generators.living_generators())
+    expected = draw(module.held[0])
+    second = Generators({"dataset": None}, [], in_all_modules())
     second.put_back(later)
-    assert draws() == expected
+    assert draw(module.held[0]) == expected
     assert [one.paths for one in second.look()] == [one.paths for one in later]
 
 
+def in_all_modules():
+    return [generator for _, generator in generators.in_modules()]
+
+
 def test_what_another_loader_has_left_in_a_module_is_not_followed(monkeypatch):
-    module = types.ModuleType("used_by_two_loaders")
-    monkeypatch.setitem(sys.modules, "used_by_two_loaders", module)
+    module = module_of("program", "used_by_two_loaders", monkeypatch)
     module.left = Holder(make("numpy"))
-    before = living_generators.living_generators()
-    mine = Generators({"dataset": None}, [], before)
+    mine = Generators({"dataset": None}, [], in_all_modules())
     assert mine.look() == ()
     module.own = make("numpy")
     assert [later.paths for later in mine.look()] == [((("module", "used_by_two_loaders"), ("attribute", "own")),)]
 
 
-def test_those_of_other_workers_in_this_process_are_not_searched_for(monkeypatch):
+def test_those_of_other_workers_in_this_process_are_not_followed(monkeypatch):
+    module = module_of("program", "knows_all_datasets", monkeypatch)
     held = [random.Random(seed) for seed in range(2)]
     mine, theirs = (Generators({"dataset": Holder(generator)}, [generator]) for generator in held)
-    walks = []
-    monkeypatch.setattr(generators, "walk", lambda roots: walks.append(roots) or [])
+    module.datasets = held
     assert mine.look() == theirs.look() == ()
-    assert walks == []
-    del mine, theirs
-    assert Generators({"dataset": None}, []).look() == ()
-    assert len(walks) == 3  # from the replica, then from the program's modules too, and then from all
+    del theirs
+    assert len(mine.look()) == 1
 
 
 def test_whether_a_new_one_lasts_shows_at_the_next_look():
@@ -419,7 +401,7 @@ def test_containers_of_the_users_are_looked_into_without_their_code():
         )
 
     def children(container):
-        return [value for _, value in object_paths._children(container, {}, lambda _: True, None)]
+        return [value for _, value in object_paths._children(container, {}, lambda _: True, None, sys.maxsize)]
 
     held = np.random.default_rng(1)
     containers = {
@@ -459,14 +441,11 @@ def put_into_dict(module, generator):
 
 @pytest.mark.parametrize("bind", [bind_name, bind_again, bind_in_class, bind_in_class_again, put_into_dict])
 def test_generators_in_modules_that_an_earlier_epoch_has_imported_are_found(monkeypatch, bind):
-    """The collector tells of no generator of torch's, and of nothing that was frozen."""
-    module = types.ModuleType("late")
+    module = module_of("program", "late", monkeypatch)
     module.Dataset = type("Dataset", (), {"__module__": "late", "nothing": None})
     module.nothing, module.by_name = None, {}
-    monkeypatch.setitem(sys.modules, "late", module)
     for _ in range(2):  # epochs
-        living_generators.freeze()
-        followed = Generators({}, [], living_generators.living_generators())
+        followed = Generators({}, [], in_all_modules())
         assert followed.look() == ()
         made = torch.Generator().manual_seed(1)
         bind(module, made)
@@ -478,60 +457,63 @@ def test_generators_in_modules_that_an_earlier_epoch_has_imported_are_found(monk
         assert made.get_state().equal(state)
 
 
-def test_a_module_that_was_imported_anew_is_watched_instead_of_the_old_one(monkeypatch):
+def test_a_module_that_was_imported_anew_is_searched_instead_of_the_old_one(monkeypatch):
     for _ in range(2):
-        module = types.ModuleType("late")
-        monkeypatch.setitem(sys.modules, "late", module)
-        living_generators.freeze()
-        followed = Generators({}, [], living_generators.living_generators())
+        module = module_of("program", "late", monkeypatch)
+        followed = Generators({}, [], in_all_modules())
         module.generator = torch.Generator()
         assert len(followed.look()) == 1
 
 
-def in_a_package(monkeypatch, name="package"):
-    module = types.ModuleType(name)
-    module.__file__ = f"/usr/lib/site-packages/{name}.py"
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_packages_and_their_classes_name_is_found_without_looking_into_their_objects(kind, monkeypatch):
-    class Refusing:
-        def __getattribute__(self, name):
-            raise AssertionError("looked into")
+def test_modules_classes_and_functions_of_packages_are_not_searched(kind, monkeypatch):
+    package = module_of("site-packages", "package", monkeypatch)
 
-    followed = Generators({}, [])
-    package = in_a_package(monkeypatch)
-    package.other = Refusing()
-    package.generator = make(kind)
-    package.Class = type("Class", (), {"__module__": "package", "generator": make(kind)})
-    walked = []
+    def function():
+        return made
+
+    function.__module__ = "package"
+    package.Class = type("Class", (), {"__module__": "package"})
+    dataset = Holder([package.Class(), package, function, package.Class])
+    followed = Generators({"dataset": dataset}, [])
+    made = package.generator = package.Class.generator = make(kind)
+    assert followed.look() == ()
+    dataset.held[0].own = made  # in an object of a package's class
+    assert [object_paths.in_words(one.paths[0]) for one in followed.look()] == ["dataset.held[0].own"]
+
+
+@pytest.mark.parametrize("hold", [list, dict.fromkeys, collections.deque])
+def test_of_a_long_container_only_the_items_themselves_are_searched(hold):
+    holders = [Holder() for _ in range(generators.LONG + 1)]
+    dataset = Holder(hold(holders))
+    followed = Generators({"dataset": dataset}, [])
+    holders[0].held = make("numpy")
+    assert followed.look() == ()
+    dataset.held = [*holders, make("torch")]
+    assert [object_paths.in_words(one.paths[0]) for one in followed.look()] == [f"dataset.held[{len(holders)}]"]
+    del holders[0]
+    dataset.held = [Holder(make("numpy")), *holders[1:]]
+    assert [object_paths.in_words(one.paths[0]) for one in followed.look()] == ["dataset.held[0].held"]
+
+
+@pytest.mark.parametrize("where", ["dataset", "module"])
+def test_a_look_ends_after_so_many_objects(where, monkeypatch):
+    """It is made at the start of each epoch, which it must not delay, whatever the dataset holds."""
+    module = module_of("program", "large", monkeypatch)
+    many = nested(Holder(), generators.MOST // 2)
+    dataset = Holder(many if where == "dataset" else None)
+    module.many = many if where == "module" else None
+    visited = []
     walk = generators.walk
-    monkeypatch.setattr(generators, "walk", lambda roots: walk(walked.append(root) or root for root in roots))
-    assert sorted(object_paths.in_words(later.paths[0]) for later in followed.look()) == [
-        "package.Class.generator",
-        "package.generator",
-    ]
-    assert package.other not in [value for _, value in walked]
-
-
-def test_packages_are_looked_into_once_for_a_generator_that_no_path_leads_to(monkeypatch):
-    package = in_a_package(monkeypatch)
-    package.held = [Holder()]
-    followed = Generators({}, [])
-    looked_into = []
-    roots = followed._module_roots
-    monkeypatch.setattr(followed, "_module_roots", lambda deep: looked_into.append(deep(package)) or roots(deep))
-    for generator in ("first", "second"):
-        hidden = iter(map(np.random.default_rng(1).integers, [generator]))  # as in an iterator's frame
-        for _ in range(2):
-            assert followed.look() == ()
-        assert looked_into == [False, True, False]
-        looked_into.clear()
-        del hidden
-    package.held[0].held = make("numpy")
+    monkeypatch.setattr(
+        generators, "walk", lambda roots, **limits: walk(roots, met=lambda *_: visited.append(1), **limits)
+    )
+    followed = Generators({"dataset": dataset}, [])
+    assert generators.MOST <= len(visited) <= 2 * generators.MOST
+    visited.clear()
+    dataset.first = module.first = make("numpy")
     assert len(followed.look()) == 1
+    assert len(visited) <= 2 * generators.MOST
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,6 @@ def leaving(request):
         ("finder", "import hooks or callbacks of the garbage collector"),
         ("thread", "a thread that still runs"),
         ("thread_of_a_library", ""),
-        ("child", "a child process"),
         ("priority", "the niceness"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import types
 import unittest.mock
@@ -11,17 +10,9 @@ import pytest
 
 from rayloader import ReplayError
 from rayloader.state import snapshot
-from rayloader.state.generators import Generators
-from rayloader.state.living_generators import living_generators
+from rayloader.state.generators import Generators, in_modules
 from rayloader.state.random_state import RandomState
 from rayloader.state.snapshot import HURRIED_SHARE, SHARE, Recorder, WorkerState, has_state
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_in_a_worker_process():
-    """What was there before is nobody's: else each look for generators looks at all that other tests have left."""
-    gc.collect()
-    gc.freeze()
 
 
 class Counts:
@@ -40,9 +31,8 @@ class Counts:
 
 
 def recorder(dataset=None, *generators: random.Random) -> Recorder:
-    found = Generators(
-        {"dataset": dataset}, list(generators), living_generators()
-    )  # other tests have left some in this process
+    left = [generator for _, generator in in_modules()]  # by other tests, in this process
+    found = Generators({"dataset": dataset}, list(generators), left)
     return Recorder(dataset, found, RandomState.capture([]))
 
 
