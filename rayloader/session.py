@@ -26,6 +26,7 @@ again.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import inspect
 import logging
@@ -250,7 +251,7 @@ class _Starter(DaemonThread):
         handlers = SignalHandlers()
         joins = bool(address) and address != "local"
         try:
-            with _quiet(_SIGNAL_LINES if joins else _START_LINES):
+            with _quiet(_SIGNAL_LINES if joins else _START_LINES), _standard_streams():
                 if joins:
                     ray.init(**{**options, "address": address})
                 else:
@@ -407,6 +408,33 @@ def cpus_of_this_process() -> float:
         return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
     except AssertionError:  # so Ray says that this process is a driver
         return 0.0
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Lets Ray start where the program has no standard streams, or an object without a descriptor as standard error.
+
+    Ray enables Python's fault handler, which needs one: it then writes nowhere. And C code writes to descriptor 2,
+    which therefore must not become that of a socket or of a file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # has the lowest number that is free: this one
+    nowhere = None
+    try:
+        if not faulthandler.is_enabled():
+            faulthandler.enable(all_threads=False)  # as Ray does
+    except Exception:  # the program's object may raise anything
+        nowhere = open(os.devnull, "w")  # noqa: SIM115  # as long as Ray starts
+        faulthandler.enable(nowhere, all_threads=False)
+    try:
+        yield
+    finally:
+        if nowhere is not None:
+            faulthandler.disable()
+            nowhere.close()
 
 
 # Lines that Ray need not print: that it sets no SIGTERM handler outside the main thread (it must not set one); and

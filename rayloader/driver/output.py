@@ -48,7 +48,7 @@ class Output:
         self._listener = LocalSocket()
         self._lines: dict[int, Line] = {}  # by descriptor
         self._closing = False
-        self._spare = os.open(os.devnull, os.O_RDONLY)  # used to turn a worker away if no descriptor is left
+        self._spare = os.open(os.devnull, os.O_RDWR)  # closed to turn a worker away if no descriptor is left
         self._pid = os.getpid()
         self._at_work = False
         self._rounds = Bell()  # of the thread
@@ -116,7 +116,8 @@ class Output:
             connection.close()
             return
         flush_streams()
-        hand_over(connection, filter(_has_stream, STANDARD_STREAMS))
+        # What the program has closed prints nothing in a worker too; Ray would print it to the other stream.
+        hand_over(connection, {number: number if _has_stream(number) else self._spare for number in STANDARD_STREAMS})
         line = Line(connection)
         self._lines[line.descriptor] = line
 
@@ -127,7 +128,7 @@ class Output:
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
         try:
-            self._spare = os.open(os.devnull, os.O_RDONLY)
+            self._spare = os.open(os.devnull, os.O_RDWR)
         except OSError:  # another thread has taken it
             self._spare = -1
             select.poll().poll(TICK_S * 1000)  # the waiting worker cannot even be turned away yet

@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rayloader.transport.line import Line, LineError, LineSocket, poll
@@ -125,11 +125,11 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def hand_over(connection: LocalSocket, numbers: Iterable[int]) -> None:
-    """Sends a new connection copies of these descriptors of this process, as far as they are open."""
-    sent = [number for number in numbers if _is_open(number)]
+def hand_over(connection: LocalSocket, descriptors: dict[int, int]) -> None:
+    """Sends a new connection copies of descriptors of this process, as far as they are open, by their numbers there."""
+    sent = {number: descriptor for number, descriptor in descriptors.items() if _is_open(descriptor)}
     with contextlib.suppress(OSError):  # it has gone again
-        socket.send_fds(connection, [bytes(sent) or b"\0"], sent)
+        socket.send_fds(connection, [bytes(sent) or b"\0"], list(sent.values()))
 
 
 def _is_open(descriptor: int) -> bool:

@@ -85,10 +85,12 @@ def test_only_streams_of_the_program_are_handed_over(output, monkeypatch):
     connect(output.address, handed_over).close()
     assert sorted(handed_over) == [1, 2]
     monkeypatch.setattr(sys, "__stdout__", None)
-    only = {}
-    connect(output.address, only).close()
-    assert sorted(only) == [2]
-    for descriptor in [*handed_over.values(), *only.values()]:
+    without = {}
+    connect(output.address, without).close()
+    assert sorted(without) == [1, 2]
+    assert os.path.samestat(os.fstat(without[1]), os.stat(os.devnull))
+    assert os.path.samestat(os.fstat(without[2]), os.fstat(2))
+    for descriptor in [*handed_over.values(), *without.values()]:
         os.close(descriptor)
 
 
