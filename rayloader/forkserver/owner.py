@@ -29,6 +29,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,6 @@ from typing import IO, Any
 
 from rayloader._compat_ray import own_start
 from rayloader.forkserver.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
-from rayloader.forkserver.server import MADE, REPORT
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
 
@@ -52,6 +52,10 @@ BACKLOG = 512
 # at once.
 REPORT_PATIENCE_S = 1.0
 AT_ONCE = 512
+
+# As in server.py, which imports nothing of the package so early.
+REPORT = struct.Struct("2i")
+MADE = -1
 
 logger = logging.getLogger("rayloader")
 

@@ -149,3 +149,9 @@ def test_it_is_closed_once_and_a_fork_of_its_owner_leaves_it_alone():
 def test_only_a_number_chooses_what_strings_hash_to(value, chosen, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", value)
     assert is_hash_seed_chosen() is chosen
+
+
+def test_owner_and_server_mean_the_same_by_a_report():
+    from rayloader.forkserver import owner, server
+
+    assert (owner.REPORT.format, owner.MADE) == (server.REPORT.format, server.MADE)

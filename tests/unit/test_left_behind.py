@@ -8,7 +8,6 @@ import multiprocessing
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -110,14 +109,10 @@ def leaving(request):
         request.addfinalizer(pool.shutdown)
         assert pool.submit(len, "").result() == 0
 
-    def child():
-        started = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        request.addfinalizer(started.communicate)
-
     def priority():  # it cannot be put back after the test
         request.getfixturevalue("monkeypatch").setattr(left_behind.os, "getpriority", lambda *_: 20)
 
-    return {change.__name__: change for change in (builtin, finder, thread, thread_of_a_library, child, priority)}
+    return {change.__name__: change for change in (builtin, finder, thread, thread_of_a_library, priority)}
 
 
 @pytest.mark.parametrize(
