@@ -29,6 +29,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,11 +42,11 @@ from typing import IO, Any
 
 from rayloader._compat_ray import own_start
 from rayloader.forkserver.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
-from rayloader.forkserver.server import MADE, REPORT
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
 
 HERE = Path(__file__).parent
+REPORT, MADE = struct.Struct("2i"), -1  # as in server.py
 # Processes that connect at the same time; others start without the fork server.
 BACKLOG = 512
 # How many seconds the fork server may take to report an end that Ray has noticed already, and how many reports are read
