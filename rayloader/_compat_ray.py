@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 import random
 import re
 import socket
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+
+from rayloader.errors import RaySessionError
 
 # Ray's loggers that report at its start what is of no interest to a program that has not asked for Ray.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
@@ -146,10 +149,13 @@ def own_start(
     Yields:
         A list for the sockets that reserve ports for the agents of that Ray, which may bind them much later. The
         code that ends that Ray closes them.
+
+    Raises:
+        RaySessionError: the folder of its object store cannot be written to. Ray would wait for its start.
     """
     parameters, services = ray._private.parameter.RayParams, ray._private.services
     before, start_dashboard, start_raylet = parameters.__init__, services.start_api_server, services.start_raylet
-    start_process = services.start_ray_process
+    start_process, choose_folder = services.start_ray_process, services.determine_plasma_store_config
     known = inspect.signature(before).parameters
     wanted = {"worker_path": worker_path, "no_monitor": not dashboard}
     parameters.__init__ = functools.partialmethod(before, **{key: wanted[key] for key in wanted if key in known})
@@ -161,7 +167,17 @@ def own_start(
         with starting:
             return start_process(*args, **options)
 
-    services.start_ray_process = start_alone
+    @functools.wraps(choose_folder)
+    def choose_writable(*args: Any, **options: Any) -> Any:
+        chosen = choose_folder(*args, **options)
+        if not os.access(chosen[0], os.W_OK | os.X_OK):
+            raise RaySessionError(
+                f"Ray keeps its objects in {chosen[0]}, where this program may not write; mount it so that it may, or "
+                'name another folder, at some cost of speed: rayloader.init(_plasma_directory="/tmp")'
+            )
+        return chosen
+
+    services.start_ray_process, services.determine_plasma_store_config = start_alone, choose_writable
     reserved: list[socket.socket] = []
     if hasattr(ray._raylet, "persist_port"):  # versions without it do not wait for these files
         services.start_raylet = functools.partial(_start_raylet_with_ports, ray, start_raylet, reserved)
@@ -170,7 +186,7 @@ def own_start(
     finally:
         parameters.__init__ = before
         services.start_api_server, services.start_raylet = start_dashboard, start_raylet
-        services.start_ray_process = start_process
+        services.start_ray_process, services.determine_plasma_store_config = start_process, choose_folder
 
 
 def _start_raylet_with_ports(

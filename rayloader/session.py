@@ -270,6 +270,8 @@ class _Starter(DaemonThread):
             if connection_of(ray) is None:
                 with contextlib.suppress(Exception):  # the first error is the one to report
                     _shut_down()  # Ray itself does not end what it has started
+            if isinstance(error, RaySessionError):
+                raise
             named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
             remedy = "call iter() again, or run `ray start --head` before the program and set RAY_ADDRESS=auto"
             if options:

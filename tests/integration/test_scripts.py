@@ -297,3 +297,28 @@ def test_a_program_without_a_descriptor_of_standard_error_works(ray_session, tmp
     assert [line for line in done.stderr.splitlines() if line.startswith("err")] == (
         [] if closed else ["err 0", "err 1"]
     )
+
+
+@pytest.mark.full
+def test_a_read_only_shared_memory_is_told_at_once(tmp_path):
+    """Instead of after the minutes that Ray may take to start."""
+    (program := tmp_path / "program.py").write_text(
+        "import rayloader\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        iter(rayloader.DataLoader(range(2), num_workers=1))\n"
+        "    except rayloader.RaySessionError as error:\n"
+        "        print(error)\n"
+        "        rayloader.init(_plasma_directory='/tmp')\n"
+        "    else:\n"
+        "        print('began')\n"
+    )
+    mounted = "mount --bind /dev/shm /dev/shm && mount -o remount,ro,bind /dev/shm"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mounted], capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    command = ["unshare", "--mount", "sh", "-c", f'{mounted} && exec "$@"', "sh", sys.executable, program]
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT)
+    refused, began = done.stdout.splitlines()
+    assert refused.startswith("Ray keeps its objects in /dev/shm, where this program may not write; mount it")
+    assert began == "began"

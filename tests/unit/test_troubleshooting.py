@@ -420,6 +420,7 @@ TESTS = {
         "test_the_part_is_named": ["It cannot be opened in the worker"],
     },
     "unit/test_session.py": {
+        "test_a_folder_that_cannot_be_written_to_is_an_error_before_the_raylet_waits_for_it": ["Ray keeps its objects"],
         "test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do": [
             "Ray could not be started",
             "the Ray that",
