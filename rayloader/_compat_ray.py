@@ -214,5 +214,5 @@ def _start_raylet_with_ports(
 
 def wrapped_loader_classes() -> tuple[type, ...]:
     """The class of the loaders that Ray Train's `prepare_data_loader` returns, if that is imported."""
-    module = sys.modules.get("ray.train.torch.train_loop_utils")
-    return () if module is None else (module._WrappedDataLoader,)
+    wrapped = getattr(sys.modules.get("ray.train.torch.train_loop_utils"), "_WrappedDataLoader", None)
+    return () if wrapped is None else (wrapped,)

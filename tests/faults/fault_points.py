@@ -136,9 +136,6 @@ class Augmented:
         self.__dict__.update(state)
         self.faults.strike("unpickling")
 
-    def __del__(self):
-        self.faults.strike("close")
-
     def worker_init(self, worker_id):
         self.faults.started(worker_id)
         if worker_id == STRUCK:

@@ -77,7 +77,6 @@ TABLE = {
     "reply":           (BOTH, RECOVERED, NEVER, RECOVERED, RECOVERED, RECOVERED, TIMED_OUT),
     "between calls":   (BOTH, RECOVERED, NEVER, RECOVERED, RECOVERED, RECOVERED, TIMED_OUT),
     "idle":            (BOTH, NEVER, NEVER, NEVER, UNSEEN, NEVER, NEVER),
-    "close":           (BOTH, UNSEEN, NEVER, UNSEEN, UNSEEN, NEVER, UNSEEN),
 }  # fmt: skip
 EXPECTED = {
     (where, how): outcome

@@ -29,7 +29,7 @@ from pretended import pretend_accelerator
 from probes import Calls, Stream, load
 from rayloader import DataLoader
 from rayloader.driver import pool
-from rayloader.driver.pool import live_memory_files
+from rayloader.driver.pool import get_pool, live_memory_files
 from rayloader.transport import arena, lanes
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 
@@ -201,6 +201,9 @@ def test_a_tensor_that_is_kept_keeps_only_its_memory_when_the_workers_have_ended
 
     batches = list(batches_of(8, get, num_workers=1, fresh_processes=True))
     (ended,) = {name for extent, name in mappings() if batches[3][1].data_ptr() in extent}
+    ending = [actor.address.pid for actor in get_pool().actors if actor.ends]  # they finish what they have to, and end
+    processes = [psutil.Process(pid) for pid in ending if psutil.pid_exists(pid)]
+    assert not psutil.wait_procs(processes, HANG_LIMIT)[1]
     assert ended in orphans()
     assert all((batch + negative == 0).all() for batch, negative in batches)
     kept = batches[3][1]

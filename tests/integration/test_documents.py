@@ -5,6 +5,7 @@ Blocks that need a process of their own join this process's Ray.
 
 import ast
 import importlib
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -36,8 +37,10 @@ def write(block: Block, folder: Path) -> Path:
 
 @pytest.fixture
 def unpatched() -> Iterator[None]:
-    """Ends what a program patches to its end."""
+    """Ends what a program patches to its end, and puts back the start method that it has set."""
+    method = multiprocessing.get_start_method(allow_none=True)
     yield
+    multiprocessing.set_start_method(method, force=True)
     for patch in list(frameworks._installed):
         patch.remove()
 
