@@ -36,6 +36,7 @@ from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 SAMPLE = lanes.SMALL_BYTES // 8  # int64 numbers
+EXIT_LIMIT = 60  # seconds for a process that ends; on expiry the test fails
 OWN = {"ray_remote_args": {"num_cpus": 0, "memory": 1}}  # actors that serve no other test
 
 
@@ -203,7 +204,7 @@ def test_a_tensor_that_is_kept_keeps_only_its_memory_when_the_workers_have_ended
     (ended,) = {name for extent, name in mappings() if batches[3][1].data_ptr() in extent}
     ending = [actor.address.pid for actor in get_pool().actors if actor.ends]  # they finish what they have to, and end
     processes = [psutil.Process(pid) for pid in ending if psutil.pid_exists(pid)]
-    assert not psutil.wait_procs(processes, HANG_LIMIT)[1]
+    assert not psutil.wait_procs(processes, EXIT_LIMIT)[1]
     assert ended in orphans()
     assert all((batch + negative == 0).all() for batch, negative in batches)
     kept = batches[3][1]

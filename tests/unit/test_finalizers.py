@@ -8,8 +8,19 @@ import zipfile
 
 import pytest
 
+from rayloader._compat import finalizers_of_processes
 from rayloader.worker.finalizers import finalize_at_exit, open_files, without_finalizers
 from rayloader.worker.hosting import Hosting
+
+
+@pytest.fixture(autouse=True)
+def of_no_other_test():
+    """What this process has registered at `multiprocessing` by now, such as other tests' sockets, is left alone."""
+    kept = dict(finalizers_of_processes)
+    finalizers_of_processes.clear()
+    yield
+    finalizers_of_processes.clear()
+    finalizers_of_processes.update(kept)
 
 
 class Noted:
