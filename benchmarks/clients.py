@@ -4,8 +4,8 @@ Motive: what people run first is their library's dataset and few batches. There 
 loader does with the objects of a large package that the program has imported.
 Method: each library's case (`client_cases.py`) runs in two processes of its own: with torch's loader, without Ray, and
 with rayloader. They make the same dataset, and take epochs of it by turns, with fresh and with persistent workers. The
-first epoch of each loader, in which the workers import the library and Ray starts, is not counted. Every batch of each
-epoch must be the same with both, as a checksum shows. With --busy all is measured a second time while as many
+first two rounds, in which Ray and the workers of both kinds start and import the library, are not counted. Every batch
+of each epoch must be the same with both, as a checksum shows. With --busy all is measured a second time while as many
 processes as there are cores do nothing but use them. Medians of the rounds.
 Command: python benchmarks/clients.py --busy [--rounds N] [--workers N] [--cases torchvision,monai] [--quick]
 Needs the extra `clients`; a library that is not installed is left out.
@@ -39,6 +39,8 @@ LOADERS = ("torch", "rayloader")
 KINDS = {"fresh": False, "persistent": True}  # workers
 MACHINES = ("quiet", "busy")
 BATCHES, QUICK_BATCHES = 16, 8  # an epoch
+# Rounds before those that count: in the first, persistent workers keep the processes that the fresh ones began with.
+WARMING = 2
 FAILED = "failed: "
 
 Epoch = tuple[float, int]  # seconds, and the checksum of its batches
@@ -83,7 +85,7 @@ def taken(case: str, batches: int, options: Options, machines: tuple[str, ...]) 
                 return made
         for machine in machines:
             with spinning() if machine == "busy" else contextlib.nullcontext():
-                for number in range(-1 if machine == machines[0] else 0, options.rounds):
+                for number in range(-WARMING if machine == machines[0] else 0, options.rounds):
                     harness.say(f"{QUESTION}: {case}, {machine}, round {number + 1} of {options.rounds}")
                     for name in harness.rotated(LOADERS, number):
                         for kind, persistent in KINDS.items():

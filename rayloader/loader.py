@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -45,6 +46,19 @@ from rayloader.tracebacks import level_outside, shorten
 from rayloader.verdict import verdict
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+if TYPE_CHECKING:
+    _Base = TorchDataLoader
+else:
+
+    class _Base:
+        """torch's class, generic in the samples alone. In other versions it may have no type parameter, or two."""
+
+        def __class_getitem__(cls, samples: Any) -> Any:
+            if not (parameters := getattr(TorchDataLoader, "__parameters__", ())):
+                return types.new_class(TorchDataLoader.__name__, (TorchDataLoader, Generic[samples]))[samples]
+            return TorchDataLoader[(samples,) + (Any,) * (len(parameters) - 1)]
+
 
 _warned_about_multiprocessing_context = False
 
@@ -81,7 +95,7 @@ def lost_state() -> StateError:
     )
 
 
-class DataLoader(TorchDataLoader[_T_co]):
+class DataLoader(_Base[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
     All arguments up to `in_order` are torch's and are checked by torch.
