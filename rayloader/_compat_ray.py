@@ -155,7 +155,7 @@ def own_start(
     """
     parameters, services = ray._private.parameter.RayParams, ray._private.services
     before, start_dashboard, start_raylet = parameters.__init__, services.start_api_server, services.start_raylet
-    start_process, choose_folder = services.start_ray_process, services.determine_plasma_store_config
+    start_process = services.start_ray_process
     known = inspect.signature(before).parameters
     wanted = {"worker_path": worker_path, "no_monitor": not dashboard}
     parameters.__init__ = functools.partialmethod(before, **{key: wanted[key] for key in wanted if key in known})
@@ -167,9 +167,34 @@ def own_start(
         with starting:
             return start_process(*args, **options)
 
-    @functools.wraps(choose_folder)
+    services.start_ray_process = start_alone
+    reserved: list[socket.socket] = []
+    if hasattr(ray._raylet, "persist_port"):  # versions without it do not wait for these files
+        services.start_raylet = functools.partial(_start_raylet_with_ports, ray, start_raylet, reserved)
+    try:
+        with _in_writable_folder(services):
+            yield reserved
+    finally:
+        parameters.__init__ = before
+        services.start_api_server, services.start_raylet = start_dashboard, start_raylet
+        services.start_ray_process = start_process
+
+
+@contextlib.contextmanager
+def _in_writable_folder(services: Any) -> Iterator[None]:
+    """A Ray that starts in this block refuses a folder for its object store that it can't write to, if that can be had.
+
+    Raises:
+        RaySessionError: it is such a folder.
+    """
+    choose = getattr(services, "determine_plasma_store_config", None)
+    if choose is None:
+        yield
+        return
+
+    @functools.wraps(choose)
     def choose_writable(*args: Any, **options: Any) -> Any:
-        chosen = choose_folder(*args, **options)
+        chosen = choose(*args, **options)
         if not os.access(chosen[0], os.W_OK | os.X_OK):
             raise RaySessionError(
                 f"Ray keeps its objects in {chosen[0]}, where this program may not write; mount it so that it may, or "
@@ -177,16 +202,11 @@ def own_start(
             )
         return chosen
 
-    services.start_ray_process, services.determine_plasma_store_config = start_alone, choose_writable
-    reserved: list[socket.socket] = []
-    if hasattr(ray._raylet, "persist_port"):  # versions without it do not wait for these files
-        services.start_raylet = functools.partial(_start_raylet_with_ports, ray, start_raylet, reserved)
+    services.determine_plasma_store_config = choose_writable
     try:
-        yield reserved
+        yield
     finally:
-        parameters.__init__ = before
-        services.start_api_server, services.start_raylet = start_dashboard, start_raylet
-        services.start_ray_process, services.determine_plasma_store_config = start_process, choose_folder
+        services.determine_plasma_store_config = choose
 
 
 def _start_raylet_with_ports(
