@@ -8,6 +8,7 @@ import io
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import operator
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,7 @@ __all__ = [
     "InfiniteConstantSampler",
     "MultiProcessIterator",
     "SingleProcessIterator",
+    "call_at_begin_of_exit",
     "collate_float_fn",
     "collate_int_fn",
     "collate_tensor_fn",
@@ -148,6 +150,7 @@ def set_worker_info(info: Any) -> None:
 
 
 finalizers_of_processes: dict[Any, Any] = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]
+call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]  # before `atexit`
 run_exit_finalizers: Callable[[float], None] = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]
 finalizers_of_weak_references: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
 

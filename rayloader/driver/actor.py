@@ -100,6 +100,11 @@ class Actor:
         return self.state is ActorState.IDLE and self.stopped is None
 
     @property
+    def stops(self) -> bool:
+        """Whether it was told to stop, and has not answered."""
+        return self.stopped is not None and self.stopped.value is NONE_YET
+
+    @property
     def left_behind(self) -> str:
         """What user code has left behind in its process, which must therefore end; empty if nothing, or not known."""
         value = self.stopped.value if self.stopped is not None else None

@@ -165,10 +165,17 @@ class Lifetimes:
             self._janitor.later(functools.partial(self.kill, actor, if_spare=True))
 
     def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
-        """Ends an actor; with `if_spare` only if it is not lent."""
+        """Ends an actor; with `if_spare` only if it is not lent, and after it has finished `stop`, if it does in time.
+
+        Until then it finalizes what torch's workers finalize at their end, which may remove what they have created.
+        """
         with self._lock:
             if actor.state is ActorState.GONE or (if_spare and actor.state is ActorState.LENT):
                 return
+            if if_spare and self._alive() and time.monotonic() < actor.stop_by:
+                actor.ends = True
+                if actor.stops:  # asked after that was set: from now on `_stopped` sees it
+                    return
             actor.state = ActorState.GONE
             self.actors.remove(actor)
         actor.let_go()
@@ -214,11 +221,11 @@ class Lifetimes:
                 self._settle()
         deadline = math.inf
         for actor in spare:
-            until = min(actor.keep_until, actor.stop_by if actor.state is ActorState.STOPPING else math.inf)
-            if now >= until or not self._alive():
+            moments = actor.keep_until, actor.stop_by if actor.stops else math.inf
+            if now >= min(moments) or not self._alive():
                 self.kill(actor, if_spare=True)
-            else:
-                deadline = min(deadline, until)
+            if actor.state is not ActorState.GONE:
+                deadline = min([deadline, *(moment for moment in moments if moment > now)])
         return max(0.0, deadline - now) if deadline < math.inf else None
 
 

@@ -211,12 +211,15 @@ class Generators:
         return all(None in path for path in paths) and made is not None and made[1] == pickle.dumps(state)
 
     def put_back(self, later: tuple[Later, ...]) -> None:
-        """Restores the states that the later ones had in another process.
+        """Restores the states that the later ones had in another process, and goes on following the others.
 
         Raises:
             ReplayError: one does not exist, and can't be created.
         """
-        self._later, self._waiting = [], []
+        restored = {path for one in later for path in one.paths}
+        # Nobody had drawn from these there: a search from here may not reach them, as those in nested classes.
+        self._later = [one for one in self._later if restored.isdisjoint(one[0])]
+        self._waiting = []
         given = engines(self.given)
         for one in later:
             if not any(map(_is_there, one.paths)):

@@ -5,7 +5,8 @@ finalized, because the function that holds it returns, and so is what `multiproc
 process. The dataset is not, nor is anything else that it holds by then: no `__del__`, no `weakref.finalize` and no
 `atexit` callback runs, and a folder that the dataset would remove remains for the trainer. Our process drops the
 dataset and goes on, but it does not run them either. The files, mappings and memory that the objects hold are released
-all the same. The process itself is ended by signals, and never runs its `atexit` callbacks.
+all the same. The process itself is ended by signals, or by Ray, which lets it exit when nobody refers to its actor:
+then it exits as torch's worker does.
 
 A process in which finalizers of weak references, or of `multiprocessing`, were left out does not go on: they may have
 been to remove what others would find there, such as what a library remembers by the identity of an object. A `__del__`
@@ -19,15 +20,34 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from rayloader._compat import finalizers_of_processes, finalizers_of_weak_references, run_exit_finalizers
+from rayloader._compat import (
+    call_at_begin_of_exit,
+    finalizers_of_processes,
+    finalizers_of_weak_references,
+    run_exit_finalizers,
+)
 
 # Packages whose `__del__` only releases memory and descriptors of this process.
 _HARMLESS = {"rayloader", "ray", "torch", "multiprocessing"}
+
+
+def exit_without_callbacks() -> None:
+    """From now on this process exits without `atexit` callbacks and finalizers."""
+    call_at_begin_of_exit(functools.partial(_end_process, os.getpid()))
+
+
+def _end_process(pid: int) -> None:
+    if os.getpid() == pid:  # and not a fork of it
+        with contextlib.suppress(Exception):  # what user code has put there
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(0)
 
 
 def finalize_at_exit() -> None:

@@ -42,7 +42,7 @@ from rayloader.state.snapshot import WorkerState
 from rayloader.transport import local_line, sqlite_handle, tcp_line
 from rayloader.transport.lanes import WorkerLane, pack, unpack
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
-from rayloader.worker.finalizers import open_files
+from rayloader.worker.finalizers import exit_without_callbacks, open_files
 from rayloader.worker.hosting import Hosting
 from rayloader.worker.line_server import LineServer
 from rayloader.worker.output import Output
@@ -60,8 +60,8 @@ class WorkerProcess:
     """One actor process. Ray calls its methods one after the other, on the main thread."""
 
     def __init__(self) -> None:
-        # As in torch's worker: Ray's handler would make the process exit, and exits run callbacks and finalizers.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in torch's worker
+        exit_without_callbacks()
         own_what_is_created()
         runtime_env = ray.get_runtime_context().runtime_env.get("env_vars") or {}
         own = {key for key in os.environ if key.startswith("RAY_") or key in _OWN_VARIABLES}

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from probes import load
 from rayloader import DataLoader
+from rayloader.driver.pool import get_pool
 from rayloader.state.resource_trackers import TrackerAddress
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")]
@@ -118,6 +119,30 @@ def test_no_callback_of_the_replica_runs_and_the_process_is_not_handed_on(tmp_pa
     assert dataset.notes() == ["at exit"] * 2
 
 
+def test_a_process_that_nobody_can_use_ends_only_when_it_has_finalized(tmp_path, own):
+    os.mkfifo(tmp_path / "gate")
+
+    def watch(dataset, index):
+        util.Finalize(None, pass_gate, (tmp_path / "gate", dataset.path), exitpriority=index)
+
+    dataset = Numbers(tmp_path / "notes", watch)
+    pids = epochs(dataset, 1, own)  # their loader is gone, and with it whoever could use the process
+    get_pool().wait()
+    gate = os.open(tmp_path / "gate", os.O_RDWR)  # waits for no reader
+    try:
+        os.write(gate, b"123")
+        wait_for_end(*pids)
+    finally:
+        os.close(gate)
+    assert dataset.notes() == ["passed"] * 3
+
+
+def pass_gate(gate, path):
+    with open(gate) as file:
+        os.read(file.fileno(), 1)
+    append(path, "passed")
+
+
 class Held:
     pass
 
@@ -136,15 +161,27 @@ def test_a_fresh_process_ends_likewise(tmp_path, own):
     assert dataset.notes() == ["at exit 2", "at exit 1", "at exit 0"]
 
 
-def test_sigterm_ends_a_worker_without_any_callback(tmp_path, own):
+def by_sigterm(actor):
+    os.kill(actor.address.pid, signal.SIGTERM)
+
+
+def by_ray(actor):
+    """As if nobody referred to the actor any more."""
+    actor.handle.__ray_terminate__.remote()
+
+
+@pytest.mark.parametrize("end", [by_sigterm, by_ray])
+def test_a_warm_process_that_is_ended_from_outside_ends_without_any_callback(end, tmp_path, own):
     def watch(dataset, index):
         if index == 0:
             atexit.register(append, dataset.path, "atexit")
 
     dataset = Numbers(tmp_path / "notes", watch)
-    iterator = iter(DataLoader(dataset, None, num_workers=1, persistent_workers=True, **own))
-    (pid,) = set(iterator)  # it waits for the next epoch
-    os.kill(pid, signal.SIGTERM)
+    loader = DataLoader(dataset, None, num_workers=1, **own)
+    (pid,) = set(loader)  # it waits for the loader's next epoch
+    get_pool().wait()
+    (actor,) = [actor for actor in get_pool().actors if actor.address is not None and actor.address.pid == pid]
+    end(actor)
     wait_for_end(pid)
     assert dataset.notes() == []
 

@@ -186,6 +186,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/driver/local.py", "_dataset_kind"): "of our own loader, which inherits it",
     ("rayloader/state/checkpoint.py", "_dataset_kind"): "likewise",
     ("rayloader/forkserver/server.py", "_exit"): "documented, of os",
+    ("rayloader/worker/finalizers.py", "_exit"): "documented, of os",
     ("rayloader/keeper/__main__.py", "_exit"): "documented, of os",
     (
         "rayloader/replica/unopenable.py",
