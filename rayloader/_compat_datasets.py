@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from rayloader.needs import private_names_of
+
 
 class LoadedPosition(dict[str, Any]):
     """A position that rayloader loads, and, as an attribute, the one that the program had loaded before.
@@ -48,7 +50,8 @@ def begins(dataset: Any) -> None:
 
 
 def _own_position(dataset: Any) -> Any:
-    loaded = dataset._starting_state_dict
+    with private_names_of("datasets"):
+        loaded = dataset._starting_state_dict
     return loaded.before if isinstance(loaded, LoadedPosition) else loaded
 
 

@@ -34,7 +34,7 @@ from rayloader.state.redeal import dealt
 _NUMBERS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 
 
-class Shard(DistributedSampler[Any]):
+class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters are torch's affair
     """A rank's part of a sampler's items, or of the batches of a batch sampler.
 
     It is one of torch's DistributedSamplers, so that frameworks that look for one leave it alone, and set its
