@@ -14,27 +14,43 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
-from torch._tensor_str import PRINT_OPTS as print_options
-from torch._utils import ExceptionWrapper
-from torch._utils import _get_obj_state as state_of_subclass
-from torch.multiprocessing.reductions import shared_cache
-from torch.utils.data import _DatasetKind as DatasetKind
-from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.collate import (
-    collate_float_fn,
-    collate_int_fn,
-    collate_tensor_fn,
-    default_collate_fn_map,
-)
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data._utils.worker import _generate_state as numpy_seed
-from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseIterator
-from torch.utils.data.dataloader import _InfiniteConstantSampler as InfiniteConstantSampler
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as MultiProcessIterator
-from torch.utils.data.dataloader import _sharding_worker_init_fn as sharding_worker_init_fn
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SingleProcessIterator
-from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper as DataPipeWrapper
+
+from rayloader.needs import private_names_of
+
+with private_names_of("torch"):
+    from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
+    from torch._tensor_str import PRINT_OPTS as print_options
+    from torch._utils import ExceptionWrapper
+    from torch._utils import _get_obj_state as state_of_subclass
+    from torch.multiprocessing.reductions import shared_cache
+    from torch.utils.data import _DatasetKind as DatasetKind
+    from torch.utils.data._utils import worker as torch_worker
+    from torch.utils.data._utils.collate import (
+        collate_float_fn,
+        collate_int_fn,
+        collate_tensor_fn,
+        default_collate_fn_map,
+    )
+    from torch.utils.data._utils.pin_memory import pin_memory
+    from torch.utils.data._utils.worker import _generate_state as numpy_seed
+    from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseIterator
+    from torch.utils.data.dataloader import _InfiniteConstantSampler as InfiniteConstantSampler
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as MultiProcessIterator
+    from torch.utils.data.dataloader import _sharding_worker_init_fn as sharding_worker_init_fn
+    from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SingleProcessIterator
+    from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper as DataPipeWrapper
+
+    profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+    no_torch_function = torch._C.DisableTorchFunctionSubclass
+    _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+    _free_dead_storages: Callable[[], None] = shared_cache.free_dead_references
+
+    # Of tensors and storages. What is read of each tensor of a batch is read where it is used, which takes no call;
+    # those names are listed in tests/unit/test_layout.py.
+    _storages: Any = torch.UntypedStorage
+    reduce_as_torch: Callable[[torch.Tensor, int], Any] = torch.Tensor._reduce_ex_internal
+    shared_by_descriptor, shared_by_name = _storages._new_shared_fd_cpu, _storages._new_shared_filename_cpu  # storages
+    share_by_descriptor, share_by_name = _storages._share_fd_cpu_, _storages._share_filename_cpu_  # of a storage
 
 __all__ = [
     "AUTOGRAD_HOOKS",
@@ -83,28 +99,18 @@ __all__ = [
     "untyped_in",
 ]
 
-profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-no_torch_function = torch._C.DisableTorchFunctionSubclass
-
-# Of tensors and storages. What is read of each tensor of a batch is read where it is used, which takes no call; those
-# names are listed in tests/unit/test_layout.py.
-_storages: Any = torch.UntypedStorage
 COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that `torch.compile` has made
 AUTOGRAD_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # attributes of a tensor: dicts by number
-reduce_as_torch: Callable[[torch.Tensor, int], Any] = torch.Tensor._reduce_ex_internal
 typed_storage = functools.partial(torch.TypedStorage, _internal=True)  # without a warning
 untyped_in = operator.attrgetter("_untyped_storage")  # of a typed storage; `untyped()` warns
 datapipe_in = operator.attrgetter("_datapipe")  # of a `DataPipeWrapper`
-shared_by_descriptor, shared_by_name = _storages._new_shared_fd_cpu, _storages._new_shared_filename_cpu  # storages
-share_by_descriptor, share_by_name = _storages._share_fd_cpu_, _storages._share_filename_cpu_  # of a storage
 
 _tensor = torch.tensor
 
 
 def torch_is_itself() -> bool:
     """Whether `torch.tensor` is unchanged: no mode, such as that of a default device, and no patch affects it."""
-    modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    return not modes and torch.tensor is _tensor
+    return not _function_modes() and not _dispatch_modes() and torch.tensor is _tensor
 
 
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -139,7 +145,7 @@ def release_sent_storages() -> None:
     """Releases these attributes."""
     if shared_cache and shared_cache.lock.acquire(blocking=False):  # otherwise a later call does it
         try:
-            shared_cache.free_dead_references()
+            _free_dead_storages()
         finally:
             shared_cache.lock.release()
 
@@ -149,13 +155,12 @@ def set_worker_info(info: Any) -> None:
     torch_worker._worker_info = info
 
 
-finalizers_of_processes: dict[Any, Any] = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]
-call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]  # before `atexit`
-run_exit_finalizers: Callable[[float], None] = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]
-finalizers_of_weak_references: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
-
-
-_tracker: Any = multiprocessing.resource_tracker._resource_tracker
+with private_names_of("Python"):
+    finalizers_of_processes: dict[Any, Any] = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]
+    run_exit_finalizers: Callable[[float], None] = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]
+    finalizers_of_weak_references: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]
+    _tracker: Any = multiprocessing.resource_tracker._resource_tracker
 
 
 def pipe_of_tracker() -> int | None:

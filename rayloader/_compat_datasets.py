@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from rayloader.needs import private_names_of
 from rayloader.state.object_paths import ATOMS, attributes_in
 
 # How many objects of a dataset are looked at, and how many may be in one container: larger ones hold samples.
@@ -59,7 +60,8 @@ def begins(dataset: Any) -> None:
 
 
 def _own_position(stream: Any) -> Any:
-    loaded = stream._starting_state_dict
+    with private_names_of("datasets"):
+        loaded = stream._starting_state_dict
     return loaded.before if isinstance(loaded, LoadedPosition) else loaded
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import operator
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from rayloader.errors import RaySessionError
+from rayloader.needs import private_names_of
 
 # Ray's loggers that report at its start what is of no interest to a program that has not asked for Ray.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
@@ -23,6 +25,29 @@ RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authenti
 DASHBOARD_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
 # The ports of all agents of a node: the arguments of `services.start_raylet`, and the names of the files with them.
 AGENT_PORTS = "runtime_env_agent_port", *DASHBOARD_PORTS
+
+
+# What the functions here need, as paths from the module; they do without what is not listed.
+_NEEDED = (
+    "ObjectRef._on_completed",
+    "_private.worker.global_worker.connected",
+    "_private.worker.global_worker.node",
+    "_private.state.actors",
+    "_private.state.state.available_resources_per_node",
+    "_private.state.state.get_draining_nodes",
+    "_private.state.state.get_max_resources_from_cluster_config",
+    "_private.parameter.RayParams",
+    "_private.services.start_api_server",
+    "_private.services.start_raylet",
+    "_private.services.start_ray_process",
+    "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT",
+)
+
+
+def check(ray: ModuleType) -> None:
+    """Raises an ImportError if this version of Ray lacks a name that is needed here."""
+    with private_names_of("ray"):
+        operator.attrgetter(*_NEEDED)(ray)
 
 
 def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
@@ -71,8 +96,10 @@ def leave_out_deaths(ray: ModuleType, of: Callable[[tuple[str, int]], bool]) -> 
 
 def set_process_title(ray: ModuleType, title: str) -> None:
     """Sets what `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
-    with ray._private.worker._changeproctitle(title, title):  # the function it calls has moved between versions
-        pass
+    change = getattr(ray._private.worker, "_changeproctitle", None)
+    if change is not None:
+        with change(title, title):  # the function it calls has moved between versions
+            pass
 
 
 def may_autoscale(ray: ModuleType) -> bool:
@@ -98,7 +125,8 @@ def node_first(ray: ModuleType, node_id: str) -> Any:
     Ray's public argument, `soft`, makes an actor wait for the node as long as it could ever have room.
     """
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    return affinity(node_id, soft=True, _spill_on_unavailable=True)
+    known = "_spill_on_unavailable" in inspect.signature(affinity).parameters
+    return affinity(node_id, soft=True, _spill_on_unavailable=True) if known else affinity(node_id, soft=True)
 
 
 def give_own_random(ray: ModuleType) -> None:
@@ -219,7 +247,8 @@ def _start_raylet_with_ports(
     """
     call = inspect.signature(start_raylet).bind(*args, **options)
     chosen = call.arguments
-    unused = DASHBOARD_PORTS if ray._private.utils.get_dashboard_dependency_error() is not None else ()
+    missing = getattr(ray._private.utils, "get_dashboard_dependency_error", lambda: None)
+    unused = DASHBOARD_PORTS if missing() is not None else ()
     open_ = None, 0, ray._private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
     for name in AGENT_PORTS:
         if name not in unused and chosen.get(name) in open_:

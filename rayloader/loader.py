@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -46,19 +46,10 @@ from rayloader.tracebacks import level_outside, shorten
 from rayloader.verdict import verdict
 
 _T_co = TypeVar("_T_co", covariant=True)
-
 if TYPE_CHECKING:
-    _Base = TorchDataLoader
-else:
-
-    class _Base:
-        """torch's class, generic in the samples alone. In other versions it may have no type parameter, or two."""
-
-        def __class_getitem__(cls, samples: Any) -> Any:
-            if not (parameters := getattr(TorchDataLoader, "__parameters__", ())):
-                return types.new_class(TorchDataLoader.__name__, (TorchDataLoader, Generic[samples]))[samples]
-            return TorchDataLoader[(samples,) + (Any,) * (len(parameters) - 1)]
-
+    _TorchLoaderOf = TorchDataLoader
+else:  # versions of torch differ in the number of its class's type parameters, which mean nothing at run time
+    _TorchLoaderOf = {_T_co: TorchDataLoader}
 
 _warned_about_multiprocessing_context = False
 
@@ -95,7 +86,7 @@ def lost_state() -> StateError:
     )
 
 
-class DataLoader(_Base[_T_co]):
+class DataLoader(_TorchLoaderOf[_T_co]):
     """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
 
     All arguments up to `in_order` are torch's and are checked by torch.
@@ -189,6 +180,8 @@ class DataLoader(_Base[_T_co]):
     loader's own errors: `WorkerDiedError`, `BatchTimeoutError`, `WorkerStartError`, `RaySessionError`, `ReplicaError`,
     `ReplicaMemoryError`, `ReplayError`, `SkipLimitError`, `StateError`.
     """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # takes any number of parameters
 
     # Class attributes, because a subclass may have others with these names.
     name: str | None = None

@@ -42,7 +42,7 @@ import ray
 import ray.util.client
 
 from rayloader import torchrun
-from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, connection_of, give_own_random
+from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connection_of, give_own_random
 from rayloader.bell import Bell, DaemonThread
 from rayloader.errors import RaySessionError
 from rayloader.forkserver.owner import ForkServer, start_ray, with_variables
@@ -362,6 +362,7 @@ def _wrap_shutdown() -> None:
     ray.shutdown = waits_for_our_thread
 
 
+check(ray)
 _wrap_shutdown()
 
 

@@ -35,7 +35,7 @@ _NUMBERS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("worl
 _MOST_HELD = 20  # samplers in each other
 
 
-class Shard(DistributedSampler[Any]):
+class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters are torch's affair
     """A rank's part of a sampler's items, or of the batches of a batch sampler.
 
     It is one of torch's DistributedSamplers, so that frameworks that look for one leave it alone, and set its

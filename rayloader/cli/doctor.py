@@ -175,7 +175,7 @@ def _lanes(num_workers: int) -> Iterator[Check]:
     yield _tried("Ray calls", calls, "Ray's log says more; /dev/shm may be too small")
 
 
-class _Rows(Dataset[torch.Tensor]):
+class _Rows(Dataset):  # type: ignore[type-arg]  # whose parameters are torch's affair
     """Large enough for its batches to travel in an arena."""
 
     def __init__(self) -> None:

@@ -463,6 +463,9 @@ TESTS = {
         "test_classes_of_the_programs_own_and_what_belongs_to_a_connection_are_refused": ["it belongs to a"],
         "test_any_thread_of_a_worker_may_use_it": ["SQLite says"],
     },
+    "unit/test_needs.py": {
+        "test_a_name_that_is_missing_is_named_at_import": ["rayloader does not work with"],
+    },
     "unit/test_line_inbox.py": {
         "test_a_line_that_ends_again_and_again_is_an_error": [
             "the connection to the producer of a share has ended again"

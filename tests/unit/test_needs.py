@@ -1,0 +1,147 @@
+"""A version of another package that lacks a private name is done without, or is one error that says so.
+
+Copies of the `_compat*.py` files are executed while each name that they take from a package is missing.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+import pkgutil
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import ray.util.scheduling_strategies
+import torch.utils.data
+
+from documents import ROOT
+from rayloader import _compat_datasets, _compat_ray
+from rayloader.needs import TESTED
+
+LACKS = r"^rayloader does not work with {} [\d.]+\S*, which lacks a private name that it uses \(.*{}.*\); install a"
+# What the files call parts of torch.
+ALIASES = {"_storages": "torch.UntypedStorage", "shared_cache": "torch.multiprocessing.reductions.shared_cache"}
+
+
+class Lacking:
+    """An object without one of its attributes, which is given as a path of names."""
+
+    def __init__(self, whole: Any, path: str) -> None:
+        self._whole, (self._name, _, self._rest) = whole, path.partition(".")
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._name:
+            return getattr(self._whole, name)
+        if not self._rest:
+            raise AttributeError(f"module 'x' has no attribute '{name}'")
+        return Lacking(getattr(self._whole, name), self._rest)
+
+
+def taken(file: str) -> list[str]:
+    """The names that a file looks up in a block `with private_names_of(...)`, with their modules."""
+    found = []
+    for block in ast.walk(ast.parse((ROOT / "rayloader" / file).read_text())):
+        if not isinstance(block, ast.With):
+            continue
+        inner = {id(node.value) for node in ast.walk(block) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(block):
+            if isinstance(node, ast.ImportFrom):
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute) and id(node) not in inner:
+                found.append(re.sub(r"^\w+(?=\.)", lambda name: ALIASES.get(name[0], name[0]), ast.unparse(node)))
+    return found
+
+
+def executed(file: str) -> None:
+    """Executes another copy of a file."""
+    spec = importlib.util.spec_from_file_location("copy", ROOT / "rayloader" / file)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def names() -> list[Any]:
+    files = "_compat.py", "_compat_cloudpickle.py"
+    return [pytest.param(file, name, id=name) for file in files for name in taken(file)]
+
+
+def test_the_names_are_found() -> None:
+    assert len(names()) > 35
+    assert "torch._utils.ExceptionWrapper" in taken("_compat.py")
+    assert "torch._C._autograd._profiler_enabled" in taken("_compat.py")
+    assert "threading._register_atexit" in taken("_compat.py")
+    assert "torch.UntypedStorage._share_fd_cpu_" in taken("_compat.py")
+    assert "cloudpickle.cloudpickle._class_setstate" in taken("_compat_cloudpickle.py")
+
+
+@pytest.mark.parametrize(("file", "name"), names())
+def test_a_name_that_is_missing_is_named_at_import(file: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed(file)
+    owner, _, attribute = name.rpartition(".")
+    holder = pkgutil.resolve_name(owner)
+    if name in sys.modules:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # so Python marks what cannot be imported
+        monkeypatch.delattr(holder, attribute)
+    elif isinstance(holder, ModuleType):
+        monkeypatch.delattr(holder, attribute)
+    else:  # a class, which may be one of C's, or an object
+        above, _, place = owner.rpartition(".")
+        monkeypatch.setattr(pkgutil.resolve_name(above), place, Lacking(holder, attribute))
+    package = name.partition(".")[0]
+    package = "Python" if package in sys.stdlib_module_names else package
+    with pytest.raises(ImportError, match=LACKS.format(package, attribute)):
+        executed(file)
+
+
+@pytest.mark.parametrize("path", _compat_ray._NEEDED)
+def test_what_ray_lacks_is_named_when_ray_is_first_used(path: str) -> None:
+    _compat_ray.check(ray)
+    with pytest.raises(ImportError, match=LACKS.format("ray", path.rpartition(".")[2])):
+        _compat_ray.check(Lacking(ray, path))  # type: ignore[arg-type]
+
+
+def test_of_rays_other_names_is_done_without_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See also `leave_out_deaths` in test_compat_ray.py."""
+    _compat_ray.authenticate(Lacking(ray, "_private.authentication"))  # type: ignore[arg-type]
+    _compat_ray.set_process_title(Lacking(ray, "_private.worker._changeproctitle"), "a title")  # type: ignore[arg-type]
+    with _compat_ray._in_writable_folder(SimpleNamespace()):
+        pass
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    assert _compat_ray.node_first(ray, node := "0" * 56)._spill_on_unavailable
+
+    def public(node_id: str, *, soft: bool) -> Any:
+        return affinity(node_id, soft)
+
+    monkeypatch.setattr(ray.util.scheduling_strategies, "NodeAffinitySchedulingStrategy", public)
+    assert _compat_ray.node_first(ray, node).soft  # an actor then waits for its node while that might have room
+
+
+def test_a_stream_of_datasets_that_hides_its_position_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class IterableDataset(torch.utils.data.IterableDataset[Any]):
+        """Of a version that keeps its position elsewhere."""
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    module = SimpleNamespace(IterableDataset=IterableDataset)
+    monkeypatch.setitem(sys.modules, "datasets.iterable_dataset", module)  # type: ignore[arg-type]
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "9.0")
+    for use in _compat_datasets.begins, lambda stream: _compat_datasets.loading(stream).__enter__():
+        with pytest.raises(ImportError, match=LACKS.format("datasets", "_starting_state_dict")):
+            use(IterableDataset())
+
+
+def test_the_tested_versions_are_the_oldest_and_the_newest() -> None:
+    pins = [
+        dict(re.findall(r"^([a-z]+)==(\d+\.\d+)", file.read_text(), re.MULTILINE))
+        for file in (ROOT / "tests" / "versions" / "oldest.txt", ROOT / "constraints.txt")
+    ]
+    pins[1]["Python"] = ".".join(platform.python_version_tuple()[:2])
+    for package, tested in TESTED.items():
+        newest = pins[1].get(package) or re.match(r"\d+\.\d+", importlib.metadata.version(package))[0]  # type: ignore[index]
+        assert tested == " to ".join(filter(None, [pins[0].get(package), newest]))
