@@ -240,8 +240,8 @@ def _npy(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def litdata(job: Job) -> Any:
-    """Chunks of samples, and its own class."""
-    from litdata import StreamingDataLoader, StreamingDataset
+    """Chunks of samples."""
+    from litdata import StreamingDataset
     from litdata.streaming.writer import BinaryWriter
 
     chunks = job.folder / "chunks"
@@ -251,7 +251,7 @@ def litdata(job: Job) -> Any:
             writer[index] = {"image": torch.from_numpy(picture), "label": index}
         writer.done()
         writer.merge()
-    return StreamingDataLoader(StreamingDataset(str(chunks), shuffle=True), batch_size=BATCH_SIZE, **job.options)
+    return job.load(StreamingDataset(str(chunks), shuffle=True))
 
 
 def lhotse(job: Job) -> Any:
@@ -299,7 +299,7 @@ CASES = {
     "torchio": Case(torchio),
     "torchio's loader": Case(torchio_own, PATCH),
     "webdataset": Case(webdataset, PATCH),
-    "litdata's loader": Case(litdata, PATCH),
+    "litdata": Case(litdata),
     "lhotse": Case(lhotse),
 }
 

@@ -7,6 +7,7 @@ was bound to a place that the last search has visited. It is for states without 
 
 from __future__ import annotations
 
+import collections
 import gc
 import operator
 import sys
@@ -119,7 +120,7 @@ def _places_in(obj: Any) -> list[Any]:
     places = [] if attributes is None else [attributes]
     if is_a(obj, types.FunctionType):
         return [*places, obj, *([obj.__kwdefaults__] if obj.__kwdefaults__ else [])]
-    is_mutable = is_a(obj, (dict, list, set)) or slots or is_opaque(obj, attributes, slots)
+    is_mutable = is_a(obj, (dict, list, set, collections.deque)) or slots or is_opaque(obj, attributes, slots)
     return [obj, *places] if is_mutable else places
 
 

@@ -190,7 +190,7 @@ def is_opaque(obj: Any, attributes: dict[str, Any] | None, slots: list[str]) -> 
     """Whether only the garbage collector can tell what an object holds."""
     if is_a(obj, _LRU_CACHE):  # its attributes are those of its function
         return True
-    return attributes is None and not slots and not is_a(obj, (dict, list, tuple, set, frozenset))
+    return attributes is None and not slots and not is_a(obj, tuple(_CONTAINERS))
 
 
 def slots_of(kind: type) -> list[str]:

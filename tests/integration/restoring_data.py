@@ -2,6 +2,7 @@
 
 import functools
 import random
+import string
 import threading
 
 import numpy as np
@@ -162,6 +163,15 @@ class SystemRandom(Sized):
     def __getitem__(self, index):
         drawn = self.generator.random()
         return [index, drawn if self.shows else 0.0]
+
+
+class OfAPackage(Sized):
+    """Draws from a generator in a module that the program has not written."""
+
+    def __getitem__(self, index):
+        if not hasattr(string, "generator"):
+            string.generator = random.Random(9)
+        return [index, string.generator.random()]
 
 
 def concatenated():

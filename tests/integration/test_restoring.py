@@ -116,11 +116,14 @@ def test_before_and_after_one_is_made_late(seeding):
 
 CANNOT = {
     "system's, shown": lambda: {"dataset": data.SystemRandom(shows=True)},
+    "a package's": lambda: {"dataset": data.OfAPackage()},
     "the process": lambda: {"dataset": Calls(lambda index: [index, os.getpid()], data.LENGTH)},
 }
 
 
-@pytest.mark.parametrize("case", ["system's, shown", pytest.param("the process", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case", ["system's, shown", "a package's", pytest.param("the process", marks=pytest.mark.full)]
+)
 def test_what_cannot_be_followed_is_an_error_and_never_another_stream(case):
     expected = [lists(batch)[0] for batch in make(CANNOT[case]())]
     assert len(expected) == 24

@@ -482,18 +482,21 @@ def test_modules_classes_and_functions_of_packages_are_not_searched(kind, monkey
     assert [object_paths.in_words(one.paths[0]) for one in followed.look()] == ["dataset.held[0].own"]
 
 
-@pytest.mark.parametrize("hold", [list, dict.fromkeys, collections.deque])
+@pytest.mark.parametrize("hold", [list, tuple, collections.deque, lambda items: dict(enumerate(items))])
 def test_of_a_long_container_only_the_items_themselves_are_searched(hold):
-    holders = [Holder() for _ in range(generators.LONG + 1)]
-    dataset = Holder(hold(holders))
+    holders = [Holder() for _ in range(generators.LONG)]
+    dataset = Holder(hold([*holders, None]))
     followed = Generators({"dataset": dataset}, [])
     holders[0].held = make("numpy")
     assert followed.look() == ()
-    dataset.held = [*holders, make("torch")]
-    assert [object_paths.in_words(one.paths[0]) for one in followed.look()] == [f"dataset.held[{len(holders)}]"]
-    del holders[0]
-    dataset.held = [Holder(make("numpy")), *holders[1:]]
-    assert [object_paths.in_words(one.paths[0]) for one in followed.look()] == ["dataset.held[0].held"]
+    dataset.held = hold([*holders[1:], None, make("torch")])
+    assert paths_in(followed.look()) == [f"dataset.held[{generators.LONG}]"]
+    dataset.held = hold(holders)
+    assert paths_in(followed.look()) == ["dataset.held[0].held"]
+
+
+def paths_in(later):
+    return [object_paths.in_words(path) for one in later for path in one.paths]
 
 
 @pytest.mark.parametrize("where", ["dataset", "module"])
