@@ -1,42 +1,35 @@
-"""SQLite connections that only read: opened again in each worker.
+"""SQLite connections that only read: opened again in each worker, by their path.
 
-Promise: the new connection gives the same values as the original. If that cannot be known, it is refused with a
-TypeError, see NOTE [The same answers] in sqlite_answers.py. Nothing is imported that the program has not imported. Only
-the thread that may use the connection may call.
+Promise: the new connection gives the same values as the original. What might give others is refused with a TypeError.
+Nothing is imported that the program has not imported. Only the thread that may use the connection may call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
-from collections.abc import Iterator
+import threading
+from collections import Counter
 from contextlib import closing
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from rayloader.transport import sqlite_answers as answers
 from rayloader.transport.reopening import Reduction, refusal, there
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 _ATTRIBUTES = "row_factory", "text_factory", "isolation_level", "autocommit"
-
-
-class _Database(NamedTuple):
-    path: str
-    how: str = "mode=ro"  # the query of its URI
-
-
-class _Opening(NamedTuple):
-    """How to open a connection like another one."""
-
-    databases: dict[str, _Database]  # the first is "main"
-    detect_types: int
-    settings: dict[str, int]  # by their PRAGMA
-    limits: dict[int, int]
-    switches: dict[int, bool]
+# What tells whether rows are the same. Texts are requested as bytes, for `text_factory` may convert a text to anything.
+_QUESTIONS = (
+    "SELECT CAST(name AS BLOB), narg, flags FROM pragma_function_list WHERE NOT builtin ORDER BY 1, 2",
+    "SELECT CAST(name AS BLOB) FROM pragma_collation_list ORDER BY 1",
+    *(f"PRAGMA {name}" for name in ("reverse_unordered_selects", "full_column_names", "short_column_names")),
+)
+_DATABASES = "SELECT CAST(name AS BLOB), CAST(file AS BLOB) FROM pragma_database_list"
+_converters = threading.Lock()  # while there are two of ours
 
 
 def reduce(obj: Any, sqlite3: ModuleType) -> Reduction | None:
@@ -55,48 +48,29 @@ def reduce(obj: Any, sqlite3: ModuleType) -> Reduction | None:
         return _closed, ()
     if in_transaction:
         raise refusal(obj, "within a transaction")
-    if answers.has_callbacks(obj, sqlite3):
-        raise refusal(obj, "it has an authorizer, a trace callback or a progress handler")
     try:
-        opening = _opening(obj, sqlite3)
+        path = _path(obj)
+        with closing(_open(path)) as new:
+            _check_alike(obj, new, sqlite3)
     except sqlite3.Error as error:
         raise refusal(obj, f"SQLite says: {error}") from error
-    attributes = {name: getattr(obj, name) for name in _ATTRIBUTES if hasattr(obj, name)}
-    converters = _added(sqlite3.converters) if opening.detect_types else {}
-    return _open, (opening,), (attributes, _added(sqlite3.adapters), converters), None, None, _set
+    return _open, (path,), {name: getattr(obj, name) for name in _ATTRIBUTES if hasattr(obj, name)}, None, None, _set
 
 
-# ---- in the trainer: how it was opened
-
-
-def _opening(connection: Connection, sqlite3: ModuleType) -> _Opening:
-    detect_types = answers.detect_types(connection, sqlite3)
-    databases = dict(_databases(connection))
-    settings = answers.settings(connection, databases)
-    opening = _Opening(databases, detect_types, settings, *answers.numbered_settings(connection, sqlite3))
-    with closing(_open(opening)) as new:
-        modes = zip(answers.journal_modes(connection, databases), answers.journal_modes(new, databases), strict=True)
-    for (schema, database), (mode, of_new) in zip(databases.items(), modes, strict=True):
-        databases[schema] = database if mode == of_new else database._replace(how="immutable=1")
-    with closing(_open(opening)) as new:
-        answers.check_alike(connection, new, databases)
-        if answers.settings(new, databases) != settings or answers.detect_types(new, sqlite3) != detect_types:
-            raise refusal(connection, "its settings cannot be had again")
-    return opening
-
-
-def _databases(connection: Connection) -> Iterator[tuple[str, _Database]]:
-    for schema, file in answers.databases(connection):
-        if schema == b"temp":
-            if answers.asked(connection, "SELECT count(*) FROM sqlite_temp_master") != [(0,)]:
-                raise refusal(connection, "it has temporary tables")
-            continue
-        if not file:
-            raise refusal(connection, "a database in memory, or a temporary one")
-        path = os.fsdecode(file)
-        if not _is_open(path):
-            raise refusal(connection, f"{path!r} was removed, or is another file by now")
-        yield schema.decode(), _Database(path)
+def _path(connection: Connection) -> str:
+    """Of its database's file."""
+    if _asked(connection, "SELECT CAST(encoding AS BLOB) FROM pragma_encoding") != [(b"UTF-8",)]:
+        raise refusal(connection, "its text is UTF-16")
+    files = dict(_asked(connection, _DATABASES))
+    if b"temp" in files and _asked(connection, "SELECT count(*) FROM sqlite_temp_master") == [(0,)]:
+        del files[b"temp"]
+    if list(files) != [b"main"]:
+        raise refusal(connection, "it has temporary tables, or has attached a database")
+    if not files[b"main"]:
+        raise refusal(connection, "a database in memory, or a temporary one")
+    if not _is_open(path := os.fsdecode(files[b"main"])):
+        raise refusal(connection, f"{path!r} was removed, or is another file by now")
+    return path
 
 
 def _is_open(path: str) -> bool:
@@ -111,31 +85,69 @@ def _is_open(path: str) -> bool:
     return found
 
 
-def _added(registered: dict[Any, Any]) -> dict[Any, Any]:
-    """The program's additions to the adapters or converters of the process."""
-    return {key: how for key, how in registered.items() if getattr(how, "__module__", None) != "sqlite3.dbapi2"}
+def _check_alike(connection: Connection, new: Connection, sqlite3: ModuleType) -> None:
+    """Makes sure that the new connection gives the same values.
+
+    Raises:
+        TypeError: it might not.
+    """
+    if _asked(connection, "PRAGMA query_only") == [(0,)] and _writes(connection) != _writes(new):
+        raise refusal(connection, "open for writing; open it with sqlite3.connect('file:PATH?mode=ro', uri=True)")
+    if _has_detect_types(connection, sqlite3):
+        raise refusal(connection, "opened with `detect_types`, which its converters in a worker might not fit")
+    if _held(connection) != _held(new):
+        raise refusal(connection, "it has an authorizer, a trace callback or a progress handler")
+    if any(_asked(connection, question) != _asked(new, question) for question in _QUESTIONS):
+        raise refusal(connection, "it has functions or collations of the program's, or other settings for its rows")
+
+
+def _asked(connection: Connection, query: str) -> list[tuple[Any, ...]]:
+    """The rows of a query, without the program's `row_factory`."""
+    cursor = connection.cursor()
+    cursor.row_factory = None
+    return cursor.execute(query).fetchall()
+
+
+def _writes(connection: Connection) -> list[tuple[int, ...]]:
+    """What it would do to begin to write; only the numbers, because the texts do not matter."""
+    return [(row[0], *row[2:5]) for row in _asked(connection, "EXPLAIN BEGIN IMMEDIATE")]
+
+
+def _has_detect_types(connection: Connection, sqlite3: ModuleType) -> bool:
+    """Whether it looks for converters, as a converter of ours shows."""
+    seen = []
+
+    def note(raw: bytes) -> str:
+        seen.append(raw)
+        return raw.decode()
+
+    with _converters:
+        if "TEXT" in sqlite3.converters:
+            raise refusal(connection, "the program has a converter of TEXT, which hides its `detect_types`")
+        sqlite3.converters.update(TEXT=note, RAYLOADER=note)
+        try:
+            rows = _asked(connection, 'SELECT type, 1 AS "_ [RAYLOADER]" FROM sqlite_master LIMIT 1')
+        finally:
+            del sqlite3.converters["TEXT"], sqlite3.converters["RAYLOADER"]
+    if not rows:
+        raise refusal(connection, "it has no tables, which hides its `detect_types`")
+    return bool(seen)
+
+
+def _held(connection: Connection) -> Counter[type]:
+    """The kinds of objects that it holds, except for its factories: callbacks are the only ones of the program's."""
+    factories = connection.row_factory, connection.text_factory, connection.isolation_level
+    return Counter(type(one) for one in gc.get_referents(connection) if not any(one is other for other in factories))
 
 
 # ---- in a worker
 
 
-def _open(opening: _Opening) -> Connection:
+def _open(path: str) -> Connection:
     import sqlite3
 
-    uris = [f"file:{quote(os.fsencode(there(path)))}?{how}" for path, how in opening.databases.values()]
     # The thread that opens it need not be the one that loads.
-    options: dict[str, Any] = {"uri": True, "check_same_thread": False, "detect_types": opening.detect_types}
-    connection: Any = sqlite3.connect(uris[0], **options)
-    for schema, uri in list(zip(opening.databases, uris, strict=True))[1:]:
-        connection.execute(f"ATTACH ? AS {answers.quoted(schema)}", (uri,))
-    for name, value in opening.settings.items():
-        connection.execute(f"PRAGMA {name}={value}")
-    for number, switch in opening.switches.items():
-        if connection.getconfig(number) != switch:
-            connection.setconfig(number, switch)
-    for number, limit in opening.limits.items():
-        connection.setlimit(number, limit)
-    return connection  # type: ignore[no-any-return]
+    return sqlite3.connect(f"file:{quote(os.fsencode(there(path)))}?mode=ro", uri=True, check_same_thread=False)
 
 
 def _closed() -> Connection:
@@ -146,31 +158,7 @@ def _closed() -> Connection:
     return connection
 
 
-def _set(connection: Connection, state: tuple[dict[str, Any], dict[Any, Any], dict[str, Any]]) -> None:
+def _set(connection: Connection, attributes: dict[str, Any]) -> None:
     """Sets attributes that may refer to the connection, and so arrive after it."""
-    import sqlite3
-
-    attributes, adapters, converters = state
     for name, value in attributes.items():
         setattr(connection, name, value)
-    of_the_process: list[tuple[Any, dict[Any, Any]]] = [
-        (sqlite3.adapters, adapters),
-        (sqlite3.converters, converters),
-    ]
-    for registered, added in of_the_process:
-        _before.append((registered, {key: registered.get(key) for key in added}))
-        registered.update(added)
-
-
-_before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # adapters and converters that `_set` has replaced, or None
-
-
-def unregister() -> None:
-    """Restores the adapters and converters of the process, which connections have replaced."""
-    while _before:
-        registered, before = _before.pop()
-        for key, how in before.items():
-            if how is None:
-                registered.pop(key, None)
-            else:
-                registered[key] = how

@@ -39,7 +39,7 @@ from rayloader.state.journal import Resumed
 from rayloader.state.process_state import Baseline
 from rayloader.state.resource_trackers import end_own, own_what_is_created
 from rayloader.state.snapshot import WorkerState
-from rayloader.transport import local_line, sqlite_handle, tcp_line
+from rayloader.transport import local_line, tcp_line
 from rayloader.transport.lanes import WorkerLane, pack, unpack
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
 from rayloader.worker.finalizers import exit_without_callbacks, open_files
@@ -183,7 +183,6 @@ class WorkerProcess:
         left_out = self._hosting.clear()
         left_behind = [*left_out, end_own(), self._baseline.restore()]
         self._context = contextvars.copy_context()
-        sqlite_handle.unregister()
         self._output.close()
         files = open_files()
         if self._files is not None and files > self._files:

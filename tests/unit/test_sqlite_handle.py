@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 
-from rayloader.transport import sqlite_handle
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
 
@@ -48,14 +47,6 @@ def path(tmp_path):
     return create(tmp_path / "items #1?%41.db")  # with the characters that mean something in a URI
 
 
-@pytest.fixture(autouse=True)
-def _process():
-    """What a test registers for the whole process goes again."""
-    with mock.patch.dict(sqlite3.adapters), mock.patch.dict(sqlite3.converters):
-        yield
-        sqlite_handle.unregister()
-
-
 def same(connection, new, query=QUERY):
     """What both give."""
     rows, found = connection.execute(query).fetchall(), new.execute(query).fetchall()
@@ -74,85 +65,14 @@ def lossy(raw):
     return raw.decode("ascii", "replace")
 
 
-@pytest.mark.filterwarnings("ignore:The default date converter is deprecated")  # from Python 3.12 on
-@pytest.mark.parametrize("detect_types", range(4))
-def test_it_gives_the_same_values(path, detect_types):
+def test_it_gives_the_same_values(path):
     factories = itertools.product([None, sqlite3.Row, as_dict], [str, bytes, lossy])
     for row_factory, text_factory in factories:
-        with opened(path, detect_types=detect_types, isolation_level=None) as connection:
+        with opened(path, isolation_level=None) as connection:
             connection.row_factory, connection.text_factory = row_factory, text_factory
             with closing(copied(connection)) as new:
                 assert len(same(connection, new)) == 5
                 assert (new.row_factory, new.text_factory, new.isolation_level) == (row_factory, text_factory, None)
-
-
-@pytest.mark.parametrize("detect_types", [sqlite3.PARSE_DECLTYPES, sqlite3.PARSE_COLNAMES])
-def test_converters_and_adapters_of_the_program_come_along(path, detect_types):
-    sqlite3.register_converter("date", lambda raw: ("date", raw))
-    sqlite3.register_converter("integer", lambda raw: ("integer", raw))
-    sqlite3.register_converter("text", lambda raw: ("text", raw))  # a type of our question for `detect_types`
-    sqlite3.register_adapter(complex, lambda number: number.real)
-    with opened(path, detect_types=detect_types) as connection:
-        registered = dict(sqlite3.converters)
-        encoded = encode(connection, mapped=Mappings())
-        assert sqlite3.converters == registered
-        for one in (sqlite3.converters, sqlite3.adapters):  # as in a worker
-            one.clear()
-        with closing(decode(encoded.skeleton, encoded.buffers)) as new:
-            assert ("date", b"2020-01-01") in same(connection, new)[0]
-            assert new.execute("SELECT ?", (2 + 1j,)).fetchone() == (2.0,)
-
-
-def test_what_a_connection_has_brought_goes_with_its_worker(path):
-    """The next worker of the process finds adapters and converters as they were."""
-    sqlite3.register_converter("date", bytes.decode)
-    sqlite3.register_converter("name", bytes.upper)
-    with opened(path, detect_types=sqlite3.PARSE_DECLTYPES) as connection:
-        encoded = encode(connection, mapped=Mappings())
-    del sqlite3.converters["NAME"]
-    sqlite3.register_converter("date", bytes.lower)
-    before = dict(sqlite3.converters), dict(sqlite3.adapters)
-    for _ in range(2):
-        decode(encoded.skeleton, encoded.buffers, encoded.carried).close()
-    assert sqlite3.converters["NAME"] == bytes.upper
-    sqlite_handle.unregister()
-    assert (sqlite3.converters, sqlite3.adapters) == before
-
-
-def test_it_is_asked_without_calling_what_the_program_has_registered(path):
-    called = []
-
-    def refuse(*_):
-        called.append(1)
-
-    for name in ("date", "text", "integer"):
-        sqlite3.register_converter(name, refuse)
-    with opened(path, detect_types=3) as connection:
-        connection.row_factory = refuse
-        with closing(copied(connection)) as new:
-            assert new.row_factory.__name__ == "refuse"
-        connection.create_function("match", 2, refuse)
-        connection.create_collation("NOCASE", refuse)
-        refused(connection, "in place of SQLite's")
-    assert not called
-
-
-def test_attached_databases_settings_and_limits_are_the_same(path, tmp_path):
-    other = create(tmp_path / "other.db")
-    with opened(path, timeout=1.5) as connection:
-        connection.execute("ATTACH ? AS 'an \"other'", (f"file:{other}?mode=ro",))
-        for setting in ("reverse_unordered_selects=1", "full_column_names=1", "short_column_names=0", "cache_size=77"):
-            connection.execute(f"PRAGMA {setting}")
-        if sys.version_info >= (3, 11):
-            connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 10)
-        with closing(copied(connection)) as new:
-            rows = same(connection, new, 'SELECT number FROM "an ""other".items UNION ALL SELECT number FROM items')
-            assert rows[0] == (4,), "reversed"
-            assert same(connection, new, "PRAGMA busy_timeout") == [(1500,)]
-            assert same(connection, new, "PRAGMA main.cache_size") == [(77,)]
-            assert new.execute("SELECT number FROM items").description[0][0] == "items.number"
-            if sys.version_info >= (3, 11):
-                assert new.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER) == 10
 
 
 def test_what_has_been_asked_before_does_not_matter(path):
@@ -176,18 +96,6 @@ def test_a_connection_that_was_told_to_read_only(path):
             same(connection, new)
             with pytest.raises(sqlite3.OperationalError, match="readonly"):
                 new.execute("DELETE FROM items")
-
-
-def test_one_that_does_not_look_into_the_log_stays_so(tmp_path):
-    with closing(sqlite3.connect(tmp_path / "logged.db")) as writer:
-        writer.execute("PRAGMA journal_mode=wal")
-        writer.execute("CREATE TABLE items (number, name, day)")
-        writer.execute("PRAGMA wal_checkpoint")
-        writer.execute("INSERT INTO items VALUES (1, 'N', '2020-01-01')")
-        writer.commit()
-        for query, count in (("mode=ro", 1), ("immutable=1", 0)):
-            with opened(tmp_path / "logged.db", query) as connection, closing(copied(connection)) as new:
-                assert len(same(connection, new)) == count
 
 
 def test_a_row_factory_may_refer_to_its_connection(path):
@@ -264,30 +172,45 @@ def attach_another(connection):
     connection.execute("ATTACH ? AS other", (str(create(path + "2")),))
 
 
+ROWS = "functions or collations"
 REFUSED = {
-    "authorizer": lambda connection: connection.set_authorizer(lambda *_: sqlite3.SQLITE_OK),
-    "trace callback": lambda connection: connection.set_trace_callback(str),  # which its `text_factory` is, too
-    "progress handler": lambda connection: connection.set_progress_handler(lambda: 0, 10),
-    "functions of the program's, or": lambda connection: connection.create_function("twice", 1, lambda x: 2 * x),
-    "has functions of": lambda connection: connection.create_function("upper", 1, str.lower),
-    "functions of": lambda connection: connection.create_aggregate("total2", 1, list),
-    "`case_sensitive_like`": lambda connection: connection.execute("PRAGMA case_sensitive_like=1"),
-    "in place of SQLite's": lambda connection: connection.create_function("match", 2, str.__contains__),
-    "collations of": lambda connection: connection.create_collation("german", compare),
-    "or collations .* in place of SQLite's": lambda connection: connection.create_collation("NOCASE", compare),
-    "in place of": lambda connection: connection.create_collation("BINARY", lambda a, b: compare(b, a)),
-    "within a transaction": lambda connection: connection.execute("BEGIN"),
-    "temporary tables": lambda connection: connection.execute("CREATE TEMP TABLE mine (number)"),
-    "open for writing": attach_another,
-    "in memory": lambda connection: connection.execute("ATTACH ':memory:' AS other"),
+    "authorizer": ("callback", lambda connection: connection.set_authorizer(lambda *_: sqlite3.SQLITE_OK)),
+    "trace": ("callback", lambda connection: connection.set_trace_callback(str)),  # which its `text_factory` is, too
+    "progress": ("callback", lambda connection: connection.set_progress_handler(lambda: 0, 10)),
+    "function": (ROWS, lambda connection: connection.create_function("twice", 1, lambda x: 2 * x)),
+    "function of SQLite's": (ROWS, lambda connection: connection.create_function("upper", 1, str.lower)),
+    "aggregate": (ROWS, lambda connection: connection.create_aggregate("total2", 1, list)),
+    "LIKE": (ROWS, lambda connection: connection.execute("PRAGMA case_sensitive_like=1")),
+    "collation": (ROWS, lambda connection: connection.create_collation("german", compare)),
+    "order": (ROWS, lambda connection: connection.execute("PRAGMA reverse_unordered_selects=1")),
+    "transaction": ("within a transaction", lambda connection: connection.execute("BEGIN")),
+    "tables": ("temporary tables", lambda connection: connection.execute("CREATE TEMP TABLE mine (number)")),
+    "another": ("has attached a database", attach_another),
 }
 
 
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_might_give_other_values_is_refused(path, why):
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_might_give_other_values_is_refused(path, change):
     with opened(path) as connection:
-        REFUSED[why](connection)
+        why, changes = REFUSED[change]
+        changes(connection)
         refused(connection, why)
+
+
+@pytest.mark.parametrize("detect_types", [sqlite3.PARSE_DECLTYPES, sqlite3.PARSE_COLNAMES])
+def test_one_that_converts_is_refused(path, detect_types):
+    before = dict(sqlite3.converters)
+    with opened(path, detect_types=detect_types) as connection:
+        refused(connection, "opened with `detect_types`")
+    assert sqlite3.converters == before
+
+
+def test_where_it_is_not_known_whether_it_converts_it_is_refused(path, tmp_path):
+    with opened(path) as connection, mock.patch.dict(sqlite3.converters, {"TEXT": bytes}):
+        refused(connection, "hides its `detect_types`")
+    sqlite3.connect(tmp_path / "empty.db").close()
+    with opened(tmp_path / "empty.db") as connection:
+        refused(connection, "it has no tables")
 
 
 def test_databases_that_cannot_be_opened_again_are_refused(path, tmp_path):
@@ -312,13 +235,6 @@ def test_a_database_in_whose_place_there_is_another_one_is_refused(path):
         with opened(path) as other:
             refused(connection, "was removed, or is another file by now")
             refused(other, "was removed, or is another file by now")
-
-
-def test_hidden_types_are_refused(path):
-    for name in ("text", "int"):
-        sqlite3.register_converter(name, bytes)
-    with opened(path) as connection:
-        refused(connection, "hide its `detect_types`")
 
 
 def test_classes_of_the_programs_own_and_what_belongs_to_a_connection_are_refused(path):
