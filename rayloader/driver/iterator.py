@@ -50,6 +50,7 @@ from rayloader.replica.image import Image
 from rayloader.samplers import Resuming, Samplers
 from rayloader.shard_info import ranks_told
 from rayloader.state.checkpoint import goes_on
+from rayloader.state.generators import RECORDED
 from rayloader.state.journal import Resumed
 from rayloader.state.object_paths import Node, walk
 from rayloader.state.position import Position
@@ -296,7 +297,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
         replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
         try:
-            encoded = codec.encode(replica, carry=CARRY, mapped=mappings)
+            encoded = codec.encode(replica, carry=CARRY, mapped=mappings, special=RECORDED)
         except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
             for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
                 if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:

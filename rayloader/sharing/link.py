@@ -28,6 +28,7 @@ from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
 from rayloader.sharing.messages import NAMESPACE, Connection, Kind, Pipeline, Reply, Terms
 from rayloader.sharing.producer import Producer
+from rayloader.state.generators import RECORDED
 from rayloader.state.process_state import ProcessState
 from rayloader.state.random_state import RandomState
 from rayloader.transport import codec
@@ -119,7 +120,7 @@ def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
     shared._iterator = None  # of persistent workers, which belong to this process
     mappings = Mappings()
     try:
-        encoded = codec.encode(shared, carry=CARRY, mapped=mappings)
+        encoded = codec.encode(shared, carry=CARRY, mapped=mappings, special=RECORDED)
     except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
         if (explanation := unpicklable.explain(shared.__dict__, "loader")) is not None:
             add_note(error, f"It cannot be sent to the producer: {explanation}")

@@ -146,8 +146,3 @@ def make_generator(kind: str, state: Any) -> Any:
             bits = getattr(np.random, state["bit_generator"])()
             return bits if kind == "BitGenerator" else getattr(np.random, kind)(bits)
     raise TypeError("a class of the user's")
-
-
-def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Like `isinstance`, but without asking the user's objects what they claim to be."""
-    return issubclass(type(obj), kinds)

@@ -35,7 +35,6 @@ from rayloader.state.generator_kinds import (
     engines,
     generator_types,
     global_generators,
-    is_a,
     kind_of,
     make_generator,
     set_state,
@@ -43,9 +42,10 @@ from rayloader.state.generator_kinds import (
     suits,
 )
 from rayloader.state.module_generators import LONG, MOST, Placed
-from rayloader.state.namespaces import attributes_of
+from rayloader.state.namespaces import attributes_of, is_a
 from rayloader.state.object_paths import ATOMS, Node, Path, follow, in_words, put, walk
 from rayloader.state.own_modules import is_own_name, own_modules
+from rayloader.transport.pickler import Special
 
 _WITHOUT = {*ATOMS, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property}
 _WITHOUT |= {functools.cached_property, types.MemberDescriptorType, types.GetSetDescriptorType}
@@ -105,6 +105,10 @@ def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
         return usual
     make, arguments, *rest = usual
     return _note, (make, *arguments), *rest
+
+
+# For the pickler of a replica.
+RECORDED = Special(KINDS, reduce_generator)
 
 
 def _without_state(kind: Any, attributes: dict[str, Any]) -> Any:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rayloader.state.generator_kinds import distinct, is_a, kind_of, make_generator, set_state, state_of, suits
+from rayloader.state.generator_kinds import distinct, kind_of, make_generator, set_state, state_of, suits
+from rayloader.state.namespaces import is_a
 from rayloader.state.object_paths import (
     ATOMS,
     Path,

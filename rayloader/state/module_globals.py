@@ -35,9 +35,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rayloader._compat import default_collate_fn_map
-from rayloader.state.generator_kinds import is_a
 from rayloader.state.module_generators import Carried, Found, Placed
-from rayloader.state.namespaces import attributes_of, namespace_of
+from rayloader.state.namespaces import attributes_of, is_a, namespace_of
 from rayloader.state.object_paths import functions_of
 from rayloader.state.own_modules import own_modules
 from rayloader.state.plain_values import MUTABLE, Content, content_of, copied, described, is_plain, same, set_content

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.state.generator_kinds import KINDS, distinct, is_a
+from rayloader.state.generator_kinds import KINDS, distinct
+from rayloader.state.namespaces import is_a
 from rayloader.state.object_paths import (
     ATOMS,
     Node,

@@ -1,4 +1,4 @@
-"""The names bound in modules and in classes.
+"""What modules, classes and code name, and of which class an object is.
 
 Promise: no code of the user's runs.
 """
@@ -6,7 +6,7 @@ Promise: no code of the user's runs.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _DICT = vars(types.ModuleType)["__dict__"]
@@ -26,3 +26,16 @@ def namespace_of(module: Any) -> dict[str, Any]:
 def attributes_of(definition: type) -> Mapping[str, Any]:
     """The attributes that a class itself defines, without inherited ones; a metaclass may define `__dict__` too."""
     return _CLASS_DICT.__get__(definition)  # type: ignore[no-any-return]
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function, and in those within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if is_a(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Like `isinstance`, but without asking the user's objects what they claim to be."""
+    return issubclass(type(obj), kinds)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.state.generator_kinds import KINDS, is_a
-from rayloader.state.namespaces import namespace_of
+from rayloader.state.generator_kinds import KINDS
+from rayloader.state.namespaces import is_a, names_in, namespace_of
 
 Step = tuple[str, Any] | None  # None: a step that another process can't take
 Path = tuple[Step, ...]
@@ -202,14 +202,6 @@ def slots_of(kind: type) -> list[str]:
         for name, member in vars(base).items()
         if is_a(member, types.MemberDescriptorType)
     ]
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in a function, and in those within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if is_a(constant, types.CodeType):
-            yield from names_in(constant)
 
 
 def functions_of(value: Any) -> list[types.FunctionType]:

@@ -17,8 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rayloader.state.generator_kinds import is_a
-from rayloader.state.namespaces import namespace_of
+from rayloader.state.namespaces import is_a, namespace_of
 
 _INSTALLED = {"site-packages", "dist-packages"}
 # Wherever they are installed: these are large.

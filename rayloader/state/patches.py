@@ -23,8 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rayloader.state.generator_kinds import is_a
-from rayloader.state.namespaces import attributes_of, namespace_of
+from rayloader.state.namespaces import attributes_of, is_a, namespace_of
 from rayloader.state.own_modules import is_own_name, is_own_namespace
 
 _MISSING = object()

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.state.generator_kinds import KINDS, is_a
+from rayloader.state.generator_kinds import KINDS
+from rayloader.state.namespaces import is_a
 from rayloader.state.object_paths import functions_of, slots_of
 from rayloader.state.own_modules import is_own_name
 

@@ -9,8 +9,9 @@ import contextlib
 import functools
 from typing import Any
 
-from rayloader.state.generator_kinds import KINDS, is_a
-from rayloader.state.object_paths import functions_of, held_by, named_by, names_in, slots_of
+from rayloader.state.generator_kinds import KINDS
+from rayloader.state.namespaces import is_a, names_in
+from rayloader.state.object_paths import functions_of, held_by, named_by, slots_of
 
 DATA = ("data_source", "dataset")  # names of the attributes for what samplers sample from
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes have no state

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from rayloader.transport import bulk, depth, plain
-from rayloader.transport.pickler import PROTOCOL, Overlap, Pickler
+from rayloader.transport.pickler import PROTOCOL, Overlap, Pickler, Special
 from rayloader.transport.raw import flat_bytes, memory, storage_over
 from rayloader.transport.rebuilding import make_tensor
 
@@ -47,6 +47,7 @@ _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span 
 
 _NO_BUFFERS = pickle.dumps(([], [], [], [], [], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
+_NOTHING_SPECIAL = Special()
 _INDICES = {int, type(None)}  # an iterable dataset's are None
 
 
@@ -61,8 +62,8 @@ class Encoded(NamedTuple):
         shared: for a replica: the storages in torch's shared memory, whole, by the number of their buffer.
         overlap: for a replica: the arrays that share memory, and will not do so when decoded; only the first few of
             many of a kind are checked.
-        copied: for a replica: the first function that travels with a copy of a random generator of its module, and the
-            generator's name.
+        copied: for a replica: the first function that travels with a copy of a special object of its module, and that
+            object's name.
     """
 
     skeleton: bytes
@@ -86,6 +87,7 @@ def encode(
     known_classes: bool = False,
     carry: tuple[type, ...] = (),
     mapped: Mappings | None = None,
+    special: Special = _NOTHING_SPECIAL,
     fresh: Mapping[int, plain.Fresh] = plain.NOT_FRESH,
 ) -> Encoded:
     """Splits an object.
@@ -97,8 +99,8 @@ def encode(
         carry: types whose instances are left to the transport of the rest, such as Ray's references.
         mapped: for replicas: the file-backed memory of this process, which must not be copied, however small an
             array is, and whatever its strides are. Arrays whose items overlap in memory
-            keep doing so. Also, a replica's random generators can be recorded when it is decoded, see
-            generators.py.
+            keep doing so.
+        special: for replicas: objects that are pickled in another way.
         fresh: for batches: see `plain.encode`.
 
     Raises:
@@ -109,7 +111,7 @@ def encode(
         return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, (), ())
     if mapped is None and (simple := plain.encode(obj, fresh)) is not None:
         return Encoded(*simple, ())
-    file, pickler = _pickled(obj, known_classes, carry, mapped)
+    file, pickler = _pickled(obj, known_classes, carry, mapped, special)
     buffers: list[memoryview] = []
     shared: dict[int, torch.UntypedStorage] = {}
     uses: list[int] = []
@@ -157,11 +159,11 @@ def encode(
 
 
 def _pickled(
-    obj: object, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None
+    obj: object, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None, special: Special
 ) -> tuple[io.BytesIO, Pickler]:
     with depth.bounded():
         file = io.BytesIO()
-        pickler = Pickler(file, known_classes, carry, mapped)
+        pickler = Pickler(file, known_classes, carry, mapped, special)
         try:
             pickler.dump(obj)
             return file, pickler
@@ -169,7 +171,7 @@ def _pickled(
             if not depth.is_too_deep(error):
                 raise
         file, in_turn = io.BytesIO(), depth.InTurn(obj)
-        pickler = Pickler(file, known_classes, carry, mapped, in_turn)
+        pickler = Pickler(file, known_classes, carry, mapped, special, in_turn)
         try:
             pickler.dump(in_turn)
         except Exception as error:

@@ -13,7 +13,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -33,10 +33,7 @@ from rayloader._compat import (
     state_of_subclass,
     untyped_in,
 )
-from rayloader.state.generator_kinds import KINDS, is_a
-from rayloader.state.generators import reduce_generator
-from rayloader.state.namespaces import namespace_of
-from rayloader.state.object_paths import names_in
+from rayloader.state.namespaces import is_a, names_in, namespace_of
 from rayloader.transport import bulk, by_value, classes, handles, views
 from rayloader.transport.depth import InTurn
 from rayloader.transport.raw import NAMES, address, memory
@@ -97,6 +94,18 @@ class Span:
         self.index: int | None = None
 
 
+class Special(NamedTuple):
+    """Kinds of objects in a replica about which the code that encodes it knows more than this package.
+
+    Attributes:
+        kinds: of these and of derived classes.
+        reduce: how one is pickled; given the object, and a function that returns the usual reduction of one.
+    """
+
+    kinds: tuple[type, ...] = ()
+    reduce: Callable[[Any, Callable[[Any], Any]], Any] = lambda obj, reduced: reduced(obj)
+
+
 class Pickler(by_value.Pickler):
     """The pickler of one object; the arguments are those of `codec.encode`."""
 
@@ -106,6 +115,7 @@ class Pickler(by_value.Pickler):
         known_classes: bool,
         carry: tuple[type, ...],
         mapped: Mappings | None,
+        special: Special,
         in_turn: InTurn | None = None,
     ) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will request them
@@ -113,6 +123,7 @@ class Pickler(by_value.Pickler):
         self.known_classes = known_classes
         self.carry = carry
         self.mapped = mapped
+        self.special = special
         self.in_turn = in_turn
         self.groups = None if mapped is None else bulk.Groups()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
@@ -121,7 +132,7 @@ class Pickler(by_value.Pickler):
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
         self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
-        self.generators: dict[str, set[str]] = {}  # names of those in modules of functions that travel by value
+        self.special_names: dict[str, set[str]] = {}  # of special objects in modules of functions that travel by value
         self.modules: dict[str, None] = {}  # of what a replica refers to by name, in the order in which it is met
         self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
 
@@ -191,7 +202,7 @@ class Pickler(by_value.Pickler):
         if reduced is not NotImplemented and COMPILED in vars(obj):
             raise refusal(obj, "torch.compile has made it, outside of any module that workers can import")
         if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
-            self.copied = self._copied_generator(obj)
+            self.copied = self._copied_special(obj)
         return self._noted(obj, reduced)
 
     def _noted(self, definition: Any, reduced: Any) -> Any:
@@ -207,10 +218,10 @@ class Pickler(by_value.Pickler):
             return reduced
         return *reduced, *[None] * (5 - len(reduced)), set_attributes
 
-    def _copied_generator(self, function: types.FunctionType) -> tuple[str, str] | None:
-        """For a function that travels by value: its name, and that of a generator that the rest of its module uses too.
+    def _copied_special(self, function: types.FunctionType) -> tuple[str, str] | None:
+        """For a function that travels by value: its name, and that of a special object that all its module uses.
 
-        A class that travels by value may have a thousand such functions, of modules without generators.
+        A class that travels by value may have a thousand such functions, of modules without special objects.
         """
         module = sys.modules.get(function.__module__ or "")
         if (
@@ -219,9 +230,10 @@ class Pickler(by_value.Pickler):
             or module.__name__ in ("__main__", "__mp_main__")
         ):
             return None  # everything in __main__ travels
-        if (names := self.generators.get(function.__module__)) is None:
+        if (names := self.special_names.get(function.__module__)) is None:
             held = list(function.__globals__.items())
-            names = self.generators[function.__module__] = {name for name, value in held if is_a(value, KINDS)}
+            names = {name for name, value in held if is_a(value, self.special.kinds)}
+            self.special_names[function.__module__] = names
         named = (name for name in names_in(function.__code__) if name in names) if names else ()
         return next(((f"{module.__name__}.{function.__qualname__}", name) for name in named), None)
 
@@ -236,7 +248,7 @@ class Pickler(by_value.Pickler):
             return kind.from_buffer, (np.frombuffer(obj, np.uint8),)  # type: ignore[attr-defined]
         if issubclass(kind, tuple) and _has_own_new(kind):
             return tuple.__new__, (kind, tuple(obj)), getattr(obj, "__dict__", None)
-        return reduce_generator(obj, self._reduced) if issubclass(kind, KINDS) else None
+        return self.special.reduce(obj, self._reduced) if issubclass(kind, self.special.kinds) else None
 
     def _reduced(self, obj: Any) -> Any:
         """The reduction without this class's `reducer_override`."""

@@ -14,7 +14,7 @@ import torch
 from rayloader.errors import ReplayError
 from rayloader.state import generators, object_paths
 from rayloader.state.generator_kinds import engine, kind_of, make_generator, set_state, state_of
-from rayloader.state.generators import Generators, find_generators, noting
+from rayloader.state.generators import RECORDED, Generators, find_generators, noting
 from rayloader.state.random_state import RandomState
 from rayloader.transport import codec
 
@@ -172,7 +172,7 @@ def test_children_that_share_what_they_were_seeded_with_have_the_state_that_was_
 
 def travelled(obj):
     """The object as a worker has it, and its generators."""
-    encoded = codec.encode(obj, mapped=())
+    encoded = codec.encode(obj, mapped=(), special=RECORDED)
     with noting() as noted:
         copy = codec.decode(encoded.skeleton, encoded.buffers)
     return copy, Generators({"dataset": copy}, noted)
