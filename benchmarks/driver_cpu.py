@@ -32,8 +32,8 @@ SCHEDULE_BUDGET_S = 0.5  # of one simulated epoch; a slow schedule gets fewer ba
 
 def schedule_cpu(name: str, workers: int, prefetch_factor: int) -> float:
     """Microseconds in the schedule for a batch."""
-    from rayloader.driver import messages as rules
-    from rayloader.driver.schedule import Schedule
+    from rayloader.epoch import messages as rules
+    from rayloader.epoch.schedule import Schedule
 
     schedule = Schedule(workers, prefetch_factor)
     pending: deque[Any] = deque([rules.Opened()])

@@ -26,7 +26,7 @@ import psutil
 import torch
 
 import harness
-import rayloader.driver.pool
+import rayloader.workers.pool
 from cases import Stored
 from rayloader import DataLoader
 
@@ -59,7 +59,7 @@ class Sample:
     def take(cls, batches: int, loader: Any) -> Sample:
         """As it is now."""
         driver = psutil.Process()
-        workers = [psutil.Process(pid) for pid in rayloader.driver.pool.live_actor_pids()]
+        workers = [psutil.Process(pid) for pid in rayloader.workers.pool.live_actor_pids()]
         state = io.BytesIO()
         torch.save(loader.state_dict(), state)
         return cls(

@@ -45,7 +45,7 @@ def program(way: str) -> None:
     import torch
 
     import rayloader
-    from rayloader import session
+    from rayloader.start import session
 
     if way != WAYS[0]:
         session.ForkServer = NoForkServer  # type: ignore[assignment,misc]

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayloader.driver import messages as rules
-from rayloader.driver.pace import Pace
-from rayloader.driver.schedule import Schedule
-from rayloader.prefetch import PREFETCH_BYTES
+from rayloader.epoch import messages as rules
+from rayloader.epoch.schedule import Schedule
+from rayloader.sampling.prefetch import PREFETCH_BYTES
+from rayloader.workers.pace import Pace
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from typing import Any
 
 from cases import CASES
 from rayloader import DataLoader, shutdown
-from rayloader.driver.iterator import EpochIterator
-from rayloader.driver.receiver import Receiver
-from rayloader.driver.recorder import Tally
+from rayloader.epoch.iterator import EpochIterator
+from rayloader.epoch.receiver import Receiver
+from rayloader.observe.recorder import Tally
+from rayloader.observe.spent import pack
 from rayloader.protocol import Answer
-from rayloader.spent import pack
 
 LOOPS = 20_000
 SPENT = pack(0, 1.0, 0.0, 1e-4, 1e-4, 1e-4)  # of a worker that is never idle

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rayloader.driver import preparing
-from rayloader.driver.crew import Crew
-from rayloader.driver.epoch import Epoch
-from rayloader.driver.schedule import Schedule
+from rayloader.epoch import preparing
+from rayloader.epoch.epoch import Epoch
+from rayloader.epoch.schedule import Schedule
+from rayloader.workers.crew import Crew
 
 STEPS = {
     "draw": [(Epoch, "_draw")],

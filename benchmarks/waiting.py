@@ -19,12 +19,12 @@ from typing import Any
 
 import harness
 from harness import Figure, Options
-from rayloader.driver.answers import NONE_YET, Answers
-from rayloader.driver.channels import Channels
-from rayloader.driver.crew import Crew
-from rayloader.driver.line_calls import LineCalls
-from rayloader.driver.ray_calls import RayCalls
 from rayloader.transport.local_line import connect
+from rayloader.workers.answers import NONE_YET, Answers
+from rayloader.workers.channels import Channels
+from rayloader.workers.crew import Crew
+from rayloader.workers.line_calls import LineCalls
+from rayloader.workers.ray_calls import RayCalls
 
 QUESTION = "waiting"
 COUNTS = (1, 4, 16, 64, 256, 1024)

@@ -23,21 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.driver.messages import (
-    BatchTaken,
-    Deliver,
-    IndicesDrawn,
-    Opened,
-    SamplerExhausted,
-    Submit,
-    TaskDone,
-)
-from rayloader.driver.schedule import Schedule
+from rayloader.epoch.messages import BatchTaken, Deliver, IndicesDrawn, Opened, SamplerExhausted, Submit, TaskDone
+from rayloader.epoch.schedule import Schedule
+from rayloader.observe.spent import pack
 from rayloader.protocol import CARRY, Answer, Down, Result, ResultKind, Up, result_of
-from rayloader.spent import pack
-from rayloader.state.digest import digest
-from rayloader.state.draws import drawn
-from rayloader.state.journal import Journal, Told
+from rayloader.resume.digest import digest
+from rayloader.resume.draws import drawn
+from rayloader.resume.journal import Journal, Told
 from rayloader.transport import codec
 from rayloader.transport.lanes import ArenaLane, WorkerLane, from_wire, received, sealed, to_wire
 from rayloader.transport.local_line import DriverLine, connect

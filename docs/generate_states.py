@@ -1,4 +1,4 @@
-"""Draws the states of a task from `TRANSITIONS` in rayloader/driver/messages.py, as a picture for docs/architecture.md.
+"""Draws the states of a task from `TRANSITIONS` in rayloader/epoch/messages.py, as a picture for docs/architecture.md.
 
     python docs/generate_states.py            # print the SVG
     python docs/generate_states.py --write    # put it into docs/static/states.svg
@@ -11,7 +11,7 @@ right, are alike.
 import sys
 from pathlib import Path
 
-from rayloader.driver.messages import TRANSITIONS, TaskState
+from rayloader.epoch.messages import TRANSITIONS, TaskState
 
 PICTURE = Path(__file__).parent / "static" / "states.svg"
 

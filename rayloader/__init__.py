@@ -1,5 +1,6 @@
 """torch's DataLoader with Ray actors as workers: change the import, keep the training script."""
 
+from rayloader.data.shared_list import SharedList
 from rayloader.errors import (
     BatchTimeoutError,
     ConsumerDroppedError,
@@ -16,11 +17,10 @@ from rayloader.errors import (
 )
 from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
-from rayloader.progress_bar import progress
-from rayloader.shard_info import ShardInfo, get_shard_info
-from rayloader.shared_list import SharedList
-from rayloader.shares import Consumer, SharedLoader, share, shared
-from rayloader.stats import LoaderStats
+from rayloader.observe.progress_bar import progress
+from rayloader.observe.stats import LoaderStats
+from rayloader.sampling.shard_info import ShardInfo, get_shard_info
+from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
 __all__ = [
     "BatchTimeoutError",

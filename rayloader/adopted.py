@@ -22,11 +22,11 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from rayloader._compat import BaseIterator, MultiProcessIterator, SingleProcessIterator
-from rayloader.driver.local import LocalIterator, OfOneProcess
-from rayloader.driver.recorder import Recorder
+from rayloader.epoch.local import LocalIterator, OfOneProcess
 from rayloader.loader import DataLoader, no_loader
+from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments, check, checked_num_workers
-from rayloader.samplers import note_first_attributes
+from rayloader.resume.samplers import note_first_attributes
 from rayloader.tracebacks import level_outside
 
 _ATTRIBUTE = "_rayloader_adopted"  # of such a loader
@@ -104,7 +104,7 @@ class Adopted:
             iterator.__class__ = LocalIterator
             LocalIterator.__init__(iterator, self, None)  # type: ignore[arg-type]
             return
-        from rayloader.driver.iterator import EpochIterator
+        from rayloader.epoch.iterator import EpochIterator
 
         num_workers = checked_num_workers(self.num_workers)
         iterator.__class__, iterator._adopted = EpochIterator, self

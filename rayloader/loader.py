@@ -21,9 +21,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
-from rayloader.driver.cpu_use import cpus
-from rayloader.driver.recorder import Recorder
 from rayloader.errors import StateError
+from rayloader.observe.cpu_use import cpus
+from rayloader.observe.recorder import Recorder
+from rayloader.observe.stats import LoaderStats
+from rayloader.observe.trace import Tracing
+from rayloader.observe.verdict import verdict
 from rayloader.options import (
     OnError,
     OnTimeout,
@@ -35,15 +38,12 @@ from rayloader.options import (
     check_types,
     checked_num_workers,
 )
-from rayloader.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.readers import Before, ReadAhead, find_reader
-from rayloader.samplers import note_first_attributes
-from rayloader.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
-from rayloader.state import checkpoint
-from rayloader.stats import LoaderStats
-from rayloader.trace import Tracing
+from rayloader.resume import checkpoint
+from rayloader.resume.samplers import note_first_attributes
+from rayloader.sampling.prefetch import PREFETCH_BYTES, AutomaticPrefetch
+from rayloader.sampling.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.tracebacks import level_outside, shorten
-from rayloader.verdict import verdict
 
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     def _get_iterator(self) -> BaseIterator:
         if self.num_workers == 0:
             return self._get_local_iterator()
-        from rayloader.driver.iterator import EpochIterator
+        from rayloader.epoch.iterator import EpochIterator
 
         # What the program has set since the loader was created takes effect at this `iter()`, as with torch.
         self.num_workers = checked_num_workers(self.num_workers)
@@ -350,7 +350,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         return iterator
 
     def _get_local_iterator(self) -> BaseIterator:
-        from rayloader.driver.local import LocalIterator
+        from rayloader.epoch.local import LocalIterator
 
         iterator = LocalIterator(self, self._state)
         self._state, self._of_other_workers = None, False
@@ -566,7 +566,7 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
     """
     num_workers = checked_num_workers(num_workers)
     check_remote_args(ray_remote_args)
-    from rayloader.driver import pool
+    from rayloader.workers import pool
 
     pool.init(num_workers, dict(ray_remote_args or {}), ray_options)
 
@@ -577,7 +577,7 @@ def shutdown() -> None:
     Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts new workers. A script
     need not call this at its end. It may be called more than once, but not from a signal handler.
     """
-    iterator, pool = sys.modules.get("rayloader.driver.iterator"), sys.modules.get("rayloader.driver.pool")
+    iterator, pool = sys.modules.get("rayloader.epoch.iterator"), sys.modules.get("rayloader.workers.pool")
     if iterator is not None:
         iterator.close_all()
     if (inbox := sys.modules.get("rayloader.sharing.inbox")) is not None:

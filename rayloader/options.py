@@ -13,8 +13,8 @@ from typing import Any, Literal, TypedDict, get_args
 
 from torch.utils.data import IterableDataset
 
-from rayloader.prefetch import AutomaticPrefetch
-from rayloader.sharding import is_whole
+from rayloader.sampling.prefetch import AutomaticPrefetch
+from rayloader.sampling.sharding import is_whole
 
 Seeding = Literal["worker", "batch"]
 Scheduling = Literal["static", "dynamic"]

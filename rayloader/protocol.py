@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import ray
 
 from rayloader import skipping
+from rayloader.inherit.process_state import ProcessState
 from rayloader.replica.opening import ImageAddress
-from rayloader.state.process_state import ProcessState
 from rayloader.transport.lanes import Wire, fits_in_band
 from rayloader.transport.local_line import LineAddress
 

@@ -36,7 +36,7 @@ from typing import Any
 from rayloader._compat_lightning import ended_an_epoch, fetcher_classes, has_states, loop_classes, take_states
 from rayloader._compat_ray import wrapped_loader_classes
 from rayloader.errors import StateError
-from rayloader.state.checkpoint import TAKEN, is_between_epochs
+from rayloader.resume.checkpoint import TAKEN, is_between_epochs
 
 # The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
 _given: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[ReadAhead]]] = weakref.WeakKeyDictionary()

@@ -65,14 +65,14 @@ def ray_session(keepers):
     import torch
     from torch.utils.data import TensorDataset
 
-    import rayloader.driver.moving
-    import rayloader.driver.pool
-    import rayloader.session
+    import rayloader.start.session
+    import rayloader.workers.moving
+    import rayloader.workers.pool
     from rayloader import DataLoader, shutdown
 
-    rayloader.driver.pool.GRACE_S = 0.0
+    rayloader.workers.pool.GRACE_S = 0.0
     # What the log holds is not to depend on how fast the machine is.
-    rayloader.session.START_NOTICE_S = rayloader.driver.moving.NOTICE_S = math.inf
+    rayloader.start.session.START_NOTICE_S = rayloader.workers.moving.NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
@@ -109,7 +109,7 @@ def nothing_left():
         return
     check_threads(threads)
     check_files(files)
-    if "rayloader.driver.pool" in sys.modules:
+    if "rayloader.workers.pool" in sys.modules:
         check_actors(allowed=lambda: pool_pids() if _keepers else pool_pids() & actors)
 
 
@@ -119,7 +119,7 @@ def our_threads():
 
 def check_threads(before):
     def left():
-        pool = sys.modules.get("rayloader.driver.pool")
+        pool = sys.modules.get("rayloader.workers.pool")
         allowed = {"rayloader-janitor", "rayloader-output"} if pool is not None and pool._pool is not None else set()
         if _keepers:
             allowed.add("rayloader-session")
@@ -141,7 +141,7 @@ def check_files(before):
         assert time.monotonic() < deadline, f"memory files left open or mapped: {sorted(left)}\n{holders()}"
         if waited:
             gc.collect()  # a batch in a cycle lets go of its memory when it is collected
-        pool = sys.modules.get("rayloader.driver.pool")
+        pool = sys.modules.get("rayloader.workers.pool")
         if pool is not None and pool._pool is not None:
             pool._pool.wait()
         waited = True
@@ -168,14 +168,14 @@ def our_files():
         with contextlib.suppress(OSError):
             names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    pool = sys.modules.get("rayloader.driver.pool")
+    pool = sys.modules.get("rayloader.workers.pool")
     kept = pool.live_memory_files() if pool is not None else set()  # which actors may live is check_actors' matter
     return {name for name in names if "rayloader-" in name and not any(file in name for file in kept)}
 
 
 def pool_pids():
     """Processes of the actors that this process's pool knows and keeps."""
-    pool = sys.modules.get("rayloader.driver.pool")
+    pool = sys.modules.get("rayloader.workers.pool")
     return pool.live_actor_pids() if pool is not None else set()
 
 

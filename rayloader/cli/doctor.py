@@ -18,8 +18,8 @@ import torch
 from packaging.requirements import Requirement
 from torch.utils.data import Dataset
 
-from rayloader.driver.cpu_use import cpus
 from rayloader.loader import DataLoader
+from rayloader.observe.cpu_use import cpus
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.memory import available
 
@@ -133,7 +133,7 @@ def _ray(num_workers: int) -> Check:
             pass
     except Exception as error:  # any error is the answer
         return Check("Ray", False, str(error), "the text above says what to do; Ray's log says more")
-    from rayloader import session
+    from rayloader.start import session
 
     how = "started here" if session.started_here() else "joined the one that runs"
     return Check("Ray", True, f"{how}; first batch after {time.monotonic() - began:.1f} s")
@@ -141,7 +141,7 @@ def _ray(num_workers: int) -> Check:
 
 def _lanes(num_workers: int) -> Iterator[Check]:
     dataset = _Rows()
-    from rayloader.driver.pool import get_pool
+    from rayloader.workers.pool import get_pool
 
     def load(arenas: bool) -> None:
         batches = list(DataLoader(dataset, ROWS // 4, num_workers=num_workers, arenas=arenas))

@@ -20,14 +20,14 @@ from typing import Any
 import cloudpickle
 import ray
 
-from rayloader import session
 from rayloader.errors import StateError, add_note
+from rayloader.inherit.process_state import Baseline
 from rayloader.protocol import CARRY
 from rayloader.replica import unopenable, unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.sharing.ledger import Place, Room
 from rayloader.sharing.messages import Kind, Pipeline, Produced
-from rayloader.state.process_state import Baseline
+from rayloader.start import session
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off, to_wire
 from rayloader.transport.line import packed

@@ -15,18 +15,18 @@ import pickle
 import select
 import time
 
-from rayloader import session
-from rayloader.ahead import COPIED_AHEAD_BYTES, AheadThread
 from rayloader.bell import TICK_S, Waker
+from rayloader.epoch.ahead import COPIED_AHEAD_BYTES, AheadThread
 from rayloader.errors import ShareError
 from rayloader.sharing.inbox import Inbox
 from rayloader.sharing.link import NOTICE_S, Link
 from rayloader.sharing.messages import Begin, Kind, Reply, Take, content_of, head_of, nbytes_of
+from rayloader.start import session
 from rayloader.transport.lanes import SMALL_BYTES
 from rayloader.transport.line import LineError, Message
 from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import TcpDriverLine
-from rayloader.waiting import NONE_YET, Answer
+from rayloader.workers.waiting import NONE_YET, Answer
 
 # How many batches the producer may send beyond those that the user has taken, if they are small.
 MOST_AHEAD = 8

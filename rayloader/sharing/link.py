@@ -21,20 +21,20 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayloader import session
 from rayloader.errors import RaySessionError, ShareError, add_note
+from rayloader.inherit.process_state import ProcessState
 from rayloader.protocol import CARRY
+from rayloader.random.generators import RECORDED
+from rayloader.random.random_state import RandomState
 from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
 from rayloader.sharing.messages import NAMESPACE, Connection, Kind, Pipeline, Reply, Terms
 from rayloader.sharing.producer import Producer
-from rayloader.state.generators import RECORDED
-from rayloader.state.process_state import ProcessState
-from rayloader.state.random_state import RandomState
+from rayloader.start import session
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
-from rayloader.waiting import NONE_YET, wait_for
+from rayloader.workers.waiting import NONE_YET, wait_for
 
 # After this many seconds of waiting for others, a consumer logs which ones it waits for.
 NOTICE_S = 60.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from rayloader.inherit.process_state import ProcessState
+from rayloader.random.random_state import RandomState
 from rayloader.replica.opening import ImageAddress
-from rayloader.state.process_state import ProcessState
-from rayloader.state.random_state import RandomState
 from rayloader.transport.line import Message, Parcel
 
 # Of producers' actors, independent of the namespaces of the programs that meet in one Ray.

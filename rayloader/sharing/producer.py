@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rayloader.errors import ConsumerDroppedError, ShareError, StateError
-from rayloader.sharding import is_whole
+from rayloader.sampling.sharding import is_whole
 from rayloader.sharing.hosted import HostedLoader
 from rayloader.sharing.ledger import End, Ledger, Passed, Place, Step
 from rayloader.sharing.messages import Begin, Connection, Kind, Pipeline, Produced, Reply, Take, Terms

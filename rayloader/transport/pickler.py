@@ -33,7 +33,7 @@ from rayloader._compat import (
     state_of_subclass,
     untyped_in,
 )
-from rayloader.state.namespaces import is_a, names_in, namespace_of
+from rayloader.namespaces import is_a, names_in, namespace_of
 from rayloader.transport import bulk, by_value, classes, handles, views
 from rayloader.transport.depth import InTurn
 from rayloader.transport.raw import NAMES, address, memory

@@ -15,12 +15,12 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
-from rayloader.driver import ways
-from rayloader.driver.line_calls import LineCalls, TcpCalls
-from rayloader.driver.pace import Pace
-from rayloader.driver.ray_calls import RayCalls
-from rayloader.driver.schedule import Schedule
+from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
+from rayloader.workers import ways
+from rayloader.workers.line_calls import LineCalls, TcpCalls
+from rayloader.workers.pace import Pace
+from rayloader.workers.ray_calls import RayCalls
 
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
 

@@ -72,7 +72,7 @@ def patched(folder):
         loader.sampler.set_epoch(epoch)
         batches += [batch.tolist() for batch in loader]
     rank = ray.train.get_context().get_world_rank()
-    is_ours = "rayloader.driver.iterator" in sys.modules
+    is_ours = "rayloader.epoch.iterator" in sys.modules
     Path(folder, f"{rank}.json").write_text(json.dumps([is_ours, batches]))
 
 

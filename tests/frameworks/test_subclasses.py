@@ -10,7 +10,7 @@ import pytest
 
 import rayloader
 from framework_data import written_by
-from rayloader.driver.iterator import EpochIterator
+from rayloader.epoch.iterator import EpochIterator
 from subclass_cases import CASES, REAL, STAND_INS, Endless, run
 
 pytestmark = pytest.mark.usefixtures("ray_session")

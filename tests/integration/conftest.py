@@ -9,8 +9,8 @@ def depth_of(monkeypatch):
 
     These are tasks that the worker was told and the user has not taken: where a thread receives, few are unanswered.
     """
-    from rayloader.driver.pace import Pace
-    from rayloader.driver.tables import Tables
+    from rayloader.epoch.tables import Tables
+    from rayloader.workers.pace import Pace
 
     depths = []
     run = Tables.run

@@ -18,7 +18,7 @@ def raylet(session):
 def processes(session):
     """All of a Ray that a keeper holds, the keeper first."""
     keeper = raylet(session).parent()
-    assert "rayloader/keeper" in arguments(keeper)
+    assert "rayloader/start/keeper" in arguments(keeper)
     return [keeper, *keeper.children(recursive=True)]
 
 

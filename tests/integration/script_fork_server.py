@@ -23,8 +23,9 @@ import torch
 from torch.utils.data import Dataset
 
 import rayloader
-from rayloader import DataLoader, session
-from rayloader.forkserver.owner import HERE
+from rayloader import DataLoader
+from rayloader.start import session
+from rayloader.start.forkserver.owner import HERE
 
 SERVER, SCRIPT = HERE / "server.py", HERE / "default_worker.py"
 

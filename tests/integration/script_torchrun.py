@@ -54,8 +54,8 @@ for epoch in range(2):
         os.kill(os.getpid(), signal.SIGKILL)
 result = {"batches": batches, "parameters": [parameter.detach() for parameter in model.parameters()]}
 if LOADER == "rayloader":
-    from rayloader.forkserver.owner import HERE
-    from rayloader.torchrun import KEEPER
+    from rayloader.start.forkserver.owner import HERE
+    from rayloader.start.torchrun import KEEPER
     from rays import processes, session_name
 
     result["session"] = session_name()

@@ -28,10 +28,10 @@ from latches import Gate, Mail
 from pretended import pretend_accelerator
 from probes import Calls, Stream, load
 from rayloader import DataLoader
-from rayloader.driver import pool
-from rayloader.driver.pool import get_pool, live_memory_files
 from rayloader.transport import arena, lanes
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
+from rayloader.workers import pool
+from rayloader.workers.pool import get_pool, live_memory_files
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -10,7 +10,7 @@ import torch
 from latches import Gate, Mail
 from probes import Calls
 from rayloader import DataLoader, RaySessionError
-from rayloader.driver.iterator import close_all
+from rayloader.epoch.iterator import close_all
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -12,11 +12,11 @@ from torch.utils.data import IterableDataset, SequentialSampler, SubsetRandomSam
 from latches import HANG_LIMIT, Gate, Mail
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
-from rayloader.driver.budget import CALLS_AHEAD
-from rayloader.driver.crew import Crew
-from rayloader.driver.epoch import Epoch
+from rayloader.epoch.budget import CALLS_AHEAD
+from rayloader.epoch.epoch import Epoch
 from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import MemoryFileError
+from rayloader.workers.crew import Crew
 
 # Bytes of a batch that does not fit into a socket's buffer.
 LARGE = 2 << 20

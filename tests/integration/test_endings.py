@@ -19,8 +19,8 @@ from torch.utils.data import IterableDataset
 
 from probes import load
 from rayloader import DataLoader
-from rayloader.driver.pool import get_pool
-from rayloader.state.resource_trackers import TrackerAddress
+from rayloader.inherit.resource_trackers import TrackerAddress
+from rayloader.workers.pool import get_pool
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")]
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-import rayloader.driver.pool
+import rayloader.workers.pool
 from interrupts import HANG_LIMIT, interrupted_at, no_hang
 from probes import Calls
 from rayloader import DataLoader, RayloaderError
-from rayloader.driver.iterator import close_all
+from rayloader.epoch.iterator import close_all
 
 pytestmark = [
     pytest.mark.usefixtures("ray_session"),
@@ -168,12 +168,12 @@ def test_after_an_interrupted_close_the_next_one_ends_the_iterator(accelerator, 
 @pytest.mark.parametrize("stride", [41, pytest.param(5, marks=pytest.mark.full)])
 def test_after_an_interrupted_shutdown_the_next_one_ends_every_actor(monkeypatch, stride):
     """Of a pool of its own: the session's Ray is to go on."""
-    monkeypatch.setattr(rayloader.driver.pool, "_pool", None)
+    monkeypatch.setattr(rayloader.workers.pool, "_pool", None)
     loader = make_loader("waiting")
     for number in numbers_of_points(stride):
         iterator, interrupt = iter(loader), None
         assert next(iterator).item() == 0
-        pool = rayloader.driver.pool.get_pool()
+        pool = rayloader.workers.pool.get_pool()
         (pid,) = pool.live_actor_pids()
         with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
             with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
@@ -188,4 +188,4 @@ def test_after_an_interrupted_shutdown_the_next_one_ends_every_actor(monkeypatch
             break
     else:
         pytest.fail("POINTS is too small")
-    rayloader.driver.pool.get_pool().shutdown()
+    rayloader.workers.pool.get_pool().shutdown()

@@ -14,20 +14,20 @@ import psutil
 import pytest
 import ray
 
-import rayloader.driver.actor
-import rayloader.driver.crew
-import rayloader.driver.iterator
-import rayloader.driver.lifetimes
-import rayloader.driver.loan
-import rayloader.driver.moving
-import rayloader.driver.pool
+import rayloader.epoch.iterator
+import rayloader.workers.actor
+import rayloader.workers.crew
+import rayloader.workers.lifetimes
+import rayloader.workers.loan
+import rayloader.workers.moving
+import rayloader.workers.pool
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
-from rayloader.driver.actor import ActorState, Lease
-from rayloader.driver.placement import Verdict
-from rayloader.driver.pool import get_pool, live_actor_pids
-from rayloader.waiting import wait_for
+from rayloader.workers.actor import ActorState, Lease
+from rayloader.workers.placement import Verdict
+from rayloader.workers.pool import get_pool, live_actor_pids
+from rayloader.workers.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -61,15 +61,15 @@ def pid(_):
 
 def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_is_over(own, monkeypatch):
     """Then the processes end, though nobody calls the library again."""
-    monkeypatch.setattr(rayloader.driver.pool, "GRACE_S", 60.0)
+    monkeypatch.setattr(rayloader.workers.pool, "GRACE_S", 60.0)
     for limit in ("REUSE_WAIT_S", "STOP_TIMEOUT_S"):  # however long the process takes to stop
-        monkeypatch.setattr(rayloader.driver.lifetimes, limit, EXIT_LIMIT)
+        monkeypatch.setattr(rayloader.workers.lifetimes, limit, EXIT_LIMIT)
     seen = [frozenset(load(pid, 1, **own)) for _ in range(10)]
     assert len(seen[0]) == 1
     assert set(seen) == {seen[0]}
     processes = [psutil.Process(number) for number in seen[0]]
     get_pool().wait()  # the long one counts for what has come back
-    monkeypatch.setattr(rayloader.driver.pool, "GRACE_S", 0.5)
+    monkeypatch.setattr(rayloader.workers.pool, "GRACE_S", 0.5)
     assert set(load(pid, 1, **own)) == seen[0]
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
@@ -87,9 +87,9 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(rayloader.driver.moving.Moving, "lend")
-    note(rayloader.driver.iterator.codec, "encode")
-    note(rayloader.driver.pool.Pool, "image")
+    note(rayloader.workers.moving.Moving, "lend")
+    note(rayloader.epoch.iterator.codec, "encode")
+    note(rayloader.workers.pool.Pool, "image")
     loader, epochs = load(pid, 1, **own), []
     for _ in range(2):
         assert len(list(loader)) == 1
@@ -100,7 +100,7 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
 
 def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
     """Two actors of the session's: each is one of several that have answered."""
-    monkeypatch.setattr(rayloader.driver.lifetimes, "STOP_TIMEOUT_S", 60.0)  # none is late before this test says so
+    monkeypatch.setattr(rayloader.workers.lifetimes, "STOP_TIMEOUT_S", 60.0)  # none is late before this test says so
     loader = load(pid, 40, num_workers=2)
     iterator = iter(loader)
     next(iterator)
@@ -127,13 +127,13 @@ class Interrupt:
     FILES = tuple(
         module.__file__
         for module in (
-            rayloader.driver.actor,
-            rayloader.driver.pool,
-            rayloader.driver.lifetimes,
-            rayloader.driver.crew,
-            rayloader.driver.loan,
-            rayloader.driver.moving,
-            rayloader.driver.iterator,
+            rayloader.workers.actor,
+            rayloader.workers.pool,
+            rayloader.workers.lifetimes,
+            rayloader.workers.crew,
+            rayloader.workers.loan,
+            rayloader.workers.moving,
+            rayloader.epoch.iterator,
         )
     )
 
@@ -188,18 +188,18 @@ def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(shared, step):
 
 
 def test_an_interrupt_while_actors_are_created_leaves_none_lent(own, monkeypatch):
-    real = rayloader.driver.pool._remote_worker
+    real = rayloader.workers.pool._remote_worker
     made = []
 
     class Interrupted:
         def options(self, **options):
             if len(made) == 1:
-                monkeypatch.setattr(rayloader.driver.pool, "_remote_worker", real)
+                monkeypatch.setattr(rayloader.workers.pool, "_remote_worker", real)
                 raise KeyboardInterrupt
             made.append(options)
             return real.options(**options)
 
-    monkeypatch.setattr(rayloader.driver.pool, "_remote_worker", Interrupted())
+    monkeypatch.setattr(rayloader.workers.pool, "_remote_worker", Interrupted())
     loader = load(pid, 2, **own)
     with pytest.raises(KeyboardInterrupt):
         iter(loader)
@@ -228,7 +228,7 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
         made.add(handle)
         return handle
 
-    monkeypatch.setattr(rayloader.driver.pool, "_remote_worker", Remote)
+    monkeypatch.setattr(rayloader.workers.pool, "_remote_worker", Remote)
     pool, interrupted = get_pool(), 0
     while True:
         interrupt = Interrupt(interrupted + 1)

@@ -16,7 +16,7 @@ import pytest
 
 from probes import as_is
 from rayloader import DataLoader
-from rayloader.driver.pool import live_actor_pids
+from rayloader.workers.pool import live_actor_pids
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

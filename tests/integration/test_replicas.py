@@ -30,10 +30,10 @@ import torch
 import rayloader
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
-from rayloader.driver import iterator as iterator_module
-from rayloader.driver.actor import Actor
-from rayloader.driver.pool import get_pool, live_memory_files
-from rayloader.waiting import Answer
+from rayloader.epoch import iterator as iterator_module
+from rayloader.workers.actor import Actor
+from rayloader.workers.pool import get_pool, live_memory_files
+from rayloader.workers.waiting import Answer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

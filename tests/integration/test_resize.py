@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import checkpoint_data as data
-import rayloader.driver.pool
+import rayloader.workers.pool
 from checkpoint_data import batches, endless, hosted, make, read, save
 from probes import Calls, as_is, oversubscribed
 from rayloader import DataLoader, ReplayError
@@ -91,7 +91,7 @@ def test_as_many_actors_as_were_asked_for():
         last = list(itertools.islice(iterator, 36))[-12:]
         assert len(set(last)) == actors
         assert len({*loader}) == actors
-        assert {*last} <= rayloader.driver.pool.live_actor_pids()
+        assert {*last} <= rayloader.workers.pool.live_actor_pids()
 
 
 class CountsInWorkerOne(Dataset):

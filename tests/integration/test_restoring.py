@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-import rayloader.worker.worker
+import rayloader.host.worker
 import restoring_data as data
 from checkpoint_data import read, save
 from latches import Gate
 from probes import Calls, Stream
 from rayloader import DataLoader, ReplayError, StateError
-from rayloader.driver.crew import Crew
+from rayloader.workers.crew import Crew
 from restoring_data import lists
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -400,13 +400,13 @@ def samples(monkeypatch):
         return index
 
     for module in ("epoch", "receiver", "recovery"):
-        monkeypatch.setattr(f"rayloader.driver.{module}.time", Clock)
+        monkeypatch.setattr(f"rayloader.epoch.{module}.time", Clock)
     return sample
 
 
 def in_small_steps(worker_id):
     """What must be built again is built one batch a call."""
-    rayloader.worker.worker.REPLAY_SECONDS = 0.0
+    rayloader.host.worker.REPLAY_SECONDS = 0.0
 
 
 NEWS = re.compile(
@@ -418,8 +418,8 @@ NEWS = re.compile(
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_building_again_is_no_hang(stream, samples, monkeypatch, caplog):
     """All together it takes more than twice the timeout, and each batch an eighth of it."""
-    monkeypatch.setattr("rayloader.driver.recovery.REPLAY_PATIENCE_S", 0.2)
-    monkeypatch.setattr("rayloader.state.journal._is_before", lambda state, task_id: False)  # snapshots are rare
+    monkeypatch.setattr("rayloader.epoch.recovery.REPLAY_PATIENCE_S", 0.2)
+    monkeypatch.setattr("rayloader.resume.journal._is_before", lambda state, task_id: False)  # snapshots are rare
     arguments = {
         "dataset": Stream(lambda worker: map(samples, range(96))) if stream else Calls(samples, 96),
         "worker_init_fn": in_small_steps,

@@ -135,7 +135,7 @@ def test_references_to_rays_objects_come_with_their_batch():
 
 
 def test_where_there_can_be_no_line_batches_come_by_calls_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr("rayloader.session.node_ip", lambda: "192.0.2.77")  # no address of this machine
+    monkeypatch.setattr("rayloader.start.session.node_ip", lambda: "192.0.2.77")  # no address of this machine
     with share(make(), consumers=1, name="lineless") as shared_loader:
         consumer = shared_loader.consumer(0)
         assert [len(list(consumer)) for _ in range(2)] == [6, 6]

@@ -23,8 +23,8 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-import rayloader.driver.moving
-import rayloader.driver.pool
+import rayloader.workers.moving
+import rayloader.workers.pool
 from multinode_data import AWAY, ON_EACH
 from multinode_waiting import remove_nodes, wait_until
 from rayloader import DataLoader
@@ -70,8 +70,8 @@ def nodes():
             env_vars={"MACHINE": "away"},
         )
         ray.init(address=cluster.address, log_to_driver=False)
-        patch.setattr(rayloader.driver.moving, "NOTICE_S", math.inf)  # the log is not to depend on the machine
-        patch.setattr(rayloader.driver.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm
+        patch.setattr(rayloader.workers.moving, "NOTICE_S", math.inf)  # the log is not to depend on the machine
+        patch.setattr(rayloader.workers.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()
         ray.shutdown()
@@ -152,8 +152,8 @@ def grace_ends(monkeypatch):
     """To be called when idle workers have been kept for as long as they are kept in a Ray that was joined."""
 
     def end():
-        monkeypatch.setattr(rayloader.driver.pool, "JOINED_GRACE_S", 0.0)
-        if (pool := rayloader.driver.pool._pool) is not None:
+        monkeypatch.setattr(rayloader.workers.pool, "JOINED_GRACE_S", 0.0)
+        if (pool := rayloader.workers.pool._pool) is not None:
             pool.later(pool.tidy)
 
     return end

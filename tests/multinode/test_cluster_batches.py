@@ -13,9 +13,9 @@ import torch
 from multinode_data import AWAY, Calls, as_is
 from multinode_waiting import wait_until
 from rayloader import DataLoader
-from rayloader.driver.budget import TASKS_AHEAD
-from rayloader.driver.pace import Pace
+from rayloader.epoch.budget import TASKS_AHEAD
 from rayloader.transport.lanes import SMALL_BYTES
+from rayloader.workers.pace import Pace
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
@@ -192,7 +192,7 @@ def test_the_object_store_never_holds_more_than_prefetch_bytes_while_the_trainer
 
 @pytest.mark.parametrize("depth", [None, 3])
 def test_who_keeps_all_batches_is_told_once_and_gets_the_rest(depth, caplog, monkeypatch):
-    monkeypatch.setattr("rayloader.driver.budget._told", False)
+    monkeypatch.setattr("rayloader.epoch.budget._told", False)
     options = {"prefetch_bytes": 4 * MB, "prefetch_factor": depth}
     kept = list(load(lambda index: torch.full((MB,), index % 100, dtype=torch.uint8), 40, **options))
     assert [int(batch[-1]) for batch in kept] == list(range(40))

@@ -11,8 +11,8 @@ import torch
 
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
-from rayloader.driver.actor import Actor
-from rayloader.driver.pool import get_pool, live_memory_files
+from rayloader.workers.actor import Actor
+from rayloader.workers.pool import get_pool, live_memory_files
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 

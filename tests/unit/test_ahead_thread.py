@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayloader.ahead import AheadThread
+from rayloader.epoch.ahead import AheadThread
 
 HANG_LIMIT_S = 30.0
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayloader.driver import budget as module
-from rayloader.driver.allowance import GROWTH, Allowance
-from rayloader.driver.budget import CALLS_AHEAD, TASKS_AHEAD, Budget
-from rayloader.driver.messages import IndicesDrawn, Opened, Paced, SamplerExhausted
-from rayloader.driver.schedule import Schedule
-from rayloader.driver.tables import Tables
-from rayloader.driver.worker_slot import WorkerSlot
+from rayloader.epoch import budget as module
+from rayloader.epoch.budget import CALLS_AHEAD, TASKS_AHEAD, Budget
+from rayloader.epoch.messages import IndicesDrawn, Opened, Paced, SamplerExhausted
+from rayloader.epoch.schedule import Schedule
+from rayloader.epoch.tables import Tables
 from rayloader.protocol import Result, ResultKind
-from rayloader.state.journal import Journal
+from rayloader.resume.journal import Journal
+from rayloader.workers.allowance import GROWTH, Allowance
+from rayloader.workers.worker_slot import WorkerSlot
 
 PREFETCH_FACTOR = 2
 MB = 1 << 20

@@ -3,7 +3,7 @@
 Checked are README.md, CHANGELOG.md, CONTRIBUTING.md and docs/**/*.md:
 
 - relative links lead to a file, their anchors to a heading of it;
-- back-ticked paths (`rayloader/driver/epoch.py`, `epoch.py`) are files, globs match some;
+- back-ticked paths (`rayloader/epoch/epoch.py`, `epoch.py`) are files, globs match some;
 - back-ticked names are defined: `epoch.py:EpochIterator.close`, `rayloader.DataLoader`, `pool.Pool`,
   `EpochIterator.close` where rayloader defines the class;
 - `make x` is a target, in fenced blocks too;
@@ -288,7 +288,7 @@ def test_the_readmes_code_passes_pyright(tmp_path: Path) -> None:
         "`nowhere.py`",
         "`tests/nowhere/*.py`",
         "`schedule.py:nowhere`",
-        "`rayloader/driver/schedule.py:Schedule.nowhere()`",
+        "`rayloader/epoch/schedule.py:Schedule.nowhere()`",
         "`rayloader.Nowhere`",
         "`rayloader.nowhere.DataLoader`",
         "`rayloader.DataLoader._nowhere`",
@@ -308,7 +308,7 @@ def test_right_names_and_free_words_are_none() -> None:
 # The title: `code`, and more
 
 [here](#the-title-code-and-more) [there](LICENSE) [net](https://example.org/nowhere#x)
-`rayloader/driver/schedule.py` `schedule.py` `rayloader/` `rayloader/*.py` `make test` `make it so` `a/b`
+`rayloader/epoch/schedule.py` `schedule.py` `rayloader/` `rayloader/*.py` `make test` `make it so` `a/b`
 `schedule.py:Schedule.handle()` `schedule.Schedule` `Schedule.handle` `rayloader.loader.DataLoader`
 `rayloader.DataLoader` `DataLoader.batch_size` `loader.batch_size` `torch.utils.data.DataLoader` `ray.get`
 

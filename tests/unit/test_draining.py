@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayloader.driver import draining
-from rayloader.driver.draining import INTERVAL_S, MARGIN_S, Draining
+from rayloader.workers import draining
+from rayloader.workers.draining import INTERVAL_S, MARGIN_S, Draining
 
 PATIENCE = 15.0
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from rayloader.driver.output import Output
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import connect
+from rayloader.workers.output import Output
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rayloader.driver.epoch_plan import Begin, EpochPlan, plan_epoch
-from rayloader.driver.pace import MAX_DEPTH
+from rayloader.epoch.epoch_plan import Begin, EpochPlan, plan_epoch
 from rayloader.options import Options
+from rayloader.workers.pace import MAX_DEPTH
 
 
 def options(**changed: object) -> Options:

@@ -9,8 +9,8 @@ import zipfile
 import pytest
 
 from rayloader._compat import finalizers_of_processes
-from rayloader.worker.finalizers import finalize_at_exit, open_files, without_finalizers
-from rayloader.worker.hosting import Hosting
+from rayloader.host.finalizers import finalize_at_exit, open_files, without_finalizers
+from rayloader.host.hosting import Hosting
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rayloader.forkserver import owner
-from rayloader.forkserver.default_worker import VARIABLE, is_hash_seed_chosen
-from rayloader.forkserver.owner import HERE, ForkServer
-from rayloader.forkserver.server import MADE, REPORT
+from rayloader.start.forkserver import owner
+from rayloader.start.forkserver.default_worker import VARIABLE, is_hash_seed_chosen
+from rayloader.start.forkserver.owner import HERE, ForkServer
+from rayloader.start.forkserver.server import MADE, REPORT
 
 LIMIT = 120  # seconds for a process to end; on expiry the test fails
 SCRIPT = str(HERE / "default_worker.py")
@@ -118,7 +118,7 @@ def test_a_working_directory_that_was_removed_is_no_obstacle(server, tmp_path):
 def test_it_ends_with_its_owner():
     program = """
 import os
-from rayloader.forkserver.owner import ForkServer
+from rayloader.start.forkserver.owner import ForkServer
 server = ForkServer()
 print(server._process.pid, flush=True)
 os._exit(0)
@@ -152,6 +152,6 @@ def test_only_a_number_chooses_what_strings_hash_to(value, chosen, monkeypatch):
 
 
 def test_owner_and_server_mean_the_same_by_a_report():
-    from rayloader.forkserver import owner, server
+    from rayloader.start.forkserver import owner, server
 
     assert (owner.REPORT.format, owner.MADE) == (server.REPORT.format, server.MADE)

@@ -21,11 +21,11 @@ import rayloader
 from rayloader import adopted, frameworks
 from rayloader import loader as loader_module
 from rayloader._compat import BaseIterator, DatasetKind, MultiProcessIterator, SingleProcessIterator
-from rayloader.driver.local import LocalIterator, OfOneProcess
-from rayloader.driver.recorder import Recorder
+from rayloader.epoch.local import LocalIterator, OfOneProcess
 from rayloader.loader import WorkerCount
+from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments
-from rayloader.prefetch import AutomaticPrefetch
+from rayloader.sampling.prefetch import AutomaticPrefetch
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata's constructor calls
 

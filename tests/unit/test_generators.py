@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rayloader.errors import ReplayError
-from rayloader.state import generators, object_paths
-from rayloader.state.generator_kinds import engine, kind_of, make_generator, set_state, state_of
-from rayloader.state.generators import RECORDED, Generators, find_generators, noting
-from rayloader.state.random_state import RandomState
+from rayloader.random import generators, object_paths
+from rayloader.random.generator_kinds import engine, kind_of, make_generator, set_state, state_of
+from rayloader.random.generators import RECORDED, Generators, find_generators, noting
+from rayloader.random.random_state import RandomState
 from rayloader.transport import codec
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rayloader.state.journal import Journal, Resumed, Told
-from rayloader.state.snapshot import WorkerState
+from rayloader.resume.journal import Journal, Resumed, Told
+from rayloader.resume.snapshot import WorkerState
 from rayloader.transport import codec
 
 

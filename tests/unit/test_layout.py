@@ -18,35 +18,41 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 
 # Which folders the files of a folder may import from; "" is the package itself.
 MAY_IMPORT = {
-    "": {"", "cli", "driver", "forkserver", "replica", "sharing", "state", "transport"},
-    "cli": {"", "cli", "driver", "transport"},
-    "driver": {"", "replica", "state", "transport"},
-    "worker": {"", "replica", "state", "transport"},
-    "keeper": {"forkserver"},
-    "forkserver": {"", "transport"},
-    "sharing": {"", "replica", "state", "transport"},
-    "state": {"", "transport"},
+    "": {"cli", "data", "epoch", "inherit", "observe", "random", "replica", "resume", "sampling", "sharing"}
+    | {"transport", "workers"},
+    "cli": {"", "observe", "start", "transport", "workers"},
+    "data": {"", "transport"},
+    "epoch": {"", "inherit", "observe", "random", "replica", "resume", "sampling", "start", "transport", "workers"},
+    "host": {"", "inherit", "observe", "random", "replica", "resume", "sampling", "start", "transport"},
+    "inherit": {"", "random", "transport"},
+    "observe": {""},
+    "random": {"", "transport"},
     "replica": {"", "transport"},
-    "transport": {"", "state"},
+    "resume": {"", "random", "sampling", "transport"},
+    "sampling": {"", "random"},
+    "sharing": {"", "epoch", "inherit", "random", "replica", "sampling", "start", "transport", "workers"},
+    "start": {"", "transport"},
+    "transport": {""},
+    "workers": {"", "observe", "replica", "resume", "start", "transport"},
 }
 # What crosses these lines, and why.
 EXCEPTIONS = {
-    ("rayloader/driver/pool.py", "rayloader.worker.process"): "the class of the actors that it starts",
-    ("rayloader/forkserver/server.py", "rayloader.worker.process"): "with all that this imports",
+    ("rayloader/workers/pool.py", "rayloader.host.process"): "the class of the actors that it starts",
+    ("rayloader/start/forkserver/server.py", "rayloader.host.process"): "with all that this imports",
 }
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 MAY_IMPORT_RAY = {
-    "rayloader/session.py",
-    "rayloader/forkserver/server.py",
-    "rayloader/keeper/__main__.py",
+    "rayloader/start/session.py",
+    "rayloader/start/forkserver/server.py",
+    "rayloader/start/keeper/__main__.py",
     "rayloader/protocol.py",
     "rayloader/sharing/hosted.py",
     "rayloader/sharing/link.py",
-    "rayloader/worker/process.py",
-    "rayloader/worker/worker.py",
+    "rayloader/host/process.py",
+    "rayloader/host/worker.py",
 }
 MAY_IMPORT_RAY |= {
-    f"rayloader/driver/{name}.py"
+    f"rayloader/workers/{name}.py"
     for name in [
         "actor",
         "channel",
@@ -127,6 +133,14 @@ def test_a_file_imports_from_the_folders_that_its_own_may_import_from(path: str)
         assert allowed, f"{path} imports {module}"
 
 
+def test_no_folders_go_in_circles() -> None:
+    waiting = {here: set(others) - {""} for here, others in MAY_IMPORT.items() if here}
+    while free := {here for here, others in waiting.items() if not others & waiting.keys()}:
+        for here in free:
+            del waiting[here]
+    assert not waiting
+
+
 def test_the_exceptions_are_still_needed() -> None:
     for path, module in EXCEPTIONS:
         assert module in imported_from_rayloader((ROOT / path).read_text())
@@ -179,22 +193,22 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/transport/pickler.py", "_cdata"): "likewise",
     ("rayloader/transport/bulk.py", "_cdata"): "of each tensor of a replica",
     ("rayloader/transport/pickler.py", "_slotnames"): "pickle's own list of slots, in every version of Python so far",
-    ("rayloader/state/generator_kinds.py", "_inst"): "states name it: it is data there",
-    ("rayloader/state/generator_kinds.py", "_rand"): "likewise",
-    ("rayloader/state/generator_kinds.py", "_bit_generator"): "likewise",
-    ("rayloader/state/plain_values.py", "_name_"): "documented, of an Enum's member",
-    ("rayloader/driver/local.py", "_dataset_kind"): "of our own loader, which inherits it",
-    ("rayloader/state/checkpoint.py", "_dataset_kind"): "likewise",
-    ("rayloader/forkserver/server.py", "_exit"): "documented, of os",
-    ("rayloader/worker/finalizers.py", "_exit"): "documented, of os",
-    ("rayloader/keeper/__main__.py", "_exit"): "documented, of os",
+    ("rayloader/random/generator_kinds.py", "_inst"): "states name it: it is data there",
+    ("rayloader/random/generator_kinds.py", "_rand"): "likewise",
+    ("rayloader/random/generator_kinds.py", "_bit_generator"): "likewise",
+    ("rayloader/inherit/plain_values.py", "_name_"): "documented, of an Enum's member",
+    ("rayloader/epoch/local.py", "_dataset_kind"): "of our own loader, which inherits it",
+    ("rayloader/resume/checkpoint.py", "_dataset_kind"): "likewise",
+    ("rayloader/start/forkserver/server.py", "_exit"): "documented, of os",
+    ("rayloader/host/finalizers.py", "_exit"): "documented, of os",
+    ("rayloader/start/keeper/__main__.py", "_exit"): "documented, of os",
     (
         "rayloader/replica/unopenable.py",
         "_Unpickler",
     ): "pickle's own in Python, in every version so far",
     ("rayloader/transport/handles.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
     ("rayloader/readers.py", "_getframe"): "documented, of sys",
-    ("rayloader/state/left_behind.py", "_current_frames"): "documented, of sys",
+    ("rayloader/inherit/left_behind.py", "_current_frames"): "documented, of sys",
 }
 NAMED_TUPLES = {"_replace", "_make", "_fields", "_asdict"}  # their public methods
 ON_ITSELF = {"self", "cls", "super()"}  # whose names may be inherited: that only types would tell
@@ -260,15 +274,15 @@ def test_only_the_files_that_know_ray_import_it(path: str) -> None:
 
 def test_ray_is_used_where_it_may_be() -> None:
     """Else the rule above would pass on files that it does not understand."""
-    assert "ray" in imported((PACKAGE / "driver" / "pool.py").read_text())
+    assert "ray" in imported((PACKAGE / "workers" / "pool.py").read_text())
 
 
 def test_the_schedule_imports_the_standard_library_only() -> None:
-    for name in ("schedule.py", "messages.py", "pace.py"):
-        modules = imported((PACKAGE / "driver" / name).read_text())
+    for name in ("epoch/schedule.py", "epoch/messages.py", "workers/pace.py"):
+        modules = imported((PACKAGE / name).read_text())
         assert modules
         assert modules <= sys.stdlib_module_names | {"rayloader"}
-    assert imported_from_rayloader((PACKAGE / "driver" / "schedule.py").read_text()) == {"rayloader.driver.messages"}
+    assert imported_from_rayloader((PACKAGE / "epoch" / "schedule.py").read_text()) == {"rayloader.epoch.messages"}
 
 
 def test_the_ledger_of_a_share_imports_the_standard_library_only() -> None:
@@ -294,10 +308,10 @@ print("checked")
 
 
 def test_nobody_waits_within_ray():
-    """NOTE [waiting] in driver/answers.py: what signal handlers raise there ends as SystemError, or is lost.
+    """NOTE [waiting] in workers/answers.py: what signal handlers raise there ends as SystemError, or is lost.
 
     Without a time limit or with one of 0, in the user's thread or in another.
     """
     waiting = re.compile(r"ray\.(get|wait)\(")
     files = [name for name in SOURCES if waiting.search((ROOT / name).read_text())]
-    assert files == ["rayloader/sharing/hosted.py", "rayloader/worker/worker.py"], "these are actors, without handlers"
+    assert files == ["rayloader/host/worker.py", "rayloader/sharing/hosted.py"], "these are actors, without handlers"

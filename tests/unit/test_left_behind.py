@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rayloader.state import left_behind
-from rayloader.state.left_behind import LeftBehind
+from rayloader.inherit import left_behind
+from rayloader.inherit.left_behind import LeftBehind
 
 
 def soft_limit():

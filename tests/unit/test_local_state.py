@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rayloader.errors import StateError
-from rayloader.state import local_state
-from rayloader.state.seal import Parts
+from rayloader.resume import local_state
+from rayloader.resume.seal import Parts
 
 
 class MadeWhenFirstUsed:

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from rayloader.state.logging_state import LoggingState
+from rayloader.inherit.logging_state import LoggingState
 
 
 def a_category(name="Late", bases=(UserWarning,)):

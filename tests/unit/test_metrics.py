@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayloader.driver import metrics
-from rayloader.driver.metrics import COUNTERS, GAUGES, INTERVAL_S, Metrics
-from rayloader.driver.recorder import Recorder
-from rayloader.spent import pack
+from rayloader.observe import metrics
+from rayloader.observe.metrics import COUNTERS, GAUGES, INTERVAL_S, Metrics
+from rayloader.observe.recorder import Recorder
+from rayloader.observe.spent import pack
 
 
 class Told:

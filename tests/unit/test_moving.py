@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from rayloader.driver.answers import NONE_YET
-from rayloader.driver.moving import MOST_FAILED_STARTS, Moving
-from rayloader.driver.worker_slot import WorkerSlot
+from rayloader.workers.answers import NONE_YET
+from rayloader.workers.moving import MOST_FAILED_STARTS, Moving
+from rayloader.workers.worker_slot import WorkerSlot
 
 
 class Address:

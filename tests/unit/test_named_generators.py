@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
-from rayloader.state import named_generators
-from rayloader.state.named_generators import NamedGenerators
+from rayloader.random import named_generators
+from rayloader.random.named_generators import NamedGenerators
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import types
 
 import pytest
 
-from rayloader.state.generators import find_generators, in_modules
-from rayloader.state.module_globals import own_modules
-from rayloader.state.named_generators import NamedGenerators
-from rayloader.state.namespaces import namespace_of
+from rayloader.inherit.module_globals import own_modules
+from rayloader.namespaces import namespace_of
+from rayloader.random.generators import find_generators, in_modules
+from rayloader.random.named_generators import NamedGenerators
 
 
 @pytest.fixture

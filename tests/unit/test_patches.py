@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from rayloader.state.patches import Patches
+from rayloader.inherit.patches import Patches
 
 SOURCE = """
 LIMIT = 100

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from rayloader.driver import placement
-from rayloader.driver.placement import Placement, Verdict
+from rayloader.workers import placement
+from rayloader.workers.placement import Placement, Verdict
 
 LACKS, SLOW, UNKNOWN = (
     {"homeless": True, "had_room": False, "others": False},

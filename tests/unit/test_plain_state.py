@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rayloader import StateError
-from rayloader.state.plain_state import _TYPE, NESTING, pack, unpack
-from rayloader.state.seal import checksum
+from rayloader.plain_state import _TYPE, NESTING, pack, unpack
+from rayloader.resume.seal import checksum
 
 STATES = [
     {"a": 1, "b": [2.5, None, True, (b"x", "y", b"")]},

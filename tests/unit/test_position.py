@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rayloader import DataLoader, SkipLimitError, StateError
-from rayloader.samplers import Samplers
-from rayloader.state.draws import drawn
-from rayloader.state.position import Position
-from rayloader.state.seal import owned
+from rayloader.resume.draws import drawn
+from rayloader.resume.position import Position
+from rayloader.resume.samplers import Samplers
+from rayloader.resume.seal import owned
 
 NUM_WORKERS = 2
 

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from rayloader import DataLoader
-from rayloader.prefetch import AutomaticPrefetch, may_draw_ahead, start
+from rayloader.sampling.prefetch import AutomaticPrefetch, may_draw_ahead, start
 
 DATA = list(range(10))
 

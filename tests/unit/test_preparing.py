@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.driver import preparing
-from rayloader.driver.messages import Task
-from rayloader.driver.preparing import COPIED_AHEAD, PINNED_AHEAD, Preparer
+from rayloader.epoch import preparing
+from rayloader.epoch.messages import Task
+from rayloader.epoch.preparing import COPIED_AHEAD, PINNED_AHEAD, Preparer
 from rayloader.protocol import Result, ResultKind
 from rayloader.transport import codec
 from rayloader.transport.lanes import SMALL_BYTES, read_only_bytes, to_wire

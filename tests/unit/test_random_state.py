@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.state.generators import find_generators
-from rayloader.state.random_state import RandomState, Rewind, seed_torch
+from rayloader.random.generators import find_generators
+from rayloader.random.random_state import RandomState, Rewind, seed_torch
 
 DRAWS = {"python": random.random, "torch": lambda: torch.rand(1).item(), "numpy": np.random.rand}
 

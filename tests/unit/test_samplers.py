@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, Subset
 
 import rayloader
-from rayloader import samplers as module
 from rayloader.errors import StateError
-from rayloader.samplers import Samplers
-from rayloader.state.generators import find_generators
-from rayloader.state.sampler_parts import named_generators
+from rayloader.random.generators import find_generators
+from rayloader.resume import samplers as module
+from rayloader.resume.sampler_parts import named_generators
+from rayloader.resume.samplers import Samplers
 
 LENGTH = 24
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rayloader.driver.messages import (
+from rayloader.epoch.messages import (
     ANY_WORKER,
     TRANSITIONS,
     BatchTaken,
@@ -37,7 +37,7 @@ from rayloader.driver.messages import (
     WorkerLost,
     WorkerReady,
 )
-from rayloader.driver.schedule import AHEAD, DEATHS, KILLS, Schedule
+from rayloader.epoch.schedule import AHEAD, DEATHS, KILLS, Schedule
 
 
 def in_words(commands: list[Command]) -> list[tuple[object, ...]]:

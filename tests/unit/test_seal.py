@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayloader import StateError
-from rayloader.state.seal import Part, Parts, check_seal, checksum, owned, sealed
+from rayloader.resume.seal import Part, Parts, check_seal, checksum, owned, sealed
 
 PARTS = {
     "numbers": [1, 2.5, True, None],

@@ -15,9 +15,10 @@ import ray
 
 import rayloader
 from handlers import interrupted
-from rayloader import RaySessionError, bell, session
+from rayloader import RaySessionError, bell
 from rayloader._compat_ray import own_start
-from rayloader.forkserver import owner
+from rayloader.start import session
+from rayloader.start.forkserver import owner
 
 HANG_LIMIT = 60  # seconds
 
@@ -139,7 +140,7 @@ def test_an_option_that_ray_does_not_know_is_an_error_at_once():
 
 
 def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(monkeypatch):
-    importlib.import_module("rayloader.driver.pool")  # where forks are noticed
+    importlib.import_module("rayloader.workers.pool")  # where forks are noticed
     starts, forked = threading.Event(), threading.Event()
 
     def begin(**_):

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import rayloader
 from rayloader import DataLoader
 from rayloader.loader import WorkerCount
-from rayloader.prefetch import may_draw_ahead
-from rayloader.sharding import Shard
+from rayloader.sampling.prefetch import may_draw_ahead
+from rayloader.sampling.sharding import Shard
 
 
 def batches(loader):

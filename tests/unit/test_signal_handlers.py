@@ -1,4 +1,4 @@
-"""Signal handlers are those that the program has set, also while Ray was being started. See rayloader/signals.py."""
+"""Signal handlers are those that the program has set, also while Ray was being started; see start/signals.py."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ PROGRAM = """
 import ctypes, os, signal, sys, threading
 
 signal.signal(signal.SIGINT, getattr(signal, sys.argv[1]))
-from rayloader.signals import SignalHandlers
+from rayloader.start.signals import SignalHandlers
 
 libc = ctypes.CDLL(None)
 libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

@@ -9,10 +9,10 @@ import unittest.mock
 import pytest
 
 from rayloader import ReplayError
-from rayloader.state import snapshot
-from rayloader.state.generators import Generators, in_modules
-from rayloader.state.random_state import RandomState
-from rayloader.state.snapshot import HURRIED_SHARE, SHARE, Recorder, WorkerState, has_state
+from rayloader.random.generators import Generators, in_modules
+from rayloader.random.random_state import RandomState
+from rayloader.resume import snapshot
+from rayloader.resume.snapshot import HURRIED_SHARE, SHARE, Recorder, WorkerState, has_state
 
 
 class Counts:

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from rayloader import DataLoader, LoaderStats
-from rayloader.driver import recorder
-from rayloader.driver.histogram import Histogram, Series, Work
-from rayloader.driver.local import _nbytes
-from rayloader.driver.recorder import FOLD, SLOWEST, Recorder, Tally
-from rayloader.spent import pack
-from rayloader.stats import Period, SlowBatch, Times, WorkerStats
-from rayloader.verdict import ENOUGH_BATCHES, verdict
+from rayloader.epoch.local import _nbytes
+from rayloader.observe import recorder
+from rayloader.observe.histogram import Histogram, Series, Work
+from rayloader.observe.recorder import FOLD, SLOWEST, Recorder, Tally
+from rayloader.observe.spent import pack
+from rayloader.observe.stats import Period, SlowBatch, Times, WorkerStats
+from rayloader.observe.verdict import ENOUGH_BATCHES, verdict
 
 
 @pytest.fixture

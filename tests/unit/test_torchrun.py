@@ -9,8 +9,9 @@ import uuid
 import psutil
 import pytest
 
-from rayloader import RaySessionError, torchrun
-from rayloader.torchrun import Membership, meeting_point
+from rayloader import RaySessionError
+from rayloader.start import torchrun
+from rayloader.start.torchrun import Membership, meeting_point
 
 HANG_LIMIT = 60  # seconds for what another process or thread is to do; on expiry the test fails
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rayloader import DataLoader, RayloaderError
-from rayloader.spent import Spent
-from rayloader.trace import Trace
+from rayloader.observe.spent import Spent
+from rayloader.observe.trace import Trace
 
 
 def slices(events, lane):
@@ -49,7 +49,7 @@ def test_slices_of_one_worker_do_not_overlap():
 
 def test_the_clock_of_another_machine_is_converted_by_what_came_fastest(monkeypatch):
     trace, now = Trace(), [0.0]
-    monkeypatch.setattr("rayloader.trace.perf_counter", lambda: now[0])
+    monkeypatch.setattr("rayloader.observe.trace.perf_counter", lambda: now[0])
     for began, received in ((1000.0, 5.0), (1001.0, 5.5), (1002.0, 7.0)):
         now[0] = received
         trace.built(1, False, 0, "", Spent(0, began, 0.0, 0.5, 0.0, 0.0))

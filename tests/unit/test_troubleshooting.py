@@ -137,7 +137,7 @@ def warned() -> None:
 
 
 def start_timeout() -> None:
-    from rayloader.driver.placement import Placement
+    from rayloader.workers.placement import Placement
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYLOADER_START_TIMEOUT", "soon")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from rayloader.state.journal import Journal, Told
-from rayloader.state.random_state import RandomState
-from rayloader.state.seal import checksum, owned
-from rayloader.state.snapshot import WorkerState
-from rayloader.state.worker_parts import WorkerParts, begin, replayed
+from rayloader.random.random_state import RandomState
+from rayloader.resume.journal import Journal, Told
+from rayloader.resume.seal import checksum, owned
+from rayloader.resume.snapshot import WorkerState
+from rayloader.resume.worker_parts import WorkerParts, begin, replayed
 from rayloader.transport import codec
 
 

@@ -1,0 +1,1 @@
+"""Datasets of our own."""

@@ -1,1 +1,0 @@
-"""The driver's side: what `iter()` returns, the schedule, the actors."""

@@ -1,0 +1,484 @@
+"""What `iter(loader)` returns.
+
+Promise: an `EpochIterator` owns a crew of actors and one `Epoch` at a time. Both end with the last batch, with the
+loss of a worker, or with the iterator itself: by its last reference (its thread holds parts of the epoch, never the
+iterator), or at interpreter exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterDataPipe, MapDataPipe
+
+from rayloader._compat import (
+    BaseIterator,
+    DatasetKind,
+    ExceptionWrapper,
+    default_collate_fn_map,
+    pin_memory,
+    pinning_device_index,
+    profiler_enabled,
+    sharding_worker_init_fn,
+)
+from rayloader.epoch.epoch import Epoch
+from rayloader.epoch.epoch_plan import Begin, EpochPlan, plan_epoch
+from rayloader.epoch.local import OfOneProcess
+from rayloader.epoch.opening import Delivery
+from rayloader.epoch.schedule import Schedule
+from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note
+from rayloader.inherit.process_state import ProcessState
+from rayloader.options import Options
+from rayloader.protocol import CARRY, Replica, Setup
+from rayloader.random.generators import RECORDED
+from rayloader.random.object_paths import Node, walk
+from rayloader.replica import unpicklable
+from rayloader.replica.image import Image
+from rayloader.resume.checkpoint import goes_on
+from rayloader.resume.journal import Resumed
+from rayloader.resume.position import Position
+from rayloader.resume.samplers import Resuming, Samplers
+from rayloader.sampling.prefetch import DrawAhead, may_draw_ahead, start
+from rayloader.sampling.shard_info import ranks_told
+from rayloader.start import session
+from rayloader.tracebacks import shorten
+from rayloader.transport import codec
+from rayloader.transport.lanes import switched_off
+from rayloader.transport.mapped import Mappings
+from rayloader.transport.memory import no_collection
+from rayloader.transport.pickler import Overlap
+from rayloader.workers.crew import Crew
+from rayloader.workers.pace import Pace
+from rayloader.workers.pool import Pool, get_pool
+
+logger = logging.getLogger("rayloader")
+
+
+class EpochIterator(OfOneProcess, BaseIterator):
+    """Iterates over a loader's batches, as torch's iterators do.
+
+    There is one for each `iter()`, or one for all with persistent workers. It cannot be pickled, or used in a forked
+    child.
+    """
+
+    _crew: Crew | None = None  # here, because `__del__` may run after an interrupt in `__init__`'s first line
+    _epoch: Epoch | None = None
+    _adopted: Any = None  # see `adopted.py`: stands for a loader of another class, which is what torch's code passes
+    _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
+
+    def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
+        self._pid = os.getpid()
+        self._options = Options.of(loader)  # before torch draws anything
+        self._delivery: Delivery | None = None  # what `_next_data` has just returned
+        self._told: BaseException | None = None  # an error from a worker, while `__next__` raises it
+        saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
+        super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
+        self._index_sampler = loader._index_sampler
+        self._num_hosts = min(self._num_workers, self.num_workers)
+        if self._num_hosts < min(self._num_workers, num_workers):
+            logger.warning(
+                "rayloader: this epoch resumes with %d processes instead of num_workers=%d, because it was started by "
+                "%d workers, each with its own random stream",
+                self._num_hosts,
+                self._num_workers,
+                self.num_workers,
+            )
+        self._num_workers = self.num_workers
+        self._worker_init_fn = loader.worker_init_fn
+        if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
+            self._world_size, self._rank, _ = loader._ranks  # otherwise those of torch.distributed
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            self._worker_init_fn = functools.partial(
+                sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
+            )
+        self._iterable = self._dataset_kind == DatasetKind.Iterable
+        self.position = Position(Samplers(loader), int(self._base_seed), self.num_workers, iterable=self._iterable)
+        self._redeal = state["redeal"] if state is not None else None
+        self._saved: Any = None  # the sampler's iterator of an epoch that is to be continued
+        if saved is not None:
+            self._saved = self.position.unpack(saved)
+            self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
+        _live_iterators.add(self)
+        self._reset(loader, first_iter=True)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begins an epoch. Persistent workers first finish the tasks submitted to them before, as torch's do."""
+        loader = loader if self._adopted is None else self._adopted
+        plan = self._end_epoch(first_iter)
+        try:
+            if plan.starts_workers:
+                self._crew = self._start_crew(loader, plan)
+            assert self._crew is not None
+            saved, self._saved = self._saved, None
+            if plan.begin is Begin.RESUMED:
+                self._sampler_iter, self._num_yielded = saved, self.position.delivered
+            else:
+                self._begin_epoch(loader, first_iter, plan)
+            self._epoch = self._new_epoch(loader, plan)
+            self._epoch.open(fresh=plan.starts_workers)
+            loader._dataset_epoch = None  # the workers have it now
+        except BaseException as error:  # the sampler's or pickling's error, Ctrl-C: passed on
+            if first_iter or not self._persistent_workers or not isinstance(error, Exception):
+                self._close()  # no crew without an epoch that watches it; after an interrupt its state is unknown
+            elif self._epoch is not None:
+                self._epoch.close()  # the workers keep their datasets for the next iter()
+            raise
+
+    def _end_epoch(self, first_iter: bool) -> EpochPlan:
+        """Ends the previous epoch, if there was one; returns the plan for the next."""
+        if self._epoch is not None and self._epoch.broken:
+            logger.warning("rayloader: an epoch was interrupted; iter() starts fresh workers")
+            self._release()
+        lives = self._crew is not None and self._crew.usable
+        if not lives and not first_iter:
+            self.position.restarts()
+        moved = first_iter and self._num_yielded > 0  # by other code than torch's: SpeechBrain resumes in this way
+        plan = plan_epoch(
+            self._options,
+            lives=lives,
+            saved=self._saved is not None,
+            finished=self.position.finished,
+            redealt=self._redeal is not None,
+            persistent=self._persistent_workers,
+            iterable=self._iterable,
+            may_draw_ahead=lambda goes_on: not moved and may_draw_ahead(self._index_sampler, resumed=goes_on),
+        )
+        if self._epoch is not None:
+            self._epoch.close(resuming=lives and plan.carries_over)
+        return plan
+
+    def _begin_epoch(self, loader: Any, first_iter: bool, plan: EpochPlan) -> None:
+        """Begins a new epoch, drawn by a new iterator of the sampler."""
+        # torch's argument may be any object that is true or false.
+        self.position.begins(bool(self._persistent_workers) and plan.begin is Begin.NEXT)
+        super()._reset(loader, first_iter)
+        redeal, self._redeal = self._redeal, None
+        if redeal is not None:
+            self._sampler_iter = self.position.redeals(redeal)
+        if plan.begin is Begin.NEXT:
+            self._resume_workers(plan, loader._dataset_epoch)
+
+    def _new_epoch(self, loader: Any, plan: EpochPlan) -> Epoch:
+        assert self._crew is not None
+        position, options = self.position, self._options
+        depth = None if plan.elastic or options.dynamic else options.prefetch_factor
+        self._tally = loader._recorder.begins(self, self._num_workers, self._num_hosts, depth)
+        if plan.elastic and plan.goes_on:
+            self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
+            self._sampler_iter.skipped(position.next_task)
+        elif plan.elastic:
+            self._sampler_iter = start(self._index_sampler)
+        self._set_paces(loader, plan)
+        schedule = Schedule(
+            self._num_workers,
+            options.prefetch_factor,
+            in_order=options.in_order,
+            elastic=plan.elastic,
+            dynamic=options.dynamic,
+            max_restarts=options.max_worker_restarts,
+            first_task_id=position.next_task,
+            first_worker_id=position.next_worker,
+        )
+        return Epoch(
+            self._crew,
+            schedule,
+            self._sampler_iter,
+            options,
+            position=position,
+            pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
+            device_index=pinning_device_index(self._pin_memory_device) if self._pin_memory else None,
+            tally=self._tally,
+        )
+
+    def _resume_workers(self, plan: EpochPlan, dataset_epoch: int | None) -> None:
+        """Tells workers from a previous epoch that another begins; those just started read it in their journals."""
+        assert self._crew is not None
+        self.position.shared_seed = self._shared_seed
+        # What the user has taken is rebuilt even if another epoch begins meanwhile: the dataset's generators continue
+        # from after it.
+        untaken = 1 + max(slot.journal.last_taken for slot in self._crew.slots)
+        for slot in self._crew.slots:
+            undo_from = slot.dropped if plan.carries_over else untaken
+            resumed = Resumed(self.position.epoch, self._shared_seed, undo_from, dataset_epoch)
+            slot.journal.begins(resumed, undoes=plan.carries_over)
+            if not plan.starts_workers and not slot.away:
+                if not plan.carries_over:
+                    self._crew.drop(slot, from_task=untaken)
+                slot.host.lane.abandon(slot.worker_id)
+                self._crew.resume(slot, resumed)
+
+    def _set_paces(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> None:
+        """Gives each worker a pace, unless the user sets the depth; they continue from the loader's last epoch."""
+        assert self._crew is not None
+        dynamic = self._options.dynamic
+        paces: list[Pace | None] = [None] * self._num_workers
+        if plan.elastic or dynamic:
+            worker_bytes = self._options.prefetch_bytes / self._num_workers
+            new = [Pace(worker_bytes, dynamic=dynamic) for _ in paces]
+            paces = get_pool().remembered(loader).setdefault("paces", new)
+            if [(p.worker_bytes, p.dynamic) for p in paces if p] != [(p.worker_bytes, p.dynamic) for p in new]:
+                paces = [*new]
+        for slot, pace in zip(self._crew.slots, paces, strict=True):
+            slot.pace = pace
+
+    def _start_crew(self, loader: Any, plan: EpochPlan) -> Crew:
+        pool, options = get_pool(), self._options
+        lines = options.arenas and not switched_off()
+        name = loader.label
+        crew = Crew.of(
+            pool,
+            loader,
+            options.ray_remote_args,
+            name=name,
+            fresh=options.fresh_processes,
+            lines=lines,
+        )
+        try:
+            image, carried = self._lend_with_image(loader, pool, crew)
+            self.position.shared_seed = self._shared_seed
+            process = ProcessState.capture(session.node_id())
+            setups = [
+                Setup(
+                    worker_id=worker_id,
+                    name=name,
+                    num_workers=self._num_workers,
+                    base_seed=int(self._base_seed),
+                    seed_batches=options.seeds_batches,
+                    shared_seed=self._shared_seed,
+                    dataset_kind=self._dataset_kind,
+                    auto_collation=self._auto_collation,
+                    batch_size=getattr(loader.batch_sampler, "batch_size", None),  # as it is now
+                    drop_last=self._drop_last,
+                    skip_errors=options.skips_errors,
+                    ranks=ranks_told(loader),
+                    persistent=self._persistent_workers,
+                    max_undone=plan.max_undone if self._persistent_workers else 0,
+                    process=process,
+                    output=pool.output.address,
+                )
+                for worker_id in range(self._num_workers)
+            ]
+            for journal in self.position.journals:
+                journal.rewinds = setups[0].max_undone > 0
+            crew.start(image, carried, setups, self.position.journals)
+        except BaseException:  # the actors were borrowed: they go back in any case
+            crew.release(busy=True)
+            raise
+        return crew
+
+    def _lend_with_image(self, loader: TorchDataLoader[Any], pool: Pool, crew: Crew) -> tuple[Image, list[Any]]:
+        """Lends the crew its actors, and makes the image of the replica that they will open.
+
+        New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and
+        before it is written: there may not be room for both.
+        """
+        options = self._options
+        warm = not options.fresh_processes and pool.has_warm(options.ray_remote_args, self._num_hosts)
+        if not warm:
+            crew.moving.lend(self._num_hosts)
+        with no_collection():
+            mappings = Mappings()
+            encoded = self._encode_replica(mappings)
+            if warm:
+                crew.moving.lend(self._num_hosts)
+            return pool.image(loader, encoded, mappings), list(encoded.carried)
+
+    def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
+        replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
+        try:
+            encoded = codec.encode(replica, carry=CARRY, mapped=mappings, special=RECORDED)
+        except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
+            for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
+                if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
+                    add_note(error, f"It cannot be sent to the workers: {explanation}")
+            raise
+        if encoded.overlap is not None:
+            _note_overlap(encoded.overlap, self._dataset)
+        if encoded.copied is not None:
+            _warn_of_copy(*encoded.copied)
+        return encoded
+
+    def __next__(self) -> Any:
+        asked = perf_counter()
+        try:
+            if profiler_enabled() or self._IterableDataset_len_called is not None:
+                data = super().__next__()
+            else:  # spares torch's work for its profiler, which takes as long as a small batch's whole way here
+                data = self._next_data()
+                self._num_yielded += 1
+            delivery = self._delivery
+            assert delivery is not None
+            if not delivery.recorded:
+                delivery.recorded = True  # first: after an interrupt it is not counted again
+                self._tally.gave(asked, delivery.task.task_id, delivery.samples, delivery.nbytes)
+        except BaseException as error:
+            self._tally.raised(asked)
+            told, self._told = self._told is error, None
+            del self  # a notebook keeps the traceback, which must not keep the workers
+            shorten(error, told or isinstance(error, (RayloaderError, KeyboardInterrupt)))
+            raise
+        self._delivery = delivery.data = None
+        self.position.handed = delivery  # and nothing may be called after it: see NOTE [interrupts] in tables.py
+        return data
+
+    def _next_data(self) -> Any:
+        if os.getpid() != self._pid:
+            assert self._crew is not None
+            self._crew.check_session()  # says why this process cannot continue
+        if self._epoch is None:
+            raise StopIteration
+        try:
+            delivery = self._epoch.next()
+        except (WorkerDiedError, SkipLimitError):
+            self._release()
+            raise
+        if delivery is None:
+            self._tally.ended()
+            assert self._crew is not None
+            self._crew.settle_output()
+            self.position.finished = True
+            if not self._persistent_workers:
+                self._release()
+            raise StopIteration
+        if isinstance(delivery.data, ExceptionWrapper):
+            try:
+                delivery.data.reraise()
+            except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
+                raise
+            except BaseException as error:  # the user's exception, of any type
+                assert self._crew is not None
+                add_note(error, self._epoch.tables.describe(delivery.task))
+                self.position.handed = delivery
+                self._told = error
+                # Drops torch's frame: its local variable refers to the error, which would form a cycle that keeps the
+                # iterator.
+                raise error.with_traceback(None) from None
+        self._delivery = delivery
+        return delivery.data
+
+    def _release(self) -> None:
+        """Gives the crew back."""
+        if self._crew is not None:
+            _end(self._crew, self._epoch, reuse=not self._options.fresh_processes)
+
+    def resize(self, count: int) -> None:
+        """Changes the number of actors that host the same workers; at once, if there is an epoch in progress."""
+        self._num_hosts = min(self._num_workers, count)
+        if self._crew is not None and self._crew.usable and self._epoch is not None:
+            self._epoch.resize(self._num_hosts)
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Bytes of batches that have come and were not taken. Any thread may ask."""
+        return self._epoch.bytes_under_way if self._epoch is not None else 0
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of shared memory in batches that the user was given. Any thread may ask."""
+        return self._epoch.bytes_held if self._epoch is not None else 0
+
+    def tell_positions(self) -> None:
+        """Makes sure that the position can be saved."""
+        if self._crew is not None and self._crew.usable and self._epoch is not None:
+            self._epoch.note_begins()
+
+    def _close(self) -> None:
+        if os.getpid() == self._pid:  # a forked child has neither usable locks nor our threads
+            self._release()
+
+    def _shutdown_workers(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # by then `close_all` has done it
+            self._close()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
+            reuse = not self._options.fresh_processes
+            self._crew.later(functools.partial(_end, self._crew, self._epoch, reuse=reuse, wait=False))
+
+
+_MUCH = 64 << 20  # bytes that are held twice
+_LOOKED_AT = 2000  # objects of a dataset, the nearest first
+_seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
+
+
+def _note_overlap(overlap: Overlap, dataset: object) -> None:
+    """Tells of arrays that share memory, unless it hardly matters: libraries keep samples as arrays and as tensors."""
+    much = overlap.nbytes >= _MUCH
+    if (kind := (overlap.one, overlap.other, much)) in _seen_overlaps:
+        return
+    _seen_overlaps.add(kind)
+    if much or not overlap.converted or _have_attributes(dataset, overlap.arrays):
+        logger.warning(
+            "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if "
+            "they are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it "
+            "there too",
+            overlap.one,
+            overlap.other,
+        )
+
+
+def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
+    """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
+    those, found = {*map(id, arrays)}, []
+
+    def look(node: Node, obj: object) -> None:
+        if id(obj) in those and node is not None and node[1] is not None:
+            found.append(node[1][0] == "attribute")
+
+    for _ in walk([(None, dataset)], passed=lambda _: False, met=look, most=_LOOKED_AT):
+        pass
+    return any(found)
+
+
+def _warn_of_copy(function: str, generator: str) -> None:
+    warnings.warn(
+        f"the workers have a copy of the random generator {generator} for {function}, which is a lambda or was made by "
+        "another function, and one more for the rest of its module: both may draw the same numbers. Define the "
+        "function at the top level of the module, or let the dataset hold the generator",
+        stacklevel=2,
+    )
+
+
+def _end(crew: Crew, epoch: Epoch | None, *, reuse: bool, wait: bool = True) -> None:
+    """Ends the work of an iterator, and gives its crew back: idle after the last batch, otherwise perhaps busy.
+
+    Without a reference to the iterator, for its finalizer.
+    """
+    busy = epoch is None or not epoch.finished
+    try:
+        if epoch is not None:
+            epoch.close(wait=wait)
+    finally:
+        crew.release(busy=busy, reuse=reuse)
+
+
+_live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+_abandoned: list[dict[str, Any]] = []  # what the iterators of the parent of this forked process own
+
+
+def close_all() -> None:
+    """Ends the work of every live iterator; they raise from then on."""
+    for iterator in list(_live_iterators):
+        with contextlib.suppress(Exception):  # one that cannot be closed must not keep the others open
+            iterator._close()
+
+
+def _keep_after_fork() -> None:
+    """In a forked child: dropping the references to Ray's objects would call Ray."""
+    _abandoned.extend(vars(iterator) for iterator in list(_live_iterators))
+
+
+os.register_at_fork(after_in_child=_keep_after_fork)
+# Runs before the pool's handler, which was registered before it: threads end while there is still something to talk to.
+atexit.register(close_all)

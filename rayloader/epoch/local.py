@@ -1,0 +1,284 @@
+"""What `iter()` returns without workers: torch's own iterator in this process, which can be saved and resumed.
+
+Promise: it draws, fetches and raises as torch's iterator does, and Ray is not imported. The program's own objects do
+the work, so their part of a state (the global generators, the dataset's own, its `state_dict`) is restored in
+`load_state_dict`, as for samplers; see NOTE [What a state moves] in `samplers.py`. A state is made only on request.
+Until then, an epoch costs a checksum of each batch's indices, or, for a stream without a state of its own, a
+digest of each batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import traceback
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
+
+from rayloader import _compat_datasets, fetching, skipping
+from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
+from rayloader.errors import ReplayError, SkipLimitError
+from rayloader.options import Options
+from rayloader.random.random_state import RandomState, seed_all, seed_torch
+from rayloader.resume.checkpoint import goes_on
+from rayloader.resume.digest import chain, digest
+from rayloader.resume.draws import drawn
+from rayloader.resume.local_state import Stream, generators_of
+from rayloader.resume.position import Position
+from rayloader.resume.samplers import Resuming, Samplers
+from rayloader.resume.snapshot import has_state, load_state
+from rayloader.sampling.shard_info import Reader, ranks_told
+
+
+class OfOneProcess:
+    """An iterator that cannot be sent to another process; raises torch's error, with a text that helps."""
+
+    def __getstate__(self) -> Any:
+        raise NotImplementedError(
+            f"cannot pickle {type(self).__name__}: an iterator of a DataLoader belongs to one process; pass on the "
+            "loader in its place and call iter() there, or drop it in __getstate__ of the object that holds it"
+        )
+
+
+class LocalIterator(OfOneProcess, SingleProcessIterator):
+    """Iterates over a loader's batches in this process.
+
+    Args:
+        loader: without workers.
+        state: loaded, for this iterator to continue from; None: it begins an epoch.
+    """
+
+    def __init__(self, loader: Any, state: dict[str, Any] | None) -> None:
+        self._options = Options.of(loader)  # before torch draws anything
+        saved, _ = goes_on(loader, state, 0)
+        self._iterable = loader._dataset_kind == DatasetKind.Iterable
+        self.position = position = Position(Samplers(loader), 0, 0, iterable=self._iterable)
+        if saved is None:
+            position.begins(False)
+        # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
+        BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
+        self._index_sampler = loader._index_sampler
+        if self._timeout != 0:
+            raise AssertionError("SingleProcessIterator requires timeout == 0")
+        if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
+            self._world_size, self._rank, _ = loader._ranks  # otherwise those of torch.distributed
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            apply_sharding(self._dataset, self._world_size, self._rank)
+        self._generators = generators_of(loader) if self._iterable or saved is not None else []
+        self._reader = Reader(ranks_told(loader))
+        self._failure: SkipLimitError | None = None
+        self._has_just_loaded = saved is not None  # whether the dataset has loaded a state, and built no batch since
+        if saved is None:
+            position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
+            if state is not None and state["redeal"] is not None:
+                self._sampler_iter = position.redeals(state["redeal"])
+            _compat_datasets.begins(self._dataset)
+            begin = RandomState.capture(self._generators) if self._is_read_again else None
+            self._iterate(Stream(begin))
+        else:
+            self._sampler_iter = position.unpack(saved)
+            self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
+            self._num_yielded = position.delivered
+            self._go_on(Stream() if saved["stream"] is None else Stream.unpack(saved["stream"]))
+        self._tally = loader._recorder.begins(self, 0)
+        self._samples = 0  # number of samples in the last batch
+        self._drawn = position.next_task  # tasks whose indices were drawn
+        self._checksum = position.checksum  # of their indices
+        self._asked = saved is not None  # the sampler's iterator
+
+    # ---- the dataset's iterator
+
+    @property
+    def _is_read_again(self) -> bool:
+        """Whether a resumption must read the stream from its start; not if its iterator has a state."""
+        return self._iterable and not has_state(self._dataset)
+
+    def _iterate(self, stream: Stream) -> None:
+        """Lets the dataset create its iterator."""
+        with self._seeded_as_worker(), self._reader.reads():
+            self._dataset_fetcher = fetching.create_fetcher(
+                self._dataset_kind, self._dataset, self._auto_collation, self._drop_last
+            )
+        if self._iterable and has_state(self._dataset_fetcher.dataset_iter):
+            stream.begin, stream.iterator = None, self._dataset_fetcher.dataset_iter
+        self._stream = self.position.stream = stream
+
+    def _go_on(self, stream: Stream) -> None:
+        """Brings the dataset's iterator to where it was. The program's generators keep their states."""
+        before = RandomState.capture(self._generators)
+        if isinstance(self._dataset, IterDataPipe):
+            shuffling = torch.Generator()
+            shuffling.manual_seed(self._shared_seed)  # type: ignore[arg-type]
+            self._dataset = apply_random_seed(self._dataset, shuffling)
+        try:
+            if stream.begin is not None:
+                stream.begin.restore(self._generators)
+            self._iterate(stream)
+            if stream.iterator is not None:
+                load_state(stream.iterator, stream.told)
+            elif self._is_read_again:
+                self._read_again()
+            if self._iterable:
+                self._dataset_fetcher.ended = stream.ended
+        finally:
+            before.restore(self._generators)
+
+    def _read_again(self) -> None:
+        expected, self._stream.digest = self._stream.digest, 0
+        count = self.position.next_task
+        with contextlib.suppress(StopIteration):
+            for task in range(count):
+                with contextlib.suppress(skipping.NothingLeft):
+                    self._build_again(task)
+                count -= 1
+        if count or self._stream.digest != expected:
+            raise ReplayError(
+                f"the iterable dataset was read again up to batch {self.position.next_task}, and gave something "
+                "else than before; to be resumed, a dataset must give the same each time that it is read, whatever "
+                "else draws from the global random generators, or have state_dict() and load_state_dict()"
+            )
+
+    def _build_again(self, task: int) -> None:
+        try:
+            self._build(task, next(self._sampler_iter), [])
+        except (StopIteration, skipping.NothingLeft):
+            raise
+        except Exception:  # the user's own: it was raised the first time too
+            pass
+
+    # ---- batches
+
+    def __next__(self) -> Any:
+        asked = perf_counter()
+        try:
+            data = super().__next__()
+        except BaseException:  # the end, an error of the user's or Ctrl-C: all are counted
+            self._tally.raised(asked)
+            raise
+        self._tally.gave(asked, self._drawn - 1, self._samples, _nbytes(data))
+        return data
+
+    def _next_data(self) -> Any:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        data = skipping.NOTHING
+        while data is skipping.NOTHING:
+            task, indices, checksum = self._draw()
+            if not self.position.has(task):
+                data = self._take(task, indices, checksum)
+        return data
+
+    def _draw(self) -> tuple[int, Any, int]:
+        """Returns number, indices and checksum of the next task."""
+        position = self.position
+        if not self._asked:
+            self._asked = True
+            position.first_draw(self._sampler_iter)
+        try:
+            indices = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            position.sampler_ended(self._drawn)
+            position.finished = True
+            self._tally.ended()
+            raise
+        task, self._drawn = self._drawn, self._drawn + 1
+        if self._iterable:  # its indices carry no information
+            return task, indices, 0
+        try:
+            self._checksum = drawn(indices, self._checksum).checksum
+        except Exception:  # here they need not be picklable
+            position.error = f"the indices of batch {task} cannot be pickled:\n{traceback.format_exc()}"
+        position.drawn(task, self._sampler_iter, indices, self._checksum)
+        return task, indices, self._checksum
+
+    def _take(self, task: int, indices: Any, checksum: int) -> Any:
+        """The batch, or `NOTHING`. The task counts as the user's in any case, unless the stream has ended."""
+        skipped: list[skipping.Skipped] = []
+        ended = False
+        try:
+            data = self._build(task, indices, skipped)
+            return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+        except skipping.NothingLeft:
+            return skipping.NOTHING
+        except StopIteration:
+            ended = self._iterable
+            raise
+        finally:
+            if ended:
+                self.position.finished = True
+                self._tally.ended()
+            else:
+                self.position.taken(0, task, checksum)
+            self._stream.ended = getattr(self._dataset_fetcher, "ended", False)
+            self._count_skipped(skipped)
+
+    def _build(self, task: int, indices: Any, skipped: list[skipping.Skipped]) -> Any:
+        left_out = skipped if self._options.skips_errors else None
+        # A dataset may pass a state that it has loaded on to others only when it is iterated.
+        loading = _compat_datasets.loading(self._dataset) if self._has_just_loaded else contextlib.nullcontext()
+        self._has_just_loaded = False
+        with self._seeded(task), self._reader.reads(), loading:
+            samples, self._samples = fetching.fetch(self._dataset_fetcher, self._dataset_kind, indices, left_out)
+            data = self._collate_fn(samples)
+            del samples
+        if self._iterable and task == 0:
+            self._reader.has_read(self._dataset)
+        if self._stream.begin is not None:
+            self._stream.digest = chain(digest(data), self._stream.digest)
+        return data
+
+    def _count_skipped(self, skipped: list[skipping.Skipped]) -> None:
+        self._tally.skipped += len(skipped)
+        try:
+            self.position.skip(skipped, self._options.max_skipped)
+        except SkipLimitError as error:
+            self._failure = error
+            raise
+
+    # ---- `seeding="batch"`: as in a worker; the program's generators are restored afterwards
+    # `contextlib.contextmanager` would set the traceback of a passing exception, which a frozen dataclass refuses.
+
+    def _seeded(self, task: int) -> contextlib.ExitStack:
+        undo = contextlib.ExitStack()
+        if self._options.seeds_batches:
+            undo.callback(RandomState.capture([]).restore, [])
+            seed_all(self.position.base_seed, self.position.epoch, task)
+        return undo
+
+    def _seeded_as_worker(self) -> contextlib.ExitStack:
+        """A stream may draw when it begins: seeds as for the only worker."""
+        undo = contextlib.ExitStack()
+        if self._options.seeds_batches and self._iterable:
+            undo.callback(RandomState.capture([]).restore, [])
+            random.seed(self.position.base_seed)
+            seed_torch(self.position.base_seed)
+            np.random.seed(numpy_seed(self.position.base_seed, 0))
+        return undo
+
+
+def _nbytes(batch: Any, depth: int = 4) -> int:
+    """Bytes of dense tensors and arrays, in nested lists, tuples and dicts; calls no code of the user's."""
+    kind = type(batch)
+    if kind is np.ndarray:
+        return int(batch.nbytes)
+    if kind is torch.Tensor and batch.layout is torch.strided and not batch.is_nested:
+        return int(batch.nbytes)
+    if depth:
+        for container, parts in _PARTS:
+            if isinstance(batch, container):
+                return sum([_nbytes(part, depth - 1) for part in parts(batch)])
+    return 0
+
+
+# Also for subclasses of the user's, for instance a namedtuple.
+_PARTS: tuple[tuple[type, Callable[[Any], Iterable[Any]]], ...] = (
+    (dict, dict.values),
+    (list, list.__iter__),
+    (tuple, tuple.__iter__),
+)

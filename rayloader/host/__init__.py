@@ -1,0 +1,1 @@
+"""The worker's process: what it sets up, fetches and collates."""

@@ -1,0 +1,150 @@
+"""The worker's end of a line: carries out the calls that come over it, in order, and answers.
+
+Promise: no method here is called through Ray for a batch. Ray wraps each method of an actor's class in a function of
+its own, which is why this is a class beside the actor's. No thread; it owns the line and the memory for queued answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from rayloader.host.hosting import Hosting
+from rayloader.host.worker import Task
+from rayloader.protocol import Answer, Down, Served, Up
+from rayloader.resume.journal import Resumed
+from rayloader.transport import local_line, tcp_line
+from rayloader.transport.lanes import WorkerLane, pack, unpack
+from rayloader.transport.line import Line, LineError, packed
+from rayloader.transport.recycled import Recycled
+
+# How often a busy process checks for new messages on its line, in seconds: it need not begin calls that were
+# cancelled.
+LOOK_SECONDS = 0.001
+
+
+class LineServer:
+    """The server of one process.
+
+    Args:
+        hosting: carries out the calls.
+        lane: takes batches.
+    """
+
+    def __init__(self, hosting: Hosting, lane: WorkerLane) -> None:
+        self._hosting = hosting
+        self._lane = lane
+        self._line: Line | None = None
+        self._line_address: local_line.LineAddress | tcp_line.TcpAddress | None = None
+        self._copies: Recycled | None = None  # of data that cannot be sent at once
+        self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
+        self._looked = 0.0  # perf_counter(): when the line was checked last
+        # Cancelled are, of the calls after the first number and up to the second, the tasks from the third on.
+        self._dropped = 0, 0, 0
+
+    def serve(self, address: local_line.LineAddress | tcp_line.TcpAddress, early: list[Any]) -> Served:
+        """Carries out over a line what `run`, `replay` and `resume` do, until the line ends.
+
+        It also ends, with the line left open for the next `serve`, if an answer has to go through Ray. `early` are
+        messages that come before those of the line.
+        """
+        if self._line is None or self._line_address != address:
+            try:
+                self._line = self._connected(address)
+            except LineError as error:
+                return Served(refused=str(error))
+            self._line_address = address
+        line = self._line
+        self._take_in(early)
+        while self._calls or not line.ended:
+            self._attend(line)
+            if not self._calls:
+                continue
+            kind, worker_id, call, *arguments = self._calls.popleft()
+            line.keep()  # see NOTE [final] in protocol.py
+            if kind == Down.RESUME:
+                state = self._hosting.resume(worker_id, Resumed(*arguments))
+                self._send(line, (Up.BEGUN, worker_id, call, tuple(state)))
+                continue
+            answer = self._do(kind, worker_id, call, *arguments)
+            if answer is None:
+                continue
+            wire = None if answer.result is None else answer.result.wire
+            fields = (None if answer.result is None else answer.result.fields, *answer.fields[1:])
+            if wire is not None and wire[2]:  # references to Ray's objects
+                line.drain()  # older answers come first
+                self._hosting.is_free()
+                return Served(answer=pack((worker_id, call, fields), [wire]))
+            self._send(line, (Up.ANSWER, worker_id, call, fields))
+            self._hosting.is_free()
+        line.drain()
+        self.hang_up()
+        return Served()
+
+    def _do(self, kind: int, worker_id: int, call: int, *arguments: Any) -> Answer | None:
+        """Carries out a call that came over the line; None if it was cancelled."""
+        if kind == Down.REPLAY:
+            (tasks,) = arguments
+            return self._hosting.replay(worker_id, call, tasks, self.is_dropped)
+        task_id, indices, room = arguments
+        arena = self._lane.open(room)  # it brings news of the arena, even if the task is cancelled
+        if self.is_dropped(call, task_id):
+            return None
+        return self._hosting.run(worker_id, Task(call, task_id, indices), arena)
+
+    def _send(self, line: Line, message: tuple[Any, ...]) -> None:
+        line.send(packed(message, line.apart))
+
+    def _attend(self, line: Line) -> None:
+        """Receives from the line, waiting if there is nothing to do; sends what is unsent."""
+        now = time.perf_counter()
+        if self._calls:
+            if now - self._looked < LOOK_SECONDS and not line.unsent:
+                return
+            self._take_in(line.receive())
+        elif not line.ended:
+            if line.unsent:
+                line.wait()
+            self._take_in(line.receive() if line.unsent else line.receive_next())
+            self._hosting.idle += time.perf_counter() - now
+        self._looked = now
+        if line.unsent:
+            line.flush()
+        if line.ended and line.hung_up:
+            self._calls.clear()
+
+    def _take_in(self, messages: list[Any]) -> None:
+        for message in map(unpack, messages):
+            if message[0] == Down.DROP:
+                self._dropped = message[1:]
+            else:
+                self._calls.append(message)
+
+    def is_dropped(self, call: int, task_id: int) -> bool:
+        """Whether this task, which came with this call, was cancelled."""
+        after_call, up_to_call, from_task = self._dropped
+        return (after_call < call <= up_to_call and task_id >= from_task) or (
+            self._line is not None and self._line.ended and self._line.hung_up
+        )
+
+    def _connected(self, address: local_line.LineAddress | tcp_line.TcpAddress) -> Line:
+        """A line that replaces the previous one, if there was one."""
+        self._end_line()
+        if isinstance(address, local_line.LineAddress):
+            return local_line.connect(address)
+        self._copies = Recycled()
+        return tcp_line.connect(address, self._copies.room)
+
+    def _end_line(self) -> None:
+        line, self._line = self._line, None
+        copies, self._copies = self._copies, None
+        if line is not None:
+            line.close()
+        if copies is not None:
+            copies.close()
+
+    def hang_up(self) -> None:
+        """Ends the line, and drops the calls that came over it."""
+        self._calls.clear()
+        self._end_line()

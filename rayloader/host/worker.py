@@ -1,0 +1,535 @@
+"""A worker, in torch's sense: its dataset object, its random streams, and what it has built.
+
+Promise: seeded and set up as by torch's worker loop, it builds what torch's worker would. An exception of user code is
+the result of a task, never an exception here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+import random
+import time
+import traceback
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
+from torch.utils.data import IterDataPipe
+from torch.utils.data.graph_settings import apply_random_seed
+
+from rayloader import _compat_datasets, fetching, skipping
+from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
+from rayloader.errors import ReplayError, ReplicaMemoryError, add_note
+from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
+from rayloader.host.output import Output
+from rayloader.inherit.module_globals import placed_generators
+from rayloader.inherit.process_state import Baseline
+from rayloader.observe.spent import pack
+from rayloader.protocol import CARRY, ENDS, Replica, Result, ResultKind, Setup, Source
+from rayloader.random.generators import Generators, in_modules, noting
+from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
+from rayloader.replica import unopenable, unpicklable
+from rayloader.replica.opening import open_image
+from rayloader.resume.digest import chain, digest
+from rayloader.resume.journal import Resumed
+from rayloader.resume.snapshot import Recorder, WorkerState, has_state, load_state
+from rayloader.sampling.shard_info import Reader
+from rayloader.start import session
+from rayloader.start.signals import exit_in_words
+from rayloader.transport import codec
+from rayloader.transport.arena import ArenaWriter
+from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
+from rayloader.transport.memory_file import MemoryFileError
+
+# How long a call rebuilds batches, in seconds: then it returns, so that the driver sees progress.
+REPLAY_SECONDS = 0.1
+
+_encode = functools.partial(codec.encode, known_classes=True, carry=CARRY)  # for objects that go back to the driver
+
+
+class Task(NamedTuple):
+    """What to build."""
+
+    call: int
+    task_id: int
+    indices: Wire
+    again: bool = False  # it is rebuilt for its effect on the worker
+    digest: int | None = None  # of the batch that was delivered before, if it is rebuilt
+
+
+class Worker:
+    """One of the workers that a process hosts.
+
+    Args:
+        setup: which worker it is, and how to set it up.
+
+    Attributes:
+        label: names the loader and the worker.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.label = f"{setup.name}:{setup.worker_id}"
+        self._where = f"in DataLoader worker process {setup.worker_id}"
+        self._dataset: Any = None
+        self._collate_fn: Any = None
+        self._fetcher: Any = None
+        self._failure: Result | None = None  # of `start` or `resume`; the answer to every task
+        self._unrestored = False  # whether that failure means that this worker cannot be restored
+        self._exhausted = False
+        self._end_is_told = False  # in a snapshot
+        self._epoch = 0
+        self._dataset_epoch: int | None = None
+        self._tasks = 0  # number built in this epoch
+        self._last_task = -1
+        self._has_just_loaded = False  # whether the dataset has loaded a state, and built no batch since
+        self._digest = 0
+        self._doubt: int | None = None
+        self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
+        self._replayed, self._to_replay = 0, 0  # batches
+        self._parked: RandomState | None = None
+        self._worker_info: Any = None
+        self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
+        self._recorder = Recorder(None, Generators({}, []), RandomState.capture([]))
+        self._left: deque[Task] = deque()  # not begun, oldest first
+        self._rewind: Rewind | None = None
+        # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
+        self._began = self._fetched = self._collated = 0.0
+
+    def start(
+        self, baseline: Baseline, output: Output, source: Source, state: WorkerState | None, *, alone: bool
+    ) -> None:
+        """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error."""
+        with self._keeping_failure():
+            baseline.adopt(self._setup.process, alone=alone)
+            before = [generator for _, generator in in_modules()]
+            # As after a fork: the program has already imported these modules and created these objects.
+            with noting() as noted, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loaded = self._opened(baseline, source, alone=alone)
+            output.settle()
+            names = "dataset", "collate_fn", "worker_init_fn"
+            replica = {name: getattr(loaded, name) for name in names}
+            generators = Generators(replica, noted, before, placed_generators(), alone=alone)
+            self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
+            adopt_collate_fn_map(loaded.collate_fn_map)
+            self._seed()
+            seeded = RandomState.capture([])
+            if loaded.worker_init_fn is not None:
+                loaded.worker_init_fn(self._setup.worker_id)
+            _compat_datasets.begins(self._dataset)
+            self._recorder = Recorder(self._dataset, generators, seeded)
+            if self._setup.max_undone:
+                self._rewind = Rewind(self._setup.max_undone, generators.given)
+            if state is None:
+                self._create_fetcher()
+            else:
+                self._restore(state)
+        self._unrestored = self._failure is not None and state is not None
+
+    def _opened(self, baseline: Baseline, source: Source, *, alone: bool) -> Replica:
+        """The replica.
+
+        If no other worker of the process has one, what exists before it is frozen: the collection when it is dropped
+        need not look at that, least of all at what its modules hold, which may take longer than an epoch.
+        """
+        if alone:
+            gc.freeze()
+        skeleton, buffers = _open_replica(source, here=self._setup.process.node_id == session.node_id())
+        with baseline.importing(), contextlib.suppress(Exception):  # decoding imports it again, and raises the error
+            codec.import_modules(skeleton)
+        if alone:
+            gc.freeze()
+        with baseline.importing():
+            replica: Replica = unopenable.decode(skeleton, buffers, source.carried, Replica.__slots__)
+        return replica
+
+    def _restore(self, state: WorkerState) -> None:
+        """Restores the worker from a snapshot; a stream without a state of its own is read later."""
+        if state.error:
+            raise ReplayError(f"the state of worker {self._setup.worker_id} could not be saved:\n{state.error}")
+        self._epoch, self._exhausted = state.epoch, state.exhausted
+        self._tell_epoch(state.dataset_epoch)
+        self._has_just_loaded = state.dataset is not None
+        with _compat_datasets.loading(self._dataset):
+            self._load_states(state)
+
+    def _load_states(self, state: WorkerState) -> None:
+        load_state(self._dataset, state.dataset)
+        has_own = state.dataset is not None or state.iterator is not None
+        if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not has_own)):
+            if state.begin is not None:
+                self._recorder.restore(state.begin)
+            self._goal, self._exhausted = state, False
+            self._to_replay += state.tasks
+            self._create_fetcher()
+            return
+        self._create_fetcher()
+        load_state(self._iterator, state.iterator)  # after `__iter__`, which may have reset it to its start
+        if self._is_iterable:
+            self._fetcher.ended = state.ended
+        self._recorder.restore(state.random)
+        self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
+
+    def _read_on(self, until: float) -> bool:
+        """Reads an iterable dataset from its start to its position; False if this is not finished at time `until`."""
+        goal = self._goal
+        if goal is None:
+            return True
+        nothing = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
+        again = Task(0, -1, nothing, again=True)
+        while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
+            result = self._build(again, None)
+            if result.kind == ResultKind.EXITED:
+                self._failure = replace(result, kind=ResultKind.NOT_STARTED)
+            self._replayed += 1
+            if time.monotonic() >= until:
+                return False
+        self._goal, self._replayed = None, goal.tasks
+        if self._failure is not None:
+            return True
+        with self._keeping_failure():
+            if (
+                (self._tasks, self._exhausted) != (goal.tasks, goal.exhausted)
+                or self._digest != goal.digest
+                or not self._recorder.is_at(goal.random)
+            ):
+                raise ReplayError(
+                    f"the iterable dataset of worker {self._setup.worker_id} was read again up to batch {goal.tasks}, "
+                    "and gave something else than before; to be resumed, a dataset must give the same each time that "
+                    "it is read, or have state_dict() and load_state_dict()"
+                )
+            self._recorder.restore(goal.random)
+        self._unrestored = self._failure is not None
+        self._last_task = goal.last_task
+        return True
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many batches were rebuilt, and how many must be."""
+        return self._replayed, self._to_replay
+
+    def spent(self, ended: float, idle: float, sending: float) -> bytes:
+        """`Answer.spent` of the last task, which ended at `ended` (perf_counter()), after idle and sending seconds."""
+        began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
+        fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending
+        return pack(self._setup.worker_id, began, idle, fetch, collate, transfer)
+
+    def take_doubt(self) -> int | None:
+        """A task since the last call whose differing batch was accepted, see `Answer`."""
+        doubt, self._doubt = self._doubt, None
+        return doubt
+
+    def snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
+        """A snapshot of the worker, if one is due after these seconds of work."""
+        self._recorder.worked(seconds)
+        if self._goal is not None or self._unrestored:
+            return None
+        begins = 0 < self._replayed == self._to_replay  # something new, after everything was rebuilt
+        ends = self._exhausted and not self._end_is_told
+        self._end_is_told = self._exhausted
+        if begins:
+            self._replayed = self._to_replay = 0
+        if ends:
+            return tuple(self.snapshot())
+        due = begins or self._recorder.is_due
+        state = self._recorder.snapshot_if_settled(self._iterator, **self._progress()) if due else None
+        return None if state is None else tuple(state)
+
+    def end(self) -> None:
+        """Drops the iterator, which may have something to finish, as torch's worker does last."""
+        self._fetcher = None
+
+    def hurry(self) -> None:
+        """It will soon continue in another process."""
+        self._recorder.hurry()
+
+    def snapshot(self) -> WorkerState:
+        """A snapshot of the worker, if it has changed since the last one."""
+        return self._recorder.snapshot(self._iterator, **self._progress())
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "tasks": self._tasks,
+            "last_task": self._last_task,
+            "exhausted": self._exhausted,
+            "ended": getattr(self._fetcher, "ended", False),
+            "digest": self._digest,
+            "dataset_epoch": self._dataset_epoch,
+        }
+
+    def park(self) -> None:
+        """Another worker of this process becomes active."""
+        self._parked = RandomState.capture([])
+
+    def unpark(self) -> None:
+        """This worker becomes active again."""
+        assert self._parked is not None
+        self._parked.restore([])
+        self._tell_who_reads()
+
+    def resume(self, resumed: Resumed) -> WorkerState:
+        """Begins a new epoch over the same dataset; as in torch's persistent workers nothing is seeded again.
+
+        As there, tasks that torch's worker would have been given are built first, and nothing more: the random streams
+        continue after these.
+        """
+        self._read_on(math.inf)
+        while self._left:
+            task = self._left.popleft()
+            if resumed.undo_from is None or task.task_id < resumed.undo_from:
+                self._do(task, None)
+        if self._rewind is not None:
+            self._rewind.undo_from(resumed.undo_from)
+        self._epoch, self._exhausted, self._end_is_told = resumed.epoch, False, False
+        self._tasks, self._last_task, self._digest = 0, -1, 0
+        if self._unrestored and self._failure is not None:
+            return self.snapshot()._replace(error=self._failure.text)
+        if self._fetcher is not None:  # otherwise it never started: that failure remains
+            self._failure = None
+            with self._keeping_failure():
+                self._shuffle_datapipe(resumed.shared_seed)
+                self._tell_epoch(resumed.dataset_epoch)
+                _compat_datasets.begins(self._dataset)
+                self._create_fetcher()
+        self._recorder.forget()  # answers of an epoch that was broken off
+        return self.snapshot()
+
+    def _tell_epoch(self, epoch: int | None) -> None:
+        """Sets the epoch that the program has set since, on a dataset from a previous epoch."""
+        if epoch is not None:
+            self._dataset_epoch = epoch
+            self._dataset.set_epoch(epoch)
+
+    def run(self, task: Task, arena: ArenaWriter | None) -> Result:
+        """Returns a task's result."""
+        self._read_on(math.inf)
+        while self._left:
+            result = self._do(self._left.popleft(), None)
+            if result.kind in ENDS:
+                return replace(result, task_id=task.task_id)
+        return self._do(task, arena)
+
+    def replay(self, tasks: list[Task], dropped: Callable[[int, int], bool]) -> Result | None:
+        """Rebuilds tasks for a limited time, and keeps the rest. Returns only a result that ends the process."""
+        self._left.extend(tasks)
+        self._unrestored |= self._failure is not None
+        self._to_replay += len(tasks)
+        until = time.monotonic() + REPLAY_SECONDS
+        if not self._read_on(until):
+            return None
+        while self._left:
+            task = self._left.popleft()
+            if dropped(task.call, task.task_id):
+                self._replayed += 1
+                continue
+            result = self._do(task, None)
+            if result.kind in ENDS:
+                return result
+            if time.monotonic() >= until:
+                break
+        return None
+
+    def _do(self, task: Task, arena: ArenaWriter | None) -> Result:
+        """Executes a task when it is its turn; a rebuilt batch must equal the original."""
+        if self._rewind is not None:
+            self._rewind.task_begins(task.task_id)
+        result = self._build(task, arena)
+        self._replayed += task.again
+        if task.digest in (None, result.digest) or self._failure is not None or result.kind in ENDS:
+            return result
+        believed = has_state(self._dataset) or has_state(self._iterator)
+        if believed and result.kind in (ResultKind.BATCH, ResultKind.EMPTY):
+            self._doubt = task.task_id
+            return result
+        with self._keeping_failure():
+            if believed:  # no batch at all: the batches after it are lost too
+                what = result.text or "its stream has ended"
+                raise ReplayError(
+                    f"batch {task.task_id} of worker {self._setup.worker_id} was to be rebuilt after its worker was "
+                    "replaced or resumed, but did not come: load_state_dict() of the dataset has not restored its "
+                    f"position. Correct that method, or start the epoch again. What came instead: {what}"
+                )
+            raise ReplayError(
+                f"batch {task.task_id} of worker {self._setup.worker_id} was rebuilt after its worker was replaced or "
+                "resumed, and differs from the original: it depends on something that cannot be restored, such as a "
+                "random generator that cannot be followed, the time, the process, or the order of a set of strings "
+                "(set PYTHONHASHSEED). Create generators in __init__ or in worker_init_fn, from the same seed in each "
+                "run; or give the dataset state_dict() and load_state_dict(), which are then trusted to restore it"
+            )
+        self._unrestored = True
+        assert self._failure is not None
+        return replace(self._failure, task_id=task.task_id)
+
+    def _build(self, task: Task, arena: ArenaWriter | None) -> Result:
+        self._began, self._fetched, self._collated = time.perf_counter(), 0.0, 0.0
+        task_id = task.task_id
+        if self._failure is not None and (self._unrestored or not self._exhausted):
+            # A stream's indices are endless: its failure to start is reported once, just as an iterator that raised
+            # ends.
+            self._exhausted = self._is_iterable and not task.again and not self._unrestored
+            return replace(self._failure, task_id=task_id)
+        if self._exhausted:
+            return Result(task_id, ResultKind.EXHAUSTED)
+        skipped: list[skipping.Skipped] = []
+        setup = self._setup
+        try:
+            if setup.seed_batches:
+                # For a stream: its number if no worker's stream had ended; the true one depends on when that happened.
+                number = self._tasks * setup.num_workers + setup.worker_id if self._is_iterable else task_id
+                seed_all(setup.base_seed, self._epoch, number)
+            if arena is not None:
+                arena.begin(setup.worker_id)
+            batch, samples, fresh = self._load(task.indices, arena, skipped)
+            self._collated = time.perf_counter()
+            try:
+                encoded = _encode(batch, fresh=fresh)
+            except Exception as error:  # the user's objects may raise anything
+                unpicklable.note_batch(error, batch, _encode)
+                raise
+            checksum = digest(batch, encoded)
+            wire, nbytes = to_wire(encoded, arena), sum(buffer.nbytes for buffer in encoded.buffers)
+            if arena is not None:
+                del batch, encoded, fresh  # the last references to the batch, unless user code has some
+                wire = sealed(wire, arena)
+            result = Result(task_id, ResultKind.BATCH, wire, "", nbytes, tuple(skipped), checksum, samples)
+        except skipping.NothingLeft:
+            result = Result(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
+        except Exception as error:  # anything that user code can raise: it belongs to the user, not to Ray
+            if isinstance(error, StopIteration) and self._is_iterable:
+                self._exhausted = True
+                return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
+            checksum = zlib.crc32(type(error).__qualname__.encode())
+            if self._has_just_loaded:
+                add_note(
+                    error,
+                    "rayloader: this is the first batch since load_state_dict() of the dataset restored a worker that "
+                    "was replaced or resumed; if the error comes from the loaded state, the dataset cannot continue "
+                    "from what its state_dict() returned",
+                )
+            result = replace(_error(task_id, self._where), skipped=tuple(skipped), digest=checksum)
+        except BaseException as error:
+            return _exited(task_id, error)
+        if self._is_iterable:
+            self._digest = chain(result.digest, self._digest)
+            if self._tasks == self._epoch == 0:
+                self._reader.has_read(self._dataset)
+        self._tasks, self._last_task, self._has_just_loaded = self._tasks + 1, task_id, False
+        return result
+
+    def _load(
+        self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]
+    ) -> tuple[Any, int, FreshTensors]:
+        """Returns a batch, how many samples are in it, and which of its tensors are fresh."""
+        setup = self._setup
+        collate_into(arena)
+        # A dataset may pass a state that it has loaded on to others only when it is iterated.
+        loading = _compat_datasets.loading(self._dataset) if self._has_just_loaded else contextlib.nullcontext()
+        try:
+            left_out = skipped if setup.skip_errors else None
+            with loading:
+                samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), left_out)
+            self._fetched = time.perf_counter()
+            fresh = collate_into(arena, self._collate_fn, samples)
+            return self._collate_fn(samples), count, fresh
+        finally:
+            collate_into(None)
+
+    @property
+    def _is_iterable(self) -> bool:
+        return self._setup.dataset_kind == DatasetKind.Iterable
+
+    @property
+    def _iterator(self) -> Any:
+        return getattr(self._fetcher, "dataset_iter", None)
+
+    @contextlib.contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # anything that user code can raise, as in _build
+            self._failure = _error(-1, self._where)
+        except BaseException as error:
+            self._failure = replace(_exited(-1, error), kind=ResultKind.NOT_STARTED)
+
+    def _seed(self) -> None:
+        setup = self._setup
+        seed = setup.base_seed + setup.worker_id
+        torch.set_num_threads(1)
+        random.seed(seed)
+        seed_torch(seed)
+        np.random.seed(numpy_seed(setup.base_seed, setup.worker_id))
+        self._shuffle_datapipe(setup.shared_seed)
+        self._worker_info = torch_worker.WorkerInfo(
+            id=setup.worker_id, num_workers=setup.num_workers, seed=seed, dataset=self._dataset
+        )
+        self._tell_who_reads()
+
+    def _tell_who_reads(self) -> None:
+        """Sets the answers of `get_worker_info()` and `get_shard_info()`."""
+        set_worker_info(self._worker_info)
+        self._reader.attach(self._worker_info)
+
+    def _shuffle_datapipe(self, shared_seed: int | None) -> None:
+        if isinstance(self._dataset, IterDataPipe):
+            assert shared_seed is not None
+            generator = torch.Generator()
+            generator.manual_seed(shared_seed)
+            self._dataset = apply_random_seed(self._dataset, generator)
+
+    def _create_fetcher(self) -> None:
+        setup = self._setup
+        if self._is_iterable:
+            self._recorder.iterator_begins()
+        self._fetcher = fetching.create_fetcher(
+            setup.dataset_kind, self._dataset, setup.auto_collation, setup.drop_last
+        )
+
+
+def _open_replica(source: Source, *, here: bool) -> Any:
+    """Opens the replica's bytes: from the driver's image, from this node's own, or a copy if neither can be opened."""
+    if source.contents is None or source.hosted is None:
+        opened = open_image(source.image, here=here)
+    else:
+        try:
+            opened = open_image(ray.get(source.hosted[0]), here=here)
+        except ReplicaMemoryError:
+            raise  # there is no room for one image, so there is none for a copy in each worker
+        except (RayError, MemoryFileError):  # the host died, or its memory may not be opened
+            if source.contents[0] is None:
+                raise
+            opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
+    return opened
+
+
+def _error(task_id: int, where: str) -> Result:
+    """The exception being handled, as torch sends it; as text only if its type cannot be pickled."""
+    wrapper = ExceptionWrapper(where=where)
+    assert wrapper.exc_type is not None
+    text = f"Caught {wrapper.exc_type.__name__} {where}.\nOriginal {wrapper.exc_msg}"
+    try:
+        wire = to_wire(_encode(wrapper))
+    except Exception:  # the type's own pickling may raise anything
+        return Result(task_id, ResultKind.ERROR, text=text)
+    return Result(task_id, ResultKind.ERROR, wire, text)
+
+
+def _exited(task_id: int, error: BaseException) -> Result:
+    told = [f"{exit_in_words(_exit_code(error))}\n"] if isinstance(error, SystemExit) else []
+    return Result(task_id, ResultKind.EXITED, text="".join([*told, *traceback.format_exception(error)]))
+
+
+def _exit_code(error: SystemExit) -> int:
+    """That of a process of multiprocessing's."""
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)

@@ -1,0 +1,1 @@
+"""What is measured while batches are loaded, and how it is shown."""

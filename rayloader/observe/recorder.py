@@ -1,0 +1,270 @@
+"""Measures a loader while it works, for `DataLoader.stats()`.
+
+Promise: costs about a microsecond per batch, and memory that does not grow. Any thread may read, without a lock: see
+NOTE [logs] in histogram.py. Nothing here refers to an iterator, to batches or to actors.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+from rayloader.errors import RayloaderError
+from rayloader.observe.cpu_use import CpuUse
+from rayloader.observe.histogram import Histogram, Series, Work
+from rayloader.observe.spent import Spent, pack
+from rayloader.observe.stats import Period, SlowBatch, WorkerStats
+from rayloader.observe.trace import Trace, Tracing
+
+# How many entries of a log are folded together: with fewer, NumPy's calls would cost more than the entries.
+FOLD = 2048
+# How many of the slowest batches are named.
+SLOWEST = 5
+# A batch that takes more than this many times the median is slow.
+SLOW = 4.0
+
+
+class WorkerTally:
+    """Further measurements of one worker; see `WorkerStats`."""
+
+    __slots__ = ("arena", "depth", "lane", "settled")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.lane = ""
+        self.arena: bool | None = None  # whether its last batch had room in one; None before the first
+        self.settled = False  # its idle time now counts from the first batch of the epoch
+
+    def merge(self, other: WorkerTally) -> None:
+        """Adds the other tally to this one."""
+        self.depth = max(self.depth, other.depth)
+        self.lane = other.lane or self.lane
+
+
+_SUMS = "batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "blocked", "behind", "drawing"
+
+
+class Tally:
+    """The measurements of one epoch of one iterator; see `Period`.
+
+    Args:
+        num_workers: how many workers build its batches.
+        processes: how many processes host them.
+        depth: batches of each worker that may be under way; None if automatic.
+
+    Attributes:
+        wait: seconds inside `next`.
+        step: seconds between two calls of it.
+        answers: the log of the workers' times, to be appended to with each answer: see NOTE [logs] in histogram.py.
+        cpu_use: since its first batch.
+        slow: seconds; a batch that takes longer is one of the slowest, or is traced.
+        trace: the trace in progress, if any.
+    """
+
+    def __init__(self, num_workers: int = 0, processes: int = 0, depth: int | None = None) -> None:
+        self.processes = processes
+        self.depth = depth
+        self.wait, self.step = Series(), Series()
+        self.batches = self.samples = self.nbytes = self.restarts = self.skipped = 0
+        self.first_wait = self.blocked = self.behind = self.drawing = 0.0
+        self.workers = [WorkerTally() for _ in range(num_workers)]
+        self.slowest: list[SlowBatch] = []
+        self.slow = -1.0
+        self.cpu_use: CpuUse | None = None
+        self.trace: Trace | None = None
+        self._attend = 0  # the number of the batch from which on more must be done than adding its times
+        self._batch = 0  # the last one passed to `gave`, if it is traced
+        # perf_counter(): when `next` returned (0: it has raised since), and when it first did.
+        self._left, self._began = 0.0, math.inf
+        self.fold_at = max(FOLD, 8 * num_workers)  # answers: folding takes time for each worker
+        self._keep(Work.nothing(num_workers))
+
+    def set_trace(self, trace: Trace | None) -> None:
+        """Sets where to report events from now on. Any thread may call this."""
+        self.trace = trace
+        self._attend = 0
+        self.slow = self._fifth_slowest
+
+    # ---- in the user's thread
+
+    def gave(self, asked: float, batch: int, samples: int, nbytes: int) -> None:
+        """`next` was called at `asked` (perf_counter()), and is about to return this batch."""
+        now = perf_counter()
+        if self.batches < self._attend:
+            self.step.add(asked - self._left)
+            self.wait.add(now - asked)
+        else:
+            self._attend_to(batch, asked, now)
+        self.batches += 1
+        self.samples += samples
+        self.nbytes += nbytes
+        self._left = now
+
+    def raised(self, asked: float) -> None:
+        """`next` was called at `asked` (perf_counter()), and returned nothing; that time is neither wait nor step."""
+        if 0.0 < self._left < asked:
+            self.step.add(asked - self._left)
+            if self.trace is not None:
+                self.trace.trainer("step", self._batch, self._left, asked)
+        self._left, self._attend = 0.0, 0
+
+    def _attend_to(self, batch: int, asked: float, now: float) -> None:
+        """Handles the first batch, one in `FOLD`, one after an error, and each that is traced."""
+        if self._left:
+            self.step.add(asked - self._left)
+        if self.batches:
+            self.wait.add(now - asked)
+        else:
+            self.first_wait = now - asked
+            self.blocked = self.behind = self.drawing = 0.0  # the first batch's wait included these
+            self.cpu_use = CpuUse()
+            self._began = now
+        self.wait.fold()
+        self.step.fold()
+        self._attend = self.batches + FOLD
+        if (trace := self.trace) is not None:
+            self._attend = 0
+            if self._left:
+                trace.trainer("step", self._batch, self._left, asked)
+            trace.trainer("wait", batch, asked, now)
+        self._batch = batch
+
+    def ended(self) -> None:
+        """There is no further batch."""
+        if self.cpu_use is not None:
+            self.cpu_use.end()
+
+    # ---- in the thread that receives
+
+    def fold_answers(self) -> None:
+        """To be called when there are `fold_at` of them."""
+        self._keep(self.work)
+
+    def _keep(self, folded: Work) -> None:
+        self.answers: list[bytes] = []
+        self._work = folded, self.answers
+
+    def settle(self, worker: WorkerTally, spent: bytes) -> bytes:
+        """`spent` without idleness before the first batch: the worker waited for others to start."""
+        worker.settled = bool(self.batches)
+        told = Spent.unpack(spent)
+        return pack(*told._replace(idle=max(0.0, min(told.idle, perf_counter() - self._began))))
+
+    def note_slow(self, slow: SlowBatch) -> None:
+        """A batch that may be one of the slowest."""
+        self.slowest = sorted([*self.slowest, slow], key=lambda slow: -slow.seconds)[:SLOWEST]
+        self.slow = self._fifth_slowest
+
+    @property
+    def _fifth_slowest(self) -> float:
+        if self.trace is not None or len(self.slowest) < SLOWEST:
+            return -1.0
+        return self.slowest[-1].seconds
+
+    # ---- in any thread
+
+    @property
+    def work(self) -> Work:
+        """The work of all workers."""
+        folded, log = self._work
+        return folded.plus(log.copy())
+
+    @classmethod
+    def of(cls, tallies: Sequence[Tally]) -> Tally:
+        """The sum of several tallies."""
+        whole = cls()
+        wait, step, work = Histogram(), Histogram(), Work.nothing(0)
+        for tally in tallies:
+            for name in _SUMS:
+                setattr(whole, name, getattr(whole, name) + getattr(tally, name))
+            wait, step = wait.merged(tally.wait.histogram), step.merged(tally.step.histogram)
+            work = work.merged(tally.work)
+            whole.workers += [WorkerTally() for _ in tally.workers[len(whole.workers) :]]
+            for worker, other in zip(whole.workers, tally.workers, strict=False):
+                worker.merge(other)
+            for slow in tally.slowest:
+                whole.note_slow(slow)
+        whole.wait, whole.step = Series(wait), Series(step)
+        whole._keep(work)
+        return whole
+
+    def period(self) -> Period:
+        """The measurements, for the user."""
+        work = self.work
+        build = Histogram()
+        workers = []
+        for worker_id, worker in enumerate(self.workers):
+            own = work.of(worker_id)
+            idle, fetch, collate, transfer = work.sums[worker_id].tolist()
+            build = build.merged(own)
+            workers.append(
+                WorkerStats(worker_id, own.times(), idle, fetch, collate, transfer, worker.lane, worker.depth)
+            )
+        times = build.times()
+        slow, seconds = build.above(SLOW * times.median)
+        return Period(
+            batches=self.batches,
+            samples=self.samples,
+            nbytes=self.nbytes,
+            first_wait=self.first_wait,
+            wait=self.wait.histogram.times(),
+            step=self.step.histogram.times(),
+            blocked=self.blocked,
+            behind=self.behind,
+            drawing=self.drawing,
+            build=times,
+            slow=slow,
+            slow_ratio=seconds / times.median if slow else 0.0,
+            restarts=self.restarts,
+            skipped=self.skipped,
+            workers=tuple(workers),
+            slowest=tuple(self.slowest),
+        )
+
+
+class Recorder:
+    """The measurements of all epochs of one loader. The loader owns it and its iterators write to their `Tally`."""
+
+    def __init__(self) -> None:
+        # One tally of all that has ended, and the tallies that iterators still write to, the latest last. Replaced as a
+        # whole, because another thread may be reading it.
+        self._tallies: tuple[Tally, list[tuple[weakref.ref[object], Tally]]] = Tally(), []
+        self._trace: Trace | None = None
+
+    def begins(self, iterator: object, num_workers: int, processes: int = 0, depth: int | None = None) -> Tally:
+        """An iterator of the loader begins an epoch; its previous one, if any, has ended. See `Tally`."""
+        past, live = self._tallies
+        ended = [tally for ref, tally in live if ref() in (None, iterator)]
+        others = [(ref, tally) for ref, tally in live if ref() not in (None, iterator)]
+        new = Tally(num_workers, processes, depth)
+        new.set_trace(self._trace)
+        self._tallies = Tally.of([past, *ended]), [*others, (weakref.ref(iterator), new)]
+        return new
+
+    def traced(self, path: Path, title: str) -> Tracing:
+        """Traces the iterators from now on; see `DataLoader.trace`."""
+        if self._trace is not None:
+            raise RayloaderError("this loader is being traced already; end that trace first")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} for the trace; make it first")
+        return Tracing(self, path.absolute(), title)
+
+    def set_trace(self, trace: Trace | None) -> None:
+        """Sets where to report events from now on."""
+        self._trace = trace
+        for _, tally in self._tallies[1]:
+            tally.set_trace(trace)
+
+    def tell(self) -> tuple[Tally, Tally]:
+        """The tallies of the epoch that began last, and of all epochs."""
+        past, live = self._tallies
+        return self.latest, Tally.of([past, *(tally for _, tally in live)])
+
+    @property
+    def latest(self) -> Tally:
+        """The tally of the epoch that began last; zeros before the first one."""
+        past, live = self._tallies
+        return live[-1][1] if live else past

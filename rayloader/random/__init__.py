@@ -1,0 +1,1 @@
+"""Random generators: how they are found, and their states."""

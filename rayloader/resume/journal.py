@@ -1,0 +1,217 @@
+"""The calls made to one worker, its answers, and its snapshots: enough to continue it in another process.
+
+Promise: pure bookkeeping. A worker that starts from `state` and is told `entries` again reaches the position of the
+lost one; a worker that starts from `base` and rebuilds the tasks in `replay` reaches the user's position.
+
+NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuilds a delivered batch: the digests
+of the two must be equal. So `state` and `base` are snapshots from before the last task
+that was answered, or taken, and at least that one is rebuilt. If nothing of an epoch was answered, or taken,
+it is one of the previous epoch: the snapshot of the epoch's start proves nothing. A dataset with a state of its own is
+trusted; and for a stream that has ended nothing can be built.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rayloader.resume.snapshot import WorkerState
+from rayloader.transport.codec import Encoded
+
+
+@dataclass(slots=True)
+class Told:
+    """A task that the worker was given."""
+
+    task_id: int
+    indices: Encoded
+    digest: int | None = None  # of the batch that it answered; None: it has not
+
+
+class Resumed(NamedTuple):
+    """A new epoch that the worker was told to begin."""
+
+    epoch: int
+    shared_seed: int | None
+    undo_from: int | None
+    dataset_epoch: int | None = None  # for the dataset's `set_epoch`
+
+
+class Before(NamedTuple):
+    """Where a worker was in an epoch before the current one, and how it came from there to the start of this one."""
+
+    state: WorkerState | None = None
+    entries: tuple[Told | Resumed, ...] = ()
+    shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
+
+    @property
+    def proves(self) -> bool:
+        """Whether that can be repeated, and a delivered batch is rebuilt on the way."""
+        error = "" if self.state is None else self.state.error
+        known = [entry for entry in self.entries if isinstance(entry, Told) and entry.digest is not None]
+        return not error and bool(known)
+
+
+_NOTHING = Before()
+
+
+class Journal:
+    """The journal of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
+
+    def __init__(self) -> None:
+        self.base: WorkerState | None = None  # newest snapshot that the user has passed; None: as `start` makes it
+        self._snapshots: deque[WorkerState] = deque()  # after `base`, oldest first
+        self._told: dict[int, Told] = {}  # after `base`, by task, ascending
+        # Those that the user has taken. Only added to: to remove some, another dict takes its place.
+        self.replay: dict[int, Told] = {}
+        self._last_answered = -1
+        self.last_taken = -1  # task
+        self._before = _NOTHING  # dropped once this epoch has something to prove
+        self._shared_seed: int | None = None  # of this epoch, if that is not the first
+        self.begun = True  # `base` is of this epoch
+        self.rewinds = False  # tasks that the user has not taken may yet have to be undone: `state` is before them
+        self.resumed: Any = None  # until the epoch's first snapshot has come: where that will come from
+
+    @property
+    def state(self) -> WorkerState | None:
+        """The snapshot that another process starts from; None: as `start` makes it."""
+        if self._starts_before:
+            return self._before.state
+        if self.rewinds:
+            return self.base
+        before = [s for s in self._snapshots if _is_before(s, self._last_answered)]
+        return before[-1] if before else self.base
+
+    @property
+    def shared_seed(self) -> int | None:
+        """The shared seed of the epoch of `state`, if that is not the first."""
+        return self._before.shared_seed if self._starts_before else self._shared_seed
+
+    @property
+    def before(self) -> Before | None:
+        """Where a worker must be started to prove that it reaches `base`; None: at `base` itself."""
+        return self._before if self._before.entries and self.last_taken < 0 else None
+
+    @property
+    def _starts_before(self) -> bool:
+        return not self.begun or (bool(self._before.entries) and self._last_answered < 0)
+
+    @property
+    def newest(self) -> WorkerState | None:
+        """The newest snapshot, for information about the worker; None if there is none."""
+        return self._snapshots[-1] if self._snapshots else self.base
+
+    @property
+    def entries(self) -> list[Told | Resumed]:
+        """The calls after `state`."""
+        return [*self._before.entries, *self.tasks] if self._starts_before else [*self.tasks]
+
+    @property
+    def tasks(self) -> list[Told]:
+        """The tasks in `entries` that are of the current epoch."""
+        state = None if self._starts_before else self.state
+        done = -1 if state is None else state.last_task
+        return [told for told in self._told.values() if told.task_id > done]
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the worker's batches depend on its earlier ones, even if each batch is seeded by itself."""
+        state = self.newest
+        if state is None:
+            return bool(self.replay)  # it has not reported what its dataset holds
+        return bool(state.dataset or state.iterator or state.random.others or state.random.later)
+
+    def told(self, task: Told) -> None:
+        """The worker was given another task or epoch."""
+        self._told[task.task_id] = task
+
+    def untell(self, from_task: int) -> bool:
+        """Goes back to before it was told this task of the current epoch, or a later one; returns whether it was."""
+        kept = {task_id: told for task_id, told in self._told.items() if task_id < from_task}
+        if len(kept) == len(self._told):
+            return False
+        self._told = kept
+        self.replay = {task_id: told for task_id, told in self.replay.items() if task_id < from_task}
+        self._snapshots = deque(state for state in self._snapshots if state.last_task < from_task)
+        self._last_answered = min(self._last_answered, from_task - 1)
+        return True
+
+    def begins(self, resumed: Resumed, *, undoes: bool = True) -> None:
+        """A new epoch begins; `undoes`: tasks from `undo_from` on must have no effect."""
+        state, entries = self.state, self.entries
+        if undoes and resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
+            # Another process can no longer be told what to undo.
+            state = state._replace(error="it died between an epoch that was broken off and the next")
+        self._before = Before(state, (*entries, resumed), self.shared_seed)
+        self._shared_seed = resumed.shared_seed
+        self.begun = False
+        self._snapshots.clear()
+        self._told.clear()
+        self.replay = {}
+        self._last_answered = self.last_taken = -1
+
+    def reached_begin(self, state: WorkerState) -> None:
+        """The snapshot of the epoch's start has come, a complete one."""
+        self.begun, self.resumed = True, None
+        self.base = state
+        if not state.is_to_be_proven or not self._before.proves:
+            self._before = _NOTHING
+
+    def answered(self, task_id: int, digest: int) -> None:
+        """The worker has built this task."""
+        if (told := self._told.get(task_id)) is not None:
+            told.digest = digest
+        self._last_answered = max(self._last_answered, task_id)
+
+    def reached(self, state: WorkerState) -> None:
+        """A snapshot has come with the answer to a call."""
+        state = state.over(self.newest)
+        if self._snapshots and self._snapshots[-1].last_task == state.last_task:
+            self._snapshots[-1] = state  # the one before may never be passed: see NOTE [Proof]
+        else:
+            self._snapshots.append(state)
+        self._advance()
+
+    def exhausted(self) -> None:
+        """The worker's stream has ended: its remaining tasks will not be built."""
+        self._told = {task_id: told for task_id, told in self._told.items() if told.digest is not None}
+
+    def taken(self, task_id: int) -> None:
+        """The user has this task's batch; a worker's batches are taken in the order in which it built them.
+
+        Calling it twice does no harm, not even after an interrupt in the middle of it, see `_advance`.
+        """
+        if (told := self._told.get(task_id)) is not None:
+            self.replay[task_id] = told
+        self.last_taken = task_id
+        self._before = _NOTHING
+        self._advance()
+
+    def starts_before(self, before: Before) -> None:
+        """The worker continues from the start of an epoch of another run, of which the user had taken nothing."""
+        self._before, self.begun = before, False
+
+    def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:
+        """The worker continues from where another run's was, with the tasks that the user had taken since."""
+        self.base = base
+        for told in replay:
+            self._told[told.task_id] = self.replay[told.task_id] = told
+            self._last_answered = self.last_taken = told.task_id
+
+    def _advance(self) -> None:
+        # Python lets signal handlers run when a call returns: none comes between steps that belong together here.
+        while self._snapshots and _is_before(self._snapshots[0], self.last_taken):
+            self.base = self._snapshots[0]
+            del self._snapshots[0]
+        done = -1 if self.base is None else self.base.last_task
+        if self._told and next(iter(self._told)) <= done:
+            self._told = {task_id: told for task_id, told in self._told.items() if task_id > done}
+        if self.replay and next(iter(self.replay)) <= done:
+            self.replay = {task_id: told for task_id, told in self.replay.items() if task_id > done}
+
+
+def _is_before(state: WorkerState, task_id: int) -> bool:
+    """Whether this snapshot may be used if everything up to a task is known; see NOTE [Proof]."""
+    return state.last_task < task_id or (state.last_task == task_id and not state.is_to_be_proven)

@@ -1,0 +1,357 @@
+"""The position of an iterator's user in its stream, also as a part of a state.
+
+Promise: only batches that were handed to the user count. Unpacked, a position continues where the other one was, or
+raises an error that says that it cannot.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rayloader import plain_state, skipping
+from rayloader.errors import StateError
+from rayloader.resume import worker_parts
+from rayloader.resume.draws import drawn
+from rayloader.resume.journal import Journal
+from rayloader.resume.local_state import Stream, pack_object, unpack_object
+from rayloader.resume.samplers import Moment, OwnState, Samplers
+from rayloader.resume.seal import Part, Parts, are_same
+from rayloader.resume.snapshot import has_state
+from rayloader.resume.worker_parts import WorkerParts, replayed
+from rayloader.sampling import redeal
+from rayloader.transport import codec
+
+
+class Start(NamedTuple):
+    """A point of an epoch from which the sampler can be read again: before its first draw, or after that.
+
+    The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
+    others only from one saved in the middle of an epoch.
+    """
+
+    moment: Moment
+    own: OwnState = OwnState()
+    first: Any = None  # after the first draw: its result
+    checksum: int = 0  # of that
+    drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
+
+    def pack(self) -> tuple[Any, ...]:
+        """The point as part of a state."""
+        own = pack_object(self.own.sampler), pack_object(self.own.iterator)
+        drawing = None if self.drawing is None else self.drawing.pack()
+        return self.moment.pack(), own, plain_state.pack(self.first), self.checksum, drawing
+
+    @classmethod
+    def unpack(cls, packed: tuple[Any, ...]) -> Start:
+        """The inverse of `pack`."""
+        moment, own, first, checksum, drawing = packed
+        sampler, iterator = map(unpack_object, own)
+        return cls(
+            Moment.unpack(moment),
+            OwnState(sampler, iterator),
+            plain_state.unpack(first),
+            checksum,
+            None if drawing is None else Moment.unpack(drawing),
+        )
+
+
+class Checksums:
+    """Checksums of a sampler's draws, compared with earlier ones.
+
+    Args:
+        expected: checksums of the indices of the first tasks.
+    """
+
+    def __init__(self, expected: dict[int, int]) -> None:
+        self._expected = expected
+        self._found = {0: 0} if 0 in expected else {}
+        self._checksum = 0
+        self.count = 0  # tasks
+
+    def add(self, indices: Any) -> codec.Encoded:
+        """The indices of the next task."""
+        encoded, self._checksum = drawn(indices, self._checksum)
+        self.count += 1
+        if self.count in self._expected:
+            self._found[self.count] = self._checksum
+        return encoded
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the draws were the same."""
+        return self._found == self._expected
+
+
+class DrawnAgain(Iterator[Any]):
+    """A sampler's iterator of a resumed epoch: first the indices that were drawn, but not taken, before saving."""
+
+    def __init__(self, ahead: Iterable[Any], indices: Iterator[Any], *, ended: bool) -> None:
+        self._ahead = deque(ahead)
+        self._indices = indices
+        self._ended = ended  # read again, the sampler might begin its next epoch
+
+    def __next__(self) -> Any:
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._ended:
+            raise StopIteration
+        return next(self._indices)
+
+
+class Position:
+    """The position of one iterator's user; kept up to date by the epoch, under `lock`."""
+
+    def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
+        self.lock = threading.RLock()  # taken and released in C: no interrupt comes in between, unlike with a Condition
+        self.handed: Any = None  # the epoch's `Delivery` whose batch the user was given last
+        self.samplers = self._samplers_now = samplers
+        self.base_seed = base_seed
+        self.shared_seed: int | None = None
+        self.num_workers = num_workers
+        self.iterable = iterable
+        self.journals = [Journal() for _ in range(num_workers)]  # the slots' own, for a position outlives its crew
+        self.parts = Parts()  # of the last state
+        self._workers = [WorkerParts() for _ in range(num_workers)]
+        self.epoch = 0  # epochs of these workers before this one
+        self._forget_epoch()
+
+    def begins(self, again: bool) -> None:
+        """A new epoch, before the sampler's iterator is created; `again`: of workers that had one before."""
+        self.epoch += again
+        self._forget_epoch()
+        self.starts += (Start(self.samplers.capture(), self.samplers.own_state()),)
+
+    def restarts(self) -> None:
+        """The workers are lost: new ones begin."""
+        self.epoch, self.finished = 0, False
+        self.journals = [Journal() for _ in range(self.num_workers)]
+
+    def _forget_epoch(self) -> None:
+        self.starts: tuple[Start, ...] = ()  # each is further than the one before
+        self.drawn_by_torch = math.inf  # draws that torch's loader would have made by now, if fewer than here
+        self.next_task = 0  # all tasks before it are taken
+        self.next_worker = 0
+        self.delivered = 0  # batches
+        self.checksum = 0  # of the indices before `next_task`
+        self.skipped = 0  # samples
+        self.stages: tuple[redeal.Stage, ...] = ()  # through which the epoch went with other numbers of ranks
+        self.finished = False
+        self.handed = None
+        self._counted = -1  # the task that was taken last
+        self._ahead: dict[int, int] = {}  # checksums by task, of those taken after `next_task`
+        self._checksums: dict[int, int] = {}  # of the indices up to each task that is drawn and not taken
+        self._forgotten = 0  # tasks before it are not in there
+        self.stateful = False
+        self.stream: Stream | None = None  # without workers
+        self.error = ""  # why the position can't be saved
+        self._draws = 0  # from the sampler, including the one that found its end
+
+    def redeals(self, packed: dict[str, Any]) -> Any:
+        """The epoch was begun by other ranks: returns the iterator over this rank's share of the rest."""
+        self.stages = tuple(redeal.Stage(taken) for taken in packed["stages"])
+        self.starts = (Start(Moment.unpack(packed["start"])),)
+        with self.samplers.at(self.starts[0].moment):
+            return self.samplers.iterator(self.stages)
+
+    def sampler_begins(self, iterator: Any) -> None:
+        """The sampler's iterator is about to be read for the first time, or to continue."""
+        if isinstance(iterator, DrawnAgain):
+            return
+        self.stateful = self.samplers.is_stateful(iterator)
+        start = self.starts[0]
+        self.starts = (start._replace(own=self.samplers.with_iterator(start.own, iterator)),)
+
+    def first_draw(self, iterator: Any) -> None:
+        """The first read of the sampler's iterator, if that is some time after its creation."""
+        if not self.stages:  # otherwise the whole epoch is drawn already
+            self.starts = (self.starts[0]._replace(drawing=self.samplers.capture()),)
+        self.sampler_begins(iterator)
+
+    def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> None:
+        """The sampler has given the indices of this task."""
+        self._draws = max(self._draws, task_id + 1)
+        self._checksums[task_id] = checksum
+        if task_id in self._ahead:
+            self._ahead[task_id] = checksum
+        if task_id == 0 and self.stateful and len(self.starts) == 1:
+            own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
+            self.starts += (Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum),)
+
+    def sampler_ended(self, total: int) -> None:
+        """The sampler has yielded the indices of `total` tasks, and has no more."""
+        self._draws = total + 1
+
+    def undrawn(self, from_task: int) -> None:
+        """Early draws, from this task on, will be repeated."""
+        self._draws = from_task
+        self._checksums = {task_id: c for task_id, c in self._checksums.items() if task_id < from_task}
+
+    def has(self, task_id: int) -> bool:
+        """Whether the user already has this task's batch."""
+        return task_id in self._ahead
+
+    def is_past(self, task_id: int) -> bool:
+        """Whether the user already has a batch of this task or of a later one."""
+        return self.next_task > task_id or any(taken >= task_id for taken in self._ahead)
+
+    def settle(self) -> None:
+        """Counts the batch that was handed over last, if it is not counted yet."""
+        with self.lock:
+            if self.handed is not None and not self.handed.counted:
+                task = self.handed.task
+                self.taken(task.worker_id, task.task_id, task.indices.checksum)
+                self.handed.counted = True
+
+    def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
+        """The user has this task's batch now. Calling it twice in a row does no harm, see `Journal.taken`."""
+        if self.journals:
+            self.journals[worker_id].taken(task_id)
+            self.next_worker = (worker_id + 1) % self.num_workers
+        if task_id != self._counted:
+            if self.iterable:
+                # Then the tasks of an exhausted worker are not awaited, and no number is used twice.
+                self.next_task, self.checksum = max((self.next_task, self.checksum), (task_id + 1, checksum))
+            elif task_id == self.next_task:
+                self.next_task, self.checksum = task_id + 1, checksum
+            else:
+                self._ahead[task_id] = checksum
+            self.delivered += 1
+            self._counted = task_id
+        while self.next_task in self._ahead:
+            self.checksum = self._ahead[self.next_task]
+            del self._ahead[self.next_task]
+            self.next_task += 1
+        while self._forgotten < self.next_task:
+            self._checksums.pop(self._forgotten, None)
+            self._forgotten += 1
+
+    def skip(self, samples: Sequence[skipping.Skipped], max_skipped: int) -> None:
+        """These samples were left out. Raises SkipLimitError if they are too many."""
+        self.skipped += len(samples)
+        skipping.tell(samples, self.skipped, max_skipped)
+
+    # ---- as a state
+
+    def samplers_of(self, loader: Any) -> Samplers:
+        """The current samplers of the loader whose position this is."""
+        if not self._samplers_now.are_of(loader):
+            self._samplers_now = Samplers(loader)
+        return self._samplers_now
+
+    def pack(self) -> dict[str, Any]:
+        """The position, as part of a state, with a `Part` wherever much stays the same."""
+        self.settle()
+        if not all(journal.begun for journal in self.journals):
+            raise StateError(
+                "the iterator was dropped before its workers had reported their state; save while iterating"
+            )
+        if self.error:
+            raise StateError(f"the position in the epoch can't be saved: {self.error}")
+        for start in self.starts:
+            if start.own.error:
+                raise StateError(f"the sampler could not save its state:\n{start.own.error}")
+        draws = int(min(self._draws, self.drawn_by_torch))
+        last = max(draws, self.next_task) - 1
+        while last >= self.next_task and last not in self._checksums:
+            last -= 1
+        return {
+            "begin": self.parts.part(
+                "begin",
+                (self.base_seed, self.shared_seed, self.epoch, self.starts, self.stages),
+                self._pack_begin,
+                are_same,
+            ),
+            "next_task": self.next_task,
+            "next_worker": self.next_worker,
+            "delivered": self.delivered,
+            "ahead": sorted(self._ahead),
+            "checksum": self.checksum,
+            "skipped": self.skipped,
+            "finished": self.finished,
+            "draws": draws,
+            "drawn": last + 1,
+            "drawn_checksum": self._checksums.get(last, self.checksum),
+            "stream": None if self.stream is None else self.stream.pack(self.parts),
+            "workers": [
+                parts.of(journal, iterable=self.iterable)
+                for parts, journal in zip(self._workers, self.journals, strict=True)
+            ],
+        }
+
+    def _pack_begin(self) -> dict[str, Any]:
+        """The part that stays the same from the epoch's first draw on."""
+        return {
+            "base_seed": self.base_seed,
+            "shared_seed": self.shared_seed,
+            "epoch": self.epoch,
+            "starts": Part(tuple(start.pack() for start in self.starts)),
+            "stages": Part(tuple(stage.taken for stage in self.stages)),
+        }
+
+    def unpack(self, packed: dict[str, Any]) -> Any:
+        """Moves this position, of a new iterator, to where another one was.
+
+        Returns:
+            The sampler's iterator, from there on.
+
+        Raises:
+            StateError: the sampler does not reproduce its indices.
+        """
+        begin = packed["begin"]
+        for name in ("base_seed", "shared_seed", "epoch"):
+            setattr(self, name, begin[name])
+        for name in ("next_task", "next_worker", "delivered", "skipped", "finished"):
+            setattr(self, name, packed[name])
+        self._ahead = dict.fromkeys(packed["ahead"], packed["checksum"])
+        self.stages = tuple(redeal.Stage(taken) for taken in begin["stages"])
+        self.starts = tuple(Start.unpack(start) for start in begin["starts"])
+        self.stateful = any(start.own != OwnState() for start in self.starts)
+        told: dict[int, codec.Encoded | None]
+        told = {task_id: None for worker in packed["workers"] for task_id, _ in replayed(worker)}
+        iterator = iter(()) if self.finished and not told else self._draw_again(packed, told)
+        for journal, worker in zip(self.journals, packed["workers"], strict=True):
+            worker_parts.begin(journal, worker, told, self.next_task)
+        return iterator
+
+    def _draw_again(self, packed: dict[str, Any], told: dict[int, codec.Encoded | None]) -> Any:
+        """The sampler's iterator at the position; fills in the indices for the tasks in `told`. See `samplers.py`."""
+        expected = {self.next_task: packed["checksum"], packed["drawn"]: packed["drawn_checksum"]}
+        self._draws, self.checksum = packed["draws"], packed["checksum"]
+        for start in self.starts:
+            with self.samplers.at(start.moment):
+                iterator = self._iterator_at(start)
+                if start.drawing is not None:
+                    self.samplers.move_to(start.drawing)
+                if self.iterable:  # its indices carry no information, and are all the same
+                    told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
+                    return iterator
+                given = iterator if start.first is None else itertools.chain([start.first], iterator)
+                checksums, ahead = Checksums(expected), []
+                for task_id, indices in enumerate(itertools.islice(given, self._draws)):
+                    encoded = checksums.add(indices)
+                    if task_id >= self.next_task:
+                        ahead.append(copy.deepcopy(indices))  # the sampler may reuse its list
+                    elif task_id in told:
+                        told[task_id] = encoded
+                if checksums.as_expected:
+                    return DrawnAgain(ahead, iterator, ended=checksums.count < self._draws)
+        raise StateError(
+            f"the sampler did not reproduce its indices: the first {self.next_task} batches, or those drawn ahead, "
+            "differ from the saved ones. A sampler must depend on nothing but its arguments, set_epoch and random "
+            "generators that it holds, or have state_dict() and "
+            "load_state_dict()"
+        )
+
+    def _iterator_at(self, start: Start) -> Any:
+        self.samplers.load(start.own.sampler)
+        iterator = self.samplers.iterator(self.stages)
+        if start.own.iterator is not None and has_state(iterator):
+            iterator.load_state_dict(pickle.loads(start.own.iterator))
+        return iterator

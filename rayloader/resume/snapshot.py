@@ -1,0 +1,240 @@
+"""The state of a worker at the end of a call, so that another process can continue from there.
+
+Promise: a worker that was restored from a snapshot builds the same batches as the original, as far as
+they depend on random generators (the global ones, and those of generators.py), on the dataset's own `state_dict`, and
+for iterable datasets on how far they were read. State that cannot be restored is an error, never a guess.
+
+NOTE [One percent]. A snapshot costs the user's `state_dict`, and a search of all objects for new generators.
+So the next one is taken only when the worker has worked a hundred times as long as the last one took. Batches built
+in between are rebuilt when another process continues. If a snapshot of a dataset of the same class was expensive, the
+first one of an epoch waits in the same way. Programs that never save a state do not pay for one. A worker that is told
+to hurry, because it will soon move, takes one each time that it has worked twice as long as the last one took.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import time
+import traceback
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from rayloader import plain_state
+from rayloader.errors import ReplayError
+from rayloader.random.generator_kinds import suit
+from rayloader.random.generators import Generators
+from rayloader.random.random_state import RandomState
+
+# A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
+SHARE = 0.01
+# The share for a worker that will soon move: batches after its last snapshot are rebuilt while the trainer waits.
+HURRIED_SHARE = 0.5
+# A snapshot that took more CPU time than this, in seconds, is remembered: short epochs would all pay for a first one.
+DEAR_S = 0.1
+
+_dear: dict[str, float] = {}  # seconds that one took, by the class of the dataset; of all workers of this process
+
+
+class WorkerState(NamedTuple):
+    """A snapshot. When a worker sends one, None stands for parts that are unchanged since the last.
+
+    Attributes:
+        epoch: epochs that this worker began before this one.
+        tasks: built in this epoch.
+        last_task: the last of them, -1 if there is none.
+        exhausted: its iterable dataset has ended.
+        ended: whether it ended in the middle of the last batch.
+        digest: checksum of an iterable dataset's batches.
+        random: the generators; None in it: as seeding left them.
+        begin: the generators before the iterator of this epoch was created.
+        dataset: the dataset's `state_dict()`, pickled; None if it has none, or is its own iterator.
+        iterator: the `state_dict()` of its iterator, pickled.
+        dataset_epoch: the last argument of the dataset's `set_epoch` in the worker; None: it was not called.
+        error: why there is no whole snapshot, if that is so.
+    """
+
+    epoch: int = 0
+    tasks: int = 0
+    last_task: int = -1
+    exhausted: bool = False
+    ended: bool = False
+    digest: int = 0
+    random: RandomState = RandomState()
+    begin: RandomState | None = None
+    dataset: bytes | None = None
+    iterator: bytes | None = None
+    dataset_epoch: int | None = None
+    error: str = ""
+
+    @property
+    def is_to_be_proven(self) -> bool:
+        """Whether only rebuilding a batch can show that it is complete, see NOTE [Proof] in journal.py."""
+        return not self.exhausted and self.dataset is None and self.iterator is None
+
+    def over(self, before: WorkerState | None) -> WorkerState:
+        """The complete snapshot, from one that was sent after `before`."""
+        if before is None:
+            return self
+        return self._replace(
+            random=self.random.over(before.random),
+            begin=before.begin if self.begin is None else self.begin,
+            dataset=before.dataset if self.dataset is None else self.dataset,
+            iterator=before.iterator if self.iterator is None else self.iterator,
+        )
+
+
+def has_state(obj: Any) -> bool:
+    """Whether the object can save its state without being told anything, and load it."""
+    return _takes(getattr(obj, "state_dict", None)) and _takes(getattr(obj, "load_state_dict", None), None)
+
+
+def _takes(method: Any, *arguments: Any) -> bool:
+    """Whether it can be called with so many arguments."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it is written in C, and does not say
+        pass
+    return True
+
+
+class Recorder:
+    """Takes one worker's snapshots, each as the difference from the last.
+
+    Args:
+        dataset: the worker's own.
+        generators: the worker's own.
+        seeded: the global generators as seeding left them.
+    """
+
+    def __init__(self, dataset: Any, generators: Generators, seeded: RandomState) -> None:
+        self._dataset = dataset
+        self._generators = generators
+        self._seeded = self._random = seeded._replace(later=())  # as last sent
+        self._begin: RandomState | None = None  # not sent yet
+        self._states: dict[str, bytes] = {}  # as last sent
+        self._share = SHARE
+        self._kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+        self._cost = _dear.get(self._kind, 0.0)  # seconds that the last snapshot took
+        self._worked = 0.0  # seconds since then
+        self._waited = False  # for the next call, to see which new generators last
+
+    def worked(self, seconds: float) -> None:
+        """Adds the worker's working time."""
+        self._worked += seconds
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a snapshot, see NOTE [One percent]."""
+        return self._worked * self._share >= self._cost
+
+    def hurry(self) -> None:
+        """The worker will soon continue in another process."""
+        self._share = HURRIED_SHARE
+
+    def capture(self, *, look: bool = True, new_last: bool = True) -> RandomState:
+        """The current states of the generators; `look`: also searches for later ones."""
+        random = RandomState.capture(self._generators.given, self._random)
+        return random._replace(later=self._generators.look(new_last=new_last) if look else self._random.later)
+
+    def restore(self, random: RandomState) -> None:
+        """Restores the generators from a snapshot.
+
+        Raises:
+            ReplayError: the dataset has other generators.
+        """
+        random = random.over(self._seeded)
+        given = self._generators.given
+        if random.others and not suit(given, random.others):
+            raise ReplayError(
+                f"the snapshot is of a dataset with {len(random.others)} random generators, this one has {len(given)}, "
+                "or others; create the dataset, collate_fn and worker_init_fn like those that were saved"
+            )
+        self._random = random
+        random._replace(others=random.others or None).restore(given)
+        self._generators.put_back(random.later or ())
+
+    def is_at(self, random: RandomState) -> bool:
+        """Whether the generators, except for later ones, are in a snapshot's state."""
+        return self.capture(look=False)._replace(later=None).since(random.over(self._seeded)) == RandomState()
+
+    def forget(self) -> None:
+        """Earlier snapshots may not have arrived: the next one is complete."""
+        self._random = self._seeded
+        self._states.clear()
+
+    def iterator_begins(self) -> None:
+        """The iterator of an epoch is about to be created."""
+        # A stream that is read again is compared as a whole: it does not matter whether a generator lasts.
+        self._begin = self.capture(new_last=False).since(self._seeded)
+
+    def snapshot_if_settled(self, iterator: Any, **position: Any) -> WorkerState | None:
+        """Like `snapshot`, but None, once, if there are new generators: after the next call it shows which last."""
+        began, began_cpu = time.perf_counter(), time.thread_time()
+        random = self.capture() if self._looks(iterator) else None
+        looked = time.perf_counter() - began
+        if random is not None and not self._generators.settled and not self._waited:
+            self._waited = True
+            return None
+        self._waited = False
+        state = self.snapshot(iterator, random, **position)
+        self._cost += looked
+        if time.thread_time() - began_cpu > DEAR_S:
+            _dear[self._kind] = self._cost
+        return state
+
+    def snapshot(self, iterator: Any, random: RandomState | None = None, **position: Any) -> WorkerState:
+        """The current state, if it differs from the last one; `random`: what was captured just now."""
+        began = time.perf_counter()
+        before, self._random = self._random, random or self.capture(look=self._looks(iterator))
+        state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
+        self._begin = None
+        dataset = None if iterator is self._dataset else self._dataset
+        try:
+            state = state._replace(
+                dataset=self._changed("dataset", dataset), iterator=self._changed("iterator", iterator)
+            )
+        except Exception:  # the user's state_dict() may raise anything
+            state = state._replace(error=traceback.format_exc())
+        self._cost, self._worked = time.perf_counter() - began, 0.0
+        return state
+
+    def _looks(self, iterator: Any) -> bool:
+        """Whether to search for new generators; a stream without state, read again from its start, recreates them."""
+        return iterator is None or has_state(iterator) or has_state(self._dataset)
+
+    def _changed(self, name: str, obj: Any) -> bytes | None:
+        if not has_state(obj):
+            return None
+        state = dump_state(obj)
+        if state == self._states.get(name):
+            return None
+        self._states[name] = state
+        return state
+
+
+def dump_state(obj: Any) -> bytes:
+    """The state of an object of the user's, pickled.
+
+    Raises:
+        StateError: it is nested too deep for that; the object and pickling may raise anything else.
+    """
+    state = obj.state_dict()
+    try:
+        dumped: bytes = cloudpickle.dumps(state)
+    except (RecursionError, pickle.PicklingError) as error:
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+            raise plain_state.too_deep() from None
+        raise
+    return dumped
+
+
+def load_state(obj: Any, state: bytes | None) -> None:
+    """Loads the state of an object of the user's."""
+    if state is not None:
+        obj.load_state_dict(pickle.loads(state))

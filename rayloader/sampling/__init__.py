@@ -1,0 +1,1 @@
+"""What each rank and each worker reads, and how far ahead."""

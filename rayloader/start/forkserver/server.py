@@ -1,0 +1,290 @@
+"""The fork server: imports the workers' modules, and forks a worker for each `default_worker.py` that asks.
+
+    python rayloader/start/forkserver/server.py DESCRIPTOR OWNER [VARIABLE ...]
+
+DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. VARIABLEs are
+environment variables for this process alone. It runs no thread of its own and keeps nothing but its connections. It
+reports to its standard output which forks it has made, and how they have ended. It is run by path: see NOTE
+[fork server] in owner.py.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+LENGTH = struct.Struct("<Q")
+REPORT = struct.Struct("2i")  # pid of a fork, and how it has ended, as `os.waitpid` says; or that it was made:
+MADE = -1
+PR_SET_PDEATHSIG = 1
+# These differ from one worker of a Ray to the next, and are read only while a worker runs.
+OF_ONE_WORKER = {"RAY_JOB_ID", "SPT_NOENV", "PWD", "OLDPWD", "SHLVL", "_"}
+
+
+class Request:
+    """A process that wants to be replaced by a fork.
+
+    Args:
+        connection: to that process.
+
+    Attributes:
+        told: what the process has sent about itself, once that is complete.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.told: dict[str, Any] | None = None
+        self.child = 0  # process id, once there is one
+        self._streams: list[int] = []
+        self._read = b""
+
+    def read(self) -> bool:
+        """Reads what has come; False if the other end has gone."""
+        try:
+            if self._read:
+                part = self.connection.recv(1 << 20)
+            else:
+                part, self._streams, _, _ = socket.recv_fds(self.connection, LENGTH.size, 3)
+        except OSError:
+            return False
+        self._read += part
+        if part and len(self._read) >= LENGTH.size:
+            length = LENGTH.size + LENGTH.unpack_from(self._read)[0]
+            if len(self._read) >= length:
+                self.told = json.loads(self._read[LENGTH.size : length])
+        return bool(part)
+
+    def close_streams(self) -> None:
+        """Closes the streams, of which the fork has copies."""
+        for descriptor in self._streams:
+            os.close(descriptor)
+        self._streams = []
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self.close_streams()
+        self.connection.close()
+
+    def become(self) -> NoReturn:
+        """In the fork: takes over the role of the process that Ray has started."""
+        assert self.told is not None
+        told = self.told
+        for descriptor, copy in enumerate(self._streams):
+            os.dup2(copy, descriptor)
+        shim = credentials(self.connection)[0]
+        try:
+            self.connection.sendall(b"f")  # sent by this process itself: its arrival proves that the fork exists
+        except OSError:
+            os._exit(0)  # the other process was killed meanwhile
+        self.close()
+        os.environ.clear()
+        os.environ.update(told["environment"])
+        for adopt in (
+            lambda: os.chdir(told["folder"]) if told["folder"] is not None else None,
+            lambda: os.setpgid(0, told["group"]),
+            lambda: os.setpriority(os.PRIO_PROCESS, 0, told["niceness"]),
+            lambda: os.sched_setaffinity(0, told["cpus"]),
+            lambda: Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{shim}/oom_score_adj").read_text()),
+        ):
+            with contextlib.suppress(OSError):  # it may lack what the other process has
+                adopt()
+        signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
+        run(told["arguments"])
+
+
+def run(arguments: list[str]) -> NoReturn:
+    """Runs Ray's script for worker processes."""
+    import numpy as np
+    import torch
+
+    np.random.seed()  # otherwise all workers would draw the same; Python's own generator is reseeded by the fork
+    torch.seed()
+    script = rays_script()
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+    sys.exit()
+
+
+class NoContext:
+    """Replaces Ray's serialization context, with which Ray's modules would register on the first message."""
+
+    def _register_cloudpickle_serializer(self, *args: Any, **options: Any) -> None:
+        pass
+
+
+class Server:
+    """Forks for each process that asks, one after the other.
+
+    Args:
+        listener: the socket where they ask.
+        reports: the descriptor for the reports.
+    """
+
+    def __init__(self, listener: socket.socket, reports: int) -> None:
+        self._listener = listener
+        self._reports = reports
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._requests: dict[int, Request] = {}  # by descriptor of the connection
+        self._children: dict[int, Request] = {}  # by descriptor of the forked process
+        self._environment: dict[str, str] | None = None  # of the first worker
+
+    def serve(self) -> Request:
+        """Returns in each child, with the request that it must fulfil."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._listener.fileno():
+                    self._let_in()
+                elif descriptor in self._children:
+                    self._ended(descriptor)
+                elif descriptor in self._requests:
+                    request = self._requests[descriptor]
+                    if not request.read():
+                        self._gone(descriptor)
+                    elif request.told is not None and not request.child:
+                        if not self._suits(request.told):
+                            self._gone(descriptor)  # that process starts without us
+                        elif self._fork(request):
+                            return request
+
+    def _let_in(self) -> None:
+        connection, _ = self._listener.accept()
+        if credentials(connection)[1] != os.getuid():
+            connection.close()  # a stranger who has read the name in /proc/net/unix
+            return
+        self._requests[connection.fileno()] = Request(connection)
+        self._poll.register(connection, select.POLLIN)
+
+    def _suits(self, told: dict[str, Any]) -> bool:
+        """Whether the modules imported here are those that the process would import."""
+        if told["executable"] != [sys.executable, sys.prefix, list(sys.flags)]:
+            return False
+        environment = of_all_workers(told["environment"])
+        if self._environment is None:
+            if without_rays(environment) != without_rays(of_all_workers(os.environ)):
+                return False  # variables for Ray itself could not be known
+            self._environment = environment
+            os.environ.update(told["environment"])
+            import_the_rest()
+        return environment == self._environment
+
+    def _fork(self, request: Request) -> bool:
+        """Whether this is the child."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about OpenBLAS' threads, which end before a fork and start again after it
+            child = os.fork()
+        if not child:
+            self._leave(request)
+            return True
+        self._report(child, MADE)
+        request.close_streams()
+        process = os.pidfd_open(child)
+        request.child = child
+        self._children[process] = request
+        self._poll.register(process, select.POLLIN)
+        return False
+
+    def _gone(self, descriptor: int) -> None:
+        """The process that asked has gone, or is told to start by itself. Its fork ends with it."""
+        request = self._requests.pop(descriptor)
+        self._poll.unregister(descriptor)
+        for process, other in self._children.items():
+            if other is request:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        request.close()
+
+    def _ended(self, process: int) -> None:
+        """A child has ended."""
+        request = self._children.pop(process)
+        self._poll.unregister(process)
+        os.close(process)
+        self._report(*os.waitpid(request.child, 0))
+        descriptor = request.connection.fileno()
+        if descriptor in self._requests:
+            self._gone(descriptor)
+
+    def _report(self, child: int, status: int) -> None:
+        with contextlib.suppress(OSError):  # of an owner that has gone, or has not read for thousands of reports
+            os.write(self._reports, REPORT.pack(child, status))
+
+    def _leave(self, request: Request) -> None:
+        """In a child: closes the server's descriptors."""
+        self._listener.close()
+        os.close(self._reports)
+        for process in self._children:
+            os.close(process)
+        for other in self._requests.values():
+            if other is not request:
+                other.close()
+
+
+def of_all_workers(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are the same for all workers of a Ray, unless the program gives one its own environment."""
+    return {key: value for key, value in environment.items() if key not in OF_ONE_WORKER}
+
+
+def without_rays(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without variables that are set for Ray, or by it."""
+    return {key: value for key, value in environment.items() if not key.startswith("RAY")}
+
+
+def credentials(connection: socket.socket) -> tuple[int, ...]:
+    """Process id, user id and group id of the other end."""
+    return CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+
+
+def rays_script() -> Path:
+    """The path of Ray's script for worker processes."""
+    import ray
+
+    return Path(ray.__file__).parent / "_private" / "workers" / "default_worker.py"
+
+
+def import_the_rest() -> None:
+    """Imports the rest of the workers' modules: those that depend on which Ray they belong to."""
+    root = str(Path(__file__).parents[3])
+    sys.path[0] = root  # as when it is run by path, even if nothing is installed
+    import rayloader.host.process  # noqa: F401
+
+    with contextlib.suppress(Exception):  # Ray's private code, which may change
+        serialization_addons = importlib.import_module("ray.util.serialization_addons")
+        serialization_addons.apply(NoContext())
+    # As if Ray's script had been run. Ray has inserted a folder of its own before it.
+    sys.path[sys.path.index(root)] = str(rays_script().parent)
+    gc.collect()
+    gc.freeze()  # a garbage collection in a worker would write to all of these pages
+
+
+def main() -> Request:
+    """Runs the server; returns in each child."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for variable in sys.argv[3:]:
+        del os.environ[variable]
+    if os.getppid() != int(sys.argv[2]):
+        sys.exit("the program ended before this process started to watch it")
+    os.close(os.pidfd_open(os.getpid()))  # raises now, before any process relies on it, if the kernel has no such call
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.set_inheritable(False)
+    reports = os.dup(1)
+    os.set_blocking(reports, False)
+    os.dup2(0, 1)  # what is imported may print
+    import torch  # noqa: F401
+
+    return Server(listener, reports).serve()
+
+
+if __name__ == "__main__":
+    main().become()

@@ -1,0 +1,469 @@
+"""The Ray session: joined if there is one, started if there is none.
+
+Promise: a Ray that was started here is ended here; any other is left alone. The ranks of torchrun on one machine
+start one Ray together, which ends after the last of them: NOTE [one keeper] in torchrun.py. See NOTE [sessions] for why
+all code that is about to call Ray compares sessions first.
+
+NOTE [sessions]
+After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, even at interpreter exit, and a new
+session refuses the handles of the old one, or worse. So each use of a handle is preceded by a comparison of the names
+of the session and the job (1 us); if they differ, Ray is not called at all.
+
+NOTE [our thread and Ray's shutdown]
+While one thread runs `ray.shutdown()`, another that calls Ray, or drops the last reference to one of Ray's objects, may
+end the process or start a new cluster: the session may end between the comparison and the call (measured: in one of ten
+shutdowns that immediately followed a finalizer). So `ray.shutdown` is wrapped here: it waits until the janitor's thread
+is between two jobs, and that thread waits until the shutdown is over. At interpreter exit Ray calls its own function,
+not the wrapper; by then the janitor has ended.
+
+NOTE [who starts Ray]
+The kernel kills Ray's daemons when the *thread* that forked them ends (`PR_SET_PDEATHSIG`), and an interrupt in the
+middle of `ray.init` leaves a Ray that is neither started nor ended. So a dedicated thread calls `ray.init`, whichever
+thread iterates, and lives until that Ray is shut down. An interrupt ends the wait for it; the next use of Ray waits
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import inspect
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+import ray.util.client
+
+from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connection_of, give_own_random
+from rayloader.bell import Bell, DaemonThread
+from rayloader.errors import RaySessionError
+from rayloader.start import torchrun
+from rayloader.start.forkserver.owner import ForkServer, start_ray, with_variables
+from rayloader.start.signals import SignalHandlers
+
+# Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
+OVERSUBSCRIBE_RESOURCE = "rayloader_oversubscribe"
+# Set for Ray and its workers when we start it. glibc keeps big blocks instead of returning them, because fresh pages
+# are a loader's main cost. Ray runs workers at the niceness of torch's, and reclaims freed objects at once, so that the
+# next batch finds warm pages. Its processes may take as many seconds to start: the default of 30 is too few on a busy
+# machine.
+LOCAL_RAY_ENVIRONMENT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "RAY_worker_niceness": "0",
+    "RAY_free_objects_period_milliseconds": "0",
+    # Ray would kill the children of a worker, resource trackers included (NOTE [Resource trackers]).
+    "RAY_kill_child_processes_on_worker_exit": "0",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_gcs_server_port_wait_time_s": "300",
+}
+
+# Options of `ray.init` that each program that joins a Ray sets for itself; all others belong to that Ray.
+OPTIONS_OF_ONE_DRIVER = (
+    "configure_logging",
+    "job_config",
+    "log_to_driver",
+    "logging_config",
+    "logging_format",
+    "logging_level",
+    "namespace",
+    "runtime_env",
+)
+
+# How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
+START_TICK_S = 1.0
+# After this many seconds of waiting for Ray, a line in the log says so. On two cores Ray and the first workers take
+# five to eight.
+START_NOTICE_S = 10.0
+
+# Session and job; unique over time and clusters.
+SessionName = tuple[str, str]
+
+_connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
+_started: SessionName | None = None  # the Ray that was started here
+_starter: _Starter | None = None  # from the first use of a Ray until that Ray is shut down
+_forked = False  # whether this process was forked from one that was connected to Ray, or about to be
+logger = logging.getLogger("rayloader")
+_shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
+
+
+def current() -> SessionName | None:
+    """The session that this process is connected to; None if it is not."""
+    global _connected
+    if _starter is not None and _starter.ending:
+        return None
+    connection = connection_of(ray)
+    if connection is None:
+        return None
+    connected = _connected
+    if connected is not None and connected[0]() is connection:
+        return connected[1]  # called for each batch: the rest takes Ray several microseconds
+    session = connection.session_name, ray.get_runtime_context().get_job_id()
+    _connected = weakref.ref(connection), session
+    return session
+
+
+def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> SessionName:
+    """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
+
+    Args:
+        options: of `ray.init`, the user's.
+        ahead: whether the program continues meanwhile.
+
+    Raises:
+        RaySessionError: Ray can be neither joined nor started; or it is used through Ray Client, or by the parent of
+            this forked process.
+    """
+    if _forked:
+        raise RaySessionError(
+            "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
+            "survive a fork; use num_workers=0 here, or start this process with the spawn method"
+        )
+    if _starter is not None:
+        _starter.wait()  # an interrupted use may have left it running
+    check_options(options or {})
+    session = current()
+    if _starter is not None and _starter.fork_server is not None:
+        _starter.fork_server.check()
+    if session is None and not ray.util.client.ray.is_connected():
+        _start(options or {}, ahead)
+        session = current()
+    if session is None or ray.util.client.ray.is_connected():
+        raise RaySessionError(
+            "rayloader needs a driver inside the cluster, but this one is connected through Ray Client (ray://); "
+            "run the program on a node of the cluster, for instance with `ray job submit`"
+        )
+    return session
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raises RaySessionError if options of `ray.init` come too late."""
+    if options and current() is not None:
+        raise RaySessionError(
+            f"Ray is running already, so its options {', '.join(options)} would have no effect; call rayloader.init() "
+            "before anything else starts Ray, or leave them out"
+        )
+
+
+def check_names(options: dict[str, Any]) -> None:
+    """Raises TypeError if `ray.init` has no options of such names."""
+    known = inspect.signature(ray.init).parameters
+    # All options that Ray hides, except one, begin with an underscore, and only Ray itself knows which exist.
+    unknown = [name for name in options if name not in known and name[0] != "_" and name != "object_spilling_directory"]
+    if unknown:
+        raise TypeError(
+            f"init() takes num_workers, ray_remote_args and what ray.init() takes, got {', '.join(unknown)}; choose "
+            f"from num_workers, ray_remote_args, {', '.join(name for name in known if name != 'kwargs')}"
+        )
+
+
+class _Starter(DaemonThread):
+    """Calls `ray.init`, and lives as long as that Ray; see NOTE [who starts Ray].
+
+    Attributes:
+        error: why there is no Ray.
+        session: of that Ray.
+        fork_server: of that Ray, if it is started in this process; set before the session.
+        done: whether `error` or `session` is known.
+        ending: the keeper of a Ray of several ranks has died, and Ray with it: it must not be called any more.
+    """
+
+    def __init__(self, options: dict[str, Any], ahead: bool) -> None:
+        super().__init__(self._serve, "rayloader-session")
+        self._options = options
+        self._ahead = ahead
+        meeting_point = None if _address(options) else torchrun.meeting_point()
+        self._membership = None if meeting_point is None else torchrun.Membership(meeting_point)
+        self.error: BaseException | None = None
+        self.session: SessionName | None = None
+        self.fork_server: ForkServer | None = None
+        self.done = False
+        self.ending = False
+        self._bell = Bell()
+        self._leave = Bell()
+
+    def wait(self) -> None:
+        """Starts the thread if needed, and waits until Ray runs or has failed to start."""
+        if self.spent:
+            return
+        self.start()
+        began, told = time.monotonic(), False
+        while not self.done:
+            self._bell.wait(START_TICK_S)
+            if not self.done and not told and time.monotonic() - began >= START_NOTICE_S:
+                told = True
+                logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
+
+    def leave(self) -> None:
+        """Ends this thread, whose Ray has been shut down."""
+        self._leave.ring()
+        if self._membership is not None:
+            self._membership.leave()
+        self.join()
+
+    def forget(self) -> None:
+        """To be called in a forked child."""
+        if self._membership is not None:
+            self._membership.forget()
+        if self.fork_server is not None:
+            self.fork_server.forget()
+
+    def _serve(self) -> None:
+        """Starts Ray, then waits for its end."""
+        try:
+            self._init()
+            self.session = current()
+        except BaseException as error:  # any error: it is raised where Ray was requested
+            self.error = error
+            if self._membership is not None:
+                self._membership.leave()
+        self.done = True
+        self._bell.ring()
+        if self._membership is None:
+            if self.error is None:
+                self._leave.wait(threading.TIMEOUT_MAX)
+            if self.fork_server is not None:
+                self.fork_server.close()
+        elif self._membership.wait():
+            self.ending = True
+            logger.warning(
+                "rayloader: the process that kept Ray for the ranks of this machine has died, and Ray with it"
+            )
+            try:
+                _shut_down()
+            finally:
+                self.ending = False
+
+    def _init(self) -> None:
+        """Joins or starts Ray."""
+        global _started
+        options = self._options
+        address = _address(options)
+        give_own_random(ray)
+        state = random.getstate()  # for Ray's modules that are imported only now
+        handlers = SignalHandlers()
+        joins = bool(address) and address != "local"
+        try:
+            with _quiet(_SIGNAL_LINES if joins else _START_LINES), _standard_streams():
+                if joins:
+                    ray.init(**{**options, "address": address})
+                else:
+                    resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
+                    own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
+                    with with_variables(LOCAL_RAY_ENVIRONMENT):
+                        if self._membership is None:
+                            self.fork_server = ForkServer()
+                            start_ray(ray, self.fork_server, own)
+                        else:
+                            ray.init(**_shared(own, self._membership))
+                    _started = current()
+        except Exception as error:  # Ray's errors have no common type
+            if self._ahead and current() is not None and not options:
+                return  # the program has called ray.init() meanwhile: joins that Ray
+            if connection_of(ray) is None:
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    _shut_down()  # Ray itself does not end what it has started
+            if isinstance(error, RaySessionError):
+                raise
+            named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={address}"
+            remedy = "call iter() again, or run `ray start --head` before the program and set RAY_ADDRESS=auto"
+            if options:
+                given = ", ".join(options)
+                remedy = f"check the options that rayloader.init() was given ({given}); if they are right, {remedy}"
+            raise RaySessionError(
+                f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it "
+                "to have one started on this machine. A running Ray takes no options for its start, and may ask for a "
+                f"token (RAY_AUTH_MODE=token). Ray said: {error}"
+                if joins
+                else f"Ray could not be started on this machine: {remedy}. Ray said: {error}"
+            ) from error
+        finally:
+            handlers.restore()
+            if not self._ahead:  # otherwise the program may have drawn from it, or seeded it
+                random.setstate(state)
+
+
+def _start(options: dict[str, Any], ahead: bool) -> None:
+    global _starter
+    _let_starter_go()
+    _starter = _Starter(options, ahead)
+    _starter.wait()
+    if _starter.error is not None:
+        raise _starter.error
+
+
+def _let_starter_go() -> None:
+    """Ends the thread if its Ray is gone."""
+    global _starter
+    starter = _starter
+    if starter is None or starter is threading.current_thread():
+        return
+    if starter.spent or starter.session != current():
+        starter.leave()
+        _starter = None
+
+
+def _address(options: dict[str, Any]) -> str | None:
+    return options.get("address") or os.environ.get("RAY_ADDRESS")
+
+
+def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:
+    """The options with which this rank joins the Ray of all ranks, once that runs; the first rank's have started it."""
+    own = {key: value for key, value in options.items() if key in OPTIONS_OF_ONE_DRIVER}
+    address = membership.begin({key: value for key, value in options.items() if key not in own})
+    authenticate(ray)
+    return {**own, "address": address}
+
+
+def started_here() -> bool:
+    """Whether this process, or the ranks of its machine together, started the Ray that it is connected to."""
+    return _started is not None and current() == _started
+
+
+def end() -> None:
+    """Shuts Ray down if it was started here; a Ray that other ranks use lives on."""
+    global _started
+    if _starter is not None and not _starter.give_up():
+        _starter.wait()  # as in `ensure`
+    if started_here():
+        _shut_down()
+    _started = None
+    _let_starter_go()
+
+
+def _shut_down() -> None:
+    handlers = SignalHandlers()
+    ray.shutdown()
+    handlers.restore()
+
+
+def no_shutdown() -> contextlib.AbstractContextManager[Any]:
+    """Makes `ray.shutdown` wait, or waits for its end; see NOTE [our thread and Ray's shutdown]."""
+    return _shutdown_lock
+
+
+def _wrap_shutdown() -> None:
+    shutdown = ray.shutdown
+
+    @functools.wraps(shutdown)
+    def waits_for_our_thread(*args: Any, **kwargs: Any) -> Any:
+        with no_shutdown():
+            result = shutdown(*args, **kwargs)
+        _let_starter_go()  # other ranks' Ray need not wait for this process any more
+        return result
+
+    ray.shutdown = waits_for_our_thread
+
+
+check(ray)
+_wrap_shutdown()
+
+
+def forget() -> None:
+    """To be called in a forked child, which must neither end nor use its parent's Ray."""
+    global _started, _starter, _forked, _shutdown_lock
+    _shutdown_lock = threading.RLock()  # the parent's may have been held
+    is_starting = _starter is not None and not _starter.done
+    if _starter is not None:
+        _starter.forget()
+    _started = _starter = None
+    _forked = ray.is_initialized() or is_starting
+
+
+def exit_code(pid: int) -> int | None:
+    """Of a worker process of this machine, as `subprocess` counts; None if only Ray has seen its end."""
+    server = _starter.fork_server if _starter is not None else None
+    status = server.exit_status(pid) if server is not None else None
+    return None if status is None else os.waitstatus_to_exitcode(status)
+
+
+def node_id() -> str:
+    """The node that this process runs on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def exports_metrics() -> bool:
+    """Whether Ray offers the metrics of this node's processes to Prometheus; the answer may take a millisecond."""
+    here = node_id()
+    return any(node["NodeID"] == here and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
+
+
+def node_ip() -> str:
+    """This node's address for other nodes."""
+    return str(ray.util.get_node_ip_address())
+
+
+def uses_tls() -> bool:
+    """Whether Ray encrypts its connections, according to Ray's own settings."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def cpus_of_this_process() -> float:
+    """The CPUs that Ray has assigned to the task or actor in this process; 0 in a driver."""
+    try:
+        return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
+    except AssertionError:  # so Ray says that this process is a driver
+        return 0.0
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Lets Ray start where the program has no standard streams, or an object without a descriptor as standard error.
+
+    Ray enables Python's fault handler, which needs one: it then writes nowhere. And C code writes to descriptor 2,
+    which therefore must not become that of a socket or of a file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # has the lowest number that is free: this one
+    nowhere = None
+    try:
+        if not faulthandler.is_enabled():
+            faulthandler.enable(all_threads=False)  # as Ray does
+    except Exception:  # the program's object may raise anything
+        nowhere = open(os.devnull, "w")  # noqa: SIM115  # as long as Ray starts
+        faulthandler.enable(nowhere, all_threads=False)
+    try:
+        yield
+    finally:
+        if nowhere is not None:
+            faulthandler.disable()
+            nowhere.close()
+
+
+# Lines that Ray need not print: that it sets no SIGTERM handler outside the main thread (it must not set one); and
+# about a Ray of ours, which no other program is to use, that it runs and how it is protected.
+_SIGNAL_LINES = ("SIGTERM handler is not set",)
+_START_LINES = (
+    *_SIGNAL_LINES,
+    "Started a local Ray instance",
+    "Connecting to existing Ray cluster",  # the one that the ranks of a machine share
+    "Connected to Ray cluster",
+    "Token authentication is enabled for this Ray cluster",
+)
+
+
+@contextlib.contextmanager
+def _quiet(unsaid: tuple[str, ...]) -> Iterator[None]:
+    """Mutes Ray's log lines that contain one of these texts."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not any(text in message for text in unsaid)
+
+    for name in RAY_START_LOGGERS:
+        logging.getLogger(name).addFilter(keep)
+    try:
+        yield
+    finally:
+        for name in RAY_START_LOGGERS:
+            logging.getLogger(name).removeFilter(keep)

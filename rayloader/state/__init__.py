@@ -1,1 +1,0 @@
-"""What is needed to continue elsewhere: snapshots, journals, states."""

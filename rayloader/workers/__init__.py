@@ -1,0 +1,1 @@
+"""Who builds batches, as the driver sees them: processes, channels, placement."""

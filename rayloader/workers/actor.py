@@ -1,0 +1,161 @@
+"""One actor as the driver knows it: its process, its lease, and what it shares with this process.
+
+Promise: nothing here waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from typing_extensions import override
+
+from rayloader._compat_ray import has_process
+from rayloader.protocol import Setup, Source, WorkerAddress
+from rayloader.replica.image import Image
+from rayloader.resume.snapshot import WorkerState
+from rayloader.transport.lanes import ArenaLane
+from rayloader.workers.waiting import NONE_YET, Answer
+
+Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
+
+
+class Lease:
+    """A crew's right to its actors.
+
+    Args:
+        ended: called, perhaps in a finalizer, when no reference to the lease is left.
+        name: of the loader, for the names of actors that are made for it.
+    """
+
+    __slots__ = ("__weakref__", "name", "ref")
+
+    def __init__(self, ended: Callable[[object], object], name: str = "") -> None:
+        self.name = name
+        # The actors hold this weak reference, so that it outlives the lease and its callback runs.
+        self.ref = weakref.ref(self, ended)
+
+
+# Node and pid of every process that has served as an actor here: Ray may tell of its end when the actor is forgotten.
+processes: set[tuple[str, int]] = set()
+
+
+class Hello(Answer):
+    """The answer to `WorkerProcess.hello`."""
+
+    __slots__ = ()
+
+    @override
+    def _note(self, value: Any) -> None:
+        if isinstance(value, WorkerAddress):
+            processes.add((value.node_id, value.pid))
+        super()._note(value)
+
+
+class ActorState(Enum):
+    """Whom an actor works for; see lifetimes.py."""
+
+    LENT = "lent"  # to the lease of a crew
+    STOPPING = "stopping"  # told to stop, not answered
+    IDLE = "idle"  # warm, or made in advance: free for any loader with the same options
+    GONE = "gone"  # killed, or to be forgotten with its session
+
+
+@dataclass(eq=False, slots=True)
+class Actor:
+    """One actor process; methods that take or return a `Ref` return at once."""
+
+    handle: Any
+    key: bytes  # of the user's options
+    options: dict[str, Any]  # that it was made with
+    hello: Hello  # its address, once it runs
+    created_at: float  # time.monotonic()
+    had_room: bool  # as many CPUs as it and the actors created with it asked for were free then
+    lease: weakref.ref[Lease] | None = None  # of the lease that holds it
+    state: ActorState = ActorState.LENT
+    address: WorkerAddress | None = None
+    placed_at: float | None = None  # time.monotonic() when it was first seen to be placed
+    started_at: float | None = None  # time.monotonic() when it was first seen to run
+    stopped: Answer | None = None  # to `stop`
+    stop_by: float = math.inf  # time.monotonic(); while it is stopping
+    keep_until: float = math.inf  # time.monotonic(); while it is not lent
+    lane: ArenaLane = field(default_factory=ArenaLane)
+    calls: int = 0  # made over a channel
+    no_line: str = ""  # why no line can reach it
+    ends: bool = False  # as soon as it has stopped
+    lost: bool = False  # given up by the crew that had it; it is GONE once the janitor's thread has killed it
+    vanished: bool = False  # nobody knows what happened to it: its whole node may be gone
+    hosted: tuple[str, Answer] | None = None  # the image that it holds for its node: name, answer to `host`
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was created in advance and has never been lent; it may not run yet."""
+        return self.state is ActorState.IDLE and self.stopped is None
+
+    @property
+    def stops(self) -> bool:
+        """Whether it was told to stop, and has not answered."""
+        return self.stopped is not None and self.stopped.value is NONE_YET
+
+    @property
+    def left_behind(self) -> str:
+        """What user code has left behind in its process, which must therefore end; empty if nothing, or not known."""
+        value = self.stopped.value if self.stopped is not None else None
+        return value if isinstance(value, str) else ""
+
+    @property
+    def reserves(self) -> bool:
+        """Whether it takes CPUs or GPUs from others as long as it lives, idle or not."""
+        return bool(self.options.get("num_cpus") or self.options.get("num_gpus"))
+
+    def is_placed(self) -> bool:
+        """Whether Ray has a process for it by now: it waits only for its imports, not for resources."""
+        if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):
+            self.placed_at = time.monotonic()
+        return self.placed_at is not None
+
+    def has_started(self) -> bool:
+        """Whether it runs by now; if so, notes where. Raises RayError if it never will."""
+        if self.address is None:
+            if (address := self.hello.value) is NONE_YET:
+                return False
+            if isinstance(address, RayError):
+                raise address
+            self.address, self.started_at = address, time.monotonic()
+        return True
+
+    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Answer:
+        """`WorkerProcess.start`."""
+        if self.hosted is not None and self.hosted[0] != source.image.name:
+            self.hosted = None
+        return Answer(self.handle.start.remote(setup, source, state))
+
+    def host(self, image: Image, contents: Ref) -> None:
+        """Calls `WorkerProcess.host`, so that the other actors of its node can open the image."""
+        call = self.handle.host.remote(image.address.name, image.address, contents)
+        self.hosted = image.address.name, Answer(call)
+
+    def hosts(self, image: Image) -> bool:
+        """Whether it holds that image for its node by now."""
+        if self.hosted is None or self.hosted[0] != image.address.name:
+            return False
+        return self.hosted[1].succeeded and self.hosted[1].value is not None
+
+    def hurry(self, worker_id: int) -> None:
+        """`WorkerProcess.hurry`."""
+        self.handle.hurry.remote(worker_id)
+
+    def leave(self, worker_id: int) -> None:
+        """`WorkerProcess.leave`."""
+        self.handle.leave.remote(worker_id)
+
+    def let_go(self) -> None:
+        """The process is gone, or soon will be: gives up what it shares with this one."""
+        self.lane.close()

@@ -1,0 +1,239 @@
+"""The lifetimes of actors: which lease holds each of them, and how long it lives.
+
+Promise: every change of an actor's state is made here.
+
+    LENT --> STOPPING --> IDLE --> LENT again; LENT --> IDLE if no call is unanswered; any --> GONE
+
+An actor is LENT from its creation on, to the lease of one crew, whether it has found its place yet or not. A lease
+ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
+holder at any line. Actors that `rayloader.init` has created in advance are IDLE, without a deadline, until they are
+lent. STOPPING actors have not answered `stop`; late ones are killed, and so are those that answer that user code has
+left something behind in them. IDLE ones are warm. They may be lent to any loader with the same options, and are killed
+some time after the last such loader is gone; in a Ray that others use too, those that hold CPUs are killed so soon
+after their epoch, because others may wait for these.
+
+Threads: the users' threads lend. Everything else is done by the janitor's thread, which no Ctrl-C reaches. `_lock`
+guards the step from IDLE to LENT or GONE; Ray calls under it only take an instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rayloader._compat_ray import on_completed
+from rayloader.workers.actor import Actor, ActorState, Lease
+from rayloader.workers.janitor import Janitor
+from rayloader.workers.waiting import NONE_YET, Answer, wait_for
+
+# How long an actor that was told to stop may continue: its work is of no use any more.
+STOP_TIMEOUT_S = 5.0
+# How long a new epoch waits for actors that are stopping: about what a new actor would take to start, most of it CPU
+# time for the import of torch, so that on a busy machine both take longer.
+REUSE_WAIT_S = 2.5
+# How long actors that are stopping when all are ended may take to end what user code has started in them: resource
+# trackers, which could not clean up after they are killed.
+END_WAIT_S = 1.0
+
+logger = logging.getLogger("rayloader")
+
+
+class Lifetimes:
+    """The actors of one pool.
+
+    Args:
+        janitor: its thread runs the methods below the line.
+        alive: whether the actors' Ray session still lives.
+
+    Attributes:
+        actors: all except those that are gone.
+        closed: whether actors that come back are killed.
+    """
+
+    def __init__(self, janitor: Janitor, alive: Callable[[], bool]) -> None:
+        self._janitor = janitor
+        self._alive = alive
+        self._lock = threading.Lock()
+        self.actors: list[Actor] = []
+        self.closed = False
+
+    def begin(self, actor: Actor, lease: Lease | None) -> None:
+        """A new actor: lent to a lease, or idle where it was made in advance."""
+        if lease is None:
+            actor.state = ActorState.IDLE
+        else:
+            actor.lease = lease.ref
+        self.actors.append(actor)
+
+    def lend(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
+        """Lends up to `count` idle actors that prove to be alive; waits a little for those that are stopping."""
+        give_up = time.monotonic() + REUSE_WAIT_S
+        taken = self._take_idle(lease, key, count)
+        while len(taken) < count:
+            spare = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
+            stopping = [actor for actor in spare if not (actor.ends or actor.left_behind)]
+            remaining = give_up - time.monotonic()
+            if not stopping or remaining <= 0:
+                break
+            calls = [actor.stopped.ref for actor in stopping if actor.stopped is not None]
+            wait_for(calls, min(len(stopping), count - len(taken)), remaining)
+            taken += self._take_idle(lease, key, count - len(taken))
+        return self._proved(taken) if self._alive() else []
+
+    def _take_idle(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
+        with self._lock:
+            self._settle()
+            idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key]
+            idle = [actor for actor in idle if not (actor.ends or actor.left_behind)]
+            # First those with CPUs of their own, which may have come when others of a crew were at work already.
+            idle = sorted(idle, key=lambda actor: -(actor.options.get("num_cpus") or 0))[:count]
+            for actor in idle:
+                actor.lease = lease.ref
+                actor.state = ActorState.LENT
+            return idle
+
+    def _proved(self, actors: list[Actor]) -> list[Actor]:
+        """Those that answer: they have finished `stop`, are as new, and have not died since. The others are killed."""
+        new = [actor for actor in actors if actor.stopped is None]  # created in advance: nothing to prove
+        probed = {actor: actor.stopped.ref for actor in actors if actor.stopped is not None}
+        calls = [ref for actor, stopped in probed.items() for ref in (stopped, actor.handle.hello.remote())]
+        answers = wait_for(calls, len(calls), STOP_TIMEOUT_S)
+        alive = new
+        for actor, *both in zip(probed, answers[::2], answers[1::2], strict=True):
+            lost = any(answer is NONE_YET or isinstance(answer, RayError) for answer in both)
+            if lost or both[0]:  # it neither answers nor ends, or has died, or is to end
+                self._janitor.later(functools.partial(self.kill, actor))
+            else:
+                actor.lane.abandon()  # all its calls are answered
+                actor.lane.rest(False)
+                alive.append(actor)
+        return alive
+
+    def _settle(self) -> None:
+        """Makes those idle that have answered `stop`, even if only by their death: `lend` will notice that."""
+        stopping = [actor for actor in self.actors if actor.state is ActorState.STOPPING]
+        if stopping and self._alive():
+            for actor in stopping:
+                if actor.stopped is not None and actor.stopped.value is not NONE_YET:
+                    actor.state = ActorState.IDLE
+
+    # ---- in the janitor's thread
+
+    def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
+        """Takes back the actors of a lease.
+
+        Args:
+            lease: the one that ends.
+            busy: calls may be unanswered.
+            reuse: whether other crews may have the processes.
+        """
+        for actor in list(self.actors):
+            if actor.state is ActorState.LENT and actor.lease is lease.ref:
+                actor.ends = not reuse
+                self.give_back(actor, busy=busy)
+
+    def give_back(self, actor: Actor, *, busy: bool) -> None:
+        """Tells an actor to stop, and takes it back."""
+        if actor.state is not ActorState.LENT:
+            return
+        if self.closed or not self._alive():
+            self.kill(actor)
+            return
+        try:
+            actor.stopped = Answer(actor.handle.stop.remote())
+        except Exception:  # whatever Ray raises; without this call it could be neither reused nor waited for
+            self.kill(actor)
+            return
+        on_completed(actor.stopped.ref, functools.partial(self._stopped, actor))
+        actor.lane.rest(True)
+        actor.lease, actor.stop_by, actor.keep_until = None, time.monotonic() + STOP_TIMEOUT_S, math.inf
+        actor.state = ActorState.STOPPING if busy else ActorState.IDLE
+
+    def _stopped(self, actor: Actor, left_behind: Any) -> None:  # in one of Ray's threads
+        if isinstance(left_behind, str) and left_behind:
+            _tell(left_behind)
+        if actor.ends or actor.left_behind:
+            self._janitor.later(functools.partial(self.kill, actor, if_spare=True))
+
+    def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
+        """Ends an actor; with `if_spare` only if it is not lent, and after it has finished `stop`, if it does in time.
+
+        Until then it finalizes what torch's workers finalize at their end, which may remove what they have created.
+        """
+        with self._lock:
+            if actor.state is ActorState.GONE or (if_spare and actor.state is ActorState.LENT):
+                return
+            if if_spare and self._alive() and time.monotonic() < actor.stop_by:
+                actor.ends = True
+                if actor.stops:  # asked after that was set: from now on `_stopped` sees it
+                    return
+            actor.state = ActorState.GONE
+            self.actors.remove(actor)
+        actor.let_go()
+        if self._alive():
+            with contextlib.suppress(RayError, ValueError):  # it may be gone already
+                ray.kill(actor.handle)
+
+    def kill_spare(self, *, but: bytes | None = None) -> None:
+        """Ends all actors that are not lent, except for those with certain options."""
+        for actor in list(self.actors):
+            if actor.key != but:
+                self.kill(actor, if_spare=True)
+
+    def kill_all(self) -> None:
+        """Ends all actors."""
+        stopping = [actor.stopped.ref for actor in self.actors if actor.state is not ActorState.LENT and actor.stopped]
+        if self._alive():
+            wait_for(stopping, len(stopping), END_WAIT_S)
+        for actor in list(self.actors):
+            self.kill(actor)
+
+    def tidy(self, usable: Collection[bytes], grace: float, *, shared: bool) -> float | None:
+        """Takes back the actors of lost leases, and kills those that are late.
+
+        Args:
+            usable: options of the loaders that live.
+            grace: seconds that an actor is kept if no loader could use it.
+            shared: others use this Ray too: an actor that reserves CPUs is kept no longer, whoever could use it.
+
+        Returns:
+            The seconds until the next deadline; None if there is none.
+        """
+        for actor in list(self.actors):
+            if actor.state is ActorState.LENT and (actor.lease is None or actor.lease() is None):
+                self.give_back(actor, busy=True)
+        now = time.monotonic()
+        spare = [actor for actor in list(self.actors) if actor.state is not ActorState.LENT]
+        for actor in spare:
+            stays = actor.is_new or (actor.key in usable and not (shared and actor.reserves))
+            actor.keep_until = math.inf if stays else min(actor.keep_until, now + grace)
+        if any(actor.state is ActorState.STOPPING and now >= actor.stop_by for actor in spare):
+            with self._lock:
+                self._settle()
+        deadline = math.inf
+        for actor in spare:
+            moments = actor.keep_until, actor.stop_by if actor.stops else math.inf
+            if now >= min(moments) or not self._alive():
+                self.kill(actor, if_spare=True)
+            if actor.state is not ActorState.GONE:
+                deadline = min([deadline, *(moment for moment in moments if moment > now)])
+        return max(0.0, deadline - now) if deadline < math.inf else None
+
+
+@functools.cache  # says it once
+def _tell(left_behind: str) -> None:
+    logger.warning(
+        "rayloader: worker processes end after each epoch, because the dataset, collate_fn or worker_init_fn changes "
+        "something in them, or leaves it behind, that cannot be put back: %s; the next epoch has to start new ones. "
+        "With persistent_workers=True the loader keeps them",
+        left_behind,
+    )

@@ -1,0 +1,476 @@
+"""The actors of this process: started, lent to crews, ended. The driver's side of Ray.
+
+Promise: every actor of this process belongs to the one `Pool` of the current Ray session. It is lent to a crew, or
+warm for the next one; see lifetimes.py. It ends some time after the last loader that could use it, with `shutdown()`,
+or with the driver. Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in
+session.py).
+
+Threads: any thread may call; `_lock` guards the loaders. Finalizers (a lease's, a loader's, an iterator's) only enqueue
+jobs for the janitor.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import ray
+from ray.exceptions import RayError
+from ray.util.metrics import Counter, Gauge
+
+from rayloader._compat_ray import draining_nodes, leave_out_deaths, node_first
+from rayloader.bell import TICK_S, Bell, DaemonThread
+from rayloader.errors import RaySessionError, WorkerStartError, add_note
+from rayloader.host.process import WorkerProcess
+from rayloader.observe.metrics import Metrics
+from rayloader.replica.image import Image
+from rayloader.start import session
+from rayloader.transport.codec import Encoded
+from rayloader.transport.mapped import Mappings
+from rayloader.transport.memory_file import MemoryFile, MemoryFileError
+from rayloader.workers.actor import Actor, ActorState, Hello, Lease, processes
+from rayloader.workers.draining import Draining
+from rayloader.workers.janitor import Janitor
+from rayloader.workers.lifetimes import Lifetimes
+from rayloader.workers.output import Output
+from rayloader.workers.placement import Placement, Verdict
+
+# How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
+# finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
+# itself may wait for them in `ray.get`.
+GRACE_S = 60.0
+JOINED_GRACE_S = 2.0
+
+_remote_worker: Any = ray.remote(WorkerProcess)
+leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
+
+
+@dataclass(eq=False, slots=True)
+class _LoaderEntry:
+    """A loader that has iterated in this session."""
+
+    ref: weakref.ref[object]
+    key: bytes  # of the options that its actors are created with
+    image: Image | None = None  # of its replica, as last sent: the next one is compared with it
+    remembered: dict[str, Any] = field(default_factory=dict)
+
+
+class Pool:
+    """The actors of this process in one Ray session."""
+
+    def __init__(self, session_name: session.SessionName, janitor: Janitor) -> None:
+        self.session_name = session_name
+        self._janitor = janitor
+        self._lifetimes = Lifetimes(janitor, self.session_alive)
+        self._placement = Placement()
+        self._loaders: list[_LoaderEntry] = []
+        self._lock = threading.Lock()
+        self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
+        self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
+        self.output = Output()
+        self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
+        self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
+        self.draining = Draining(functools.partial(draining_nodes, ray))
+        self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
+        with contextlib.suppress(MemoryFileError):
+            self._probe = MemoryFile("probe", 1)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `shutdown` was called."""
+        return self._lifetimes.closed
+
+    @property
+    def actors(self) -> list[Actor]:
+        """All that live, lent or not."""
+        return list(self._lifetimes.actors)
+
+    def session_alive(self) -> bool:
+        """Whether the Ray session of these actors still lives."""
+        return session.current() == self.session_name
+
+    # ---- for crews
+
+    def begin_lease(self, loader: object, remote_args: dict[str, Any], name: str = "") -> Lease:
+        """A lease for the crew of an iterator of `loader`; the actors lent to it come back with it.
+
+        Args:
+            loader: whose options these are, until it is gone.
+            remote_args: the user's options of actors.
+            name: of the loader, for the names of actors.
+        """
+        self.wait()  # after this, actors that finalizers have left are warm
+        with self._lock:
+            self._register(loader, _key(remote_args))
+        if self._metrics.watch(loader):
+            self.later(self.tidy)
+        return Lease(self._tidy_later, name)
+
+    def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
+        """Whether so many actors are warm, or becoming warm, for loaders with these options."""
+        key = _key(remote_args)
+        return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
+
+    def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
+        """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
+
+        Waits for actors that are becoming warm, but not until new ones run.
+        """
+        self._check_lends()
+        key = _key(remote_args)
+        actors = [] if fresh else self._lifetimes.lend(lease, key, count)
+        if len(actors) < count:
+            self._check_lends()  # again after the wait: in an ended session a Ray call starts another one
+            actors += self._create(lease, remote_args, count - len(actors), key)
+        return actors
+
+    def lend_on_joined(self, lease: Lease, remote_args: dict[str, Any], count: int) -> list[Actor]:
+        """So many new actors at most, with a CPU each, on nodes that joined after others had to share CPUs.
+
+        None while actors start: what is free will be less once they have their places.
+        """
+        self._check_lends()
+        if not (nodes := self._placement.joined(remote_args)[:count]):
+            return []
+        for actor in self.actors:
+            with contextlib.suppress(RayError):
+                if not actor.has_started():
+                    return []
+        options, key = self._placement.options({**remote_args, "num_cpus": 1}, count, count), _key(remote_args)
+        wheres = [{"scheduling_strategy": node_first(ray, node_id)} for node_id in nodes]
+        return [self._make(lease, key, options, where, had_room=True) for where in wheres]
+
+    def _check_lends(self) -> None:
+        if self.closed or not self.session_alive():
+            raise RaySessionError("the workers were shut down; call iter() on the loader again")
+
+    def prepare(self, remote_args: dict[str, Any], count: int) -> None:
+        """Creates actors in advance, for the next loaders that need them; does not wait until they run."""
+        self._create(None, remote_args, count, _key(remote_args))
+
+    def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
+        """Ends a lease. Not for finalizers, nor under a lock.
+
+        Args:
+            lease: the caller's.
+            busy: calls may be unanswered.
+            reuse: whether others may have the processes.
+        """
+        self._janitor.do(functools.partial(self._lifetimes.end, lease, busy=busy, reuse=reuse))
+
+    def give_back(self, actor: Actor) -> None:
+        """Takes back an actor that may be busy, soon."""
+        self.later(functools.partial(self._lifetimes.give_back, actor, busy=True))
+
+    def kill(self, actor: Actor) -> None:
+        """Ends an actor soon."""
+        self.later(functools.partial(self._lifetimes.kill, actor))
+
+    def is_draining(self, actor: Actor) -> bool:
+        """Whether Ray drains the node that an actor is on, unless it is the driver's."""
+        return actor.address is not None and actor.address.node_id in self.draining
+
+    def later(self, job: Callable[[], object]) -> None:
+        """Passes a job to the janitor; for finalizers too."""
+        self._janitor.later(job)
+
+    def wait(self) -> None:
+        """Waits until all jobs of the janitor are done. Not for finalizers, nor under a lock."""
+        self._janitor.wait()
+
+    def verdict(self, pending: list[Actor], remote_args: dict[str, Any], *, others: bool) -> Verdict:
+        """What to do about actors that have not started; `others`: some actors of the crew have."""
+        for actor in self.actors:  # those of other crews too: where many start at once, each has to wait for its turn
+            with contextlib.suppress(RayError):
+                actor.has_started()
+                actor.is_placed()
+        news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
+        waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
+        not_placed = [actor for actor in pending if actor.placed_at is None]
+        verdict = self._placement.verdict(
+            waited,
+            pending[0].key,
+            remote_args,
+            pending[0].options,
+            homeless=bool(not_placed),
+            had_room=all(actor.had_room for actor in not_placed),
+            others=others,
+        )
+        if verdict is Verdict.MAKE_ROOM:
+            self.later(self._lifetimes.kill_spare)
+        return verdict
+
+    def tell(self, pending: list[Actor], of: int) -> None:
+        """Logs what the program waits for."""
+        homeless = sum(not actor.is_placed() for actor in pending)
+        self._placement.tell(len(pending), of, homeless, pending[0].options)
+
+    def gave_up(self, actors: list[Actor], of: int) -> None:
+        """The crew continues without these actors."""
+        self._placement.gave_up(actors[0].key, len(actors), of, of - len(actors))
+
+    def start_error(self, actors: list[Actor], of: int) -> WorkerStartError:
+        """The error for actors of a crew that have found no place, or do not start there."""
+        if all(actor.placed_at is not None for actor in actors):
+            return self._placement.slow_error(len(actors), of)
+        return self._placement.error(len(actors), of, actors[0].options)
+
+    # ---- for iterators
+
+    def image(self, loader: object, encoded: Encoded, mappings: Mappings) -> Image:
+        """The image of a loader's replica; unchanged parts of the loader's last image are not written again.
+
+        It is kept until the loader's end, or `shutdown`.
+        """
+        with self._lock:
+            entry = self._entry(loader)
+        last = entry.image if entry is not None else None
+        image = Image.write(encoded, mappings) if last is None else last.updated(encoded, mappings)
+        with self._lock:
+            if (entry := self._entry(loader)) is not None:
+                entry.image = image
+        return image
+
+    def remembered(self, loader: object) -> dict[str, Any]:
+        """What a loader's iterators leave to the next one; dropped with the loader."""
+        with self._lock:
+            entry = self._entry(loader)
+            return entry.remembered if entry is not None else {}
+
+    def _entry(self, loader: object) -> _LoaderEntry | None:
+        for entry in self._loaders:  # no generator: an interrupt at its end would be lost
+            if entry.ref() is loader:
+                return entry
+        return None
+
+    # ---- ends
+
+    def tidy(self) -> float | None:
+        """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
+        with self._lock:
+            self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
+            usable = {entry.key for entry in self._loaders}
+        shared = not session.started_here()
+        left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
+        metrics = self._metrics.tell() if self.session_alive() else None
+        drains = self._look_for_drains() if self.session_alive() else None
+        return min((seconds for seconds in (left, metrics, drains) if seconds is not None), default=None)
+
+    def shutdown(self) -> None:
+        """Kills every actor; callable more than once."""
+        self._lifetimes.closed = True
+        self._janitor.do(self._end_metrics)
+        self._janitor.do(self._lifetimes.kill_all)
+        with self._lock:
+            self._loaders = []  # and their images
+        if self._probe is not None:
+            self._probe.close()
+        self.output.close()
+
+    # ---- test support
+
+    def live_actor_pids(self) -> set[int]:
+        """Process ids of the actors that run, lent or not."""
+        self.wait()
+        for actor in self.actors:
+            with contextlib.suppress(RayError):
+                actor.has_started()
+        return {actor.address.pid for actor in self.actors if actor.address is not None}
+
+    def live_memory_files(self) -> set[str]:
+        """Names of the probe, the actors' arenas and the loaders' images."""
+        self.wait()
+        names = {name for actor in self.actors for name in actor.lane.arena_names}
+        if self._probe is not None:
+            names.add(self._probe.address.name)
+        with self._lock:
+            images = [entry.image for entry in self._loaders if entry.image is not None]
+        return names | {file.name for image in images for file in image.address.files}
+
+    # ----
+
+    def _end_metrics(self) -> None:
+        if self.session_alive():
+            self._metrics.tell(at_once=True)
+
+    def _look_for_drains(self) -> float | None:
+        """Calls `Draining.look`; actors that no loader uses end with their nodes."""
+        if session.started_here():
+            return None
+        here = session.node_id()
+        nodes = [actor.address.node_id for actor in self.actors if actor.address is not None]
+        elsewhere = collections.Counter(node_id for node_id in nodes if node_id != here)
+        seconds = self.draining.look(elsewhere, self._placement.limit_with_others)
+        for actor in self.actors:
+            if self.is_draining(actor):
+                self._lifetimes.kill(actor, if_spare=True)
+        return seconds
+
+    def _tidy_later(self, _: object) -> None:
+        self.later(self.tidy)
+
+    def _register(self, loader: object, key: bytes) -> None:
+        for entry in self._loaders:
+            if entry.ref() is loader:
+                entry.key = key
+                return
+        self._loaders.append(_LoaderEntry(weakref.ref(loader, self._tidy_later), key))
+
+    def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
+        had_room = not self._placement.lacks_cpus(remote_args, count)
+        if not had_room:  # idle actors that these loaders cannot use may hold them
+            self.later(functools.partial(self._lifetimes.kill_spare, but=key))
+        staying = [actor for actor in self.actors if not self.is_draining(actor)]
+        living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
+        options = self._placement.options(remote_args, count, count + living)
+        where = self._placement.where(options)
+        try:
+            actors = [self._make(lease, key, options, where, had_room=had_room) for _ in range(count)]
+        except Exception as error:  # whatever Ray says of the user's options
+            add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
+            raise
+        if self.closed:
+            raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")
+        return actors
+
+    def _make(
+        self, lease: Lease | None, key: bytes, options: dict[str, Any], where: dict[str, Any], *, had_room: bool
+    ) -> Actor:
+        label = lease.name if lease is not None and lease.name else "worker"
+        # Ray shows the name. It stays the actor's when another loader has it.
+        named = {"name": f"rayloader:{label}:{next(self._made[label])}", "namespace": self._namespace}
+        # Ray ends it if an interrupt comes before it is noted below.
+        handle = _remote_worker.options(**options, **where, **named).remote()
+        probe = self._probe.address if self._probe is not None else None
+        actor = Actor(handle, key, options, Hello(handle.hello.remote(probe)), time.monotonic(), had_room)
+        self._lifetimes.begin(actor, lease)
+        return actor
+
+
+def _key(remote_args: dict[str, Any]) -> bytes:
+    """A key that is equal for loaders that can share actors."""
+    key: bytes = cloudpickle.dumps(sorted(remote_args.items(), key=lambda item: item[0]))
+    return key
+
+
+_pool: Pool | None = None
+_pool_lock = threading.Lock()
+_failure: BaseException | None = None  # of `init`, not yet raised
+_abandoned: Any = None  # what the parent of this forked process owns
+
+
+def _tidy() -> float | None:
+    return _pool.tidy() if _pool is not None else None
+
+
+_janitor = Janitor(_tidy)
+
+
+def get_pool() -> Pool:
+    """The pool of the current Ray session; joins or starts Ray if there is none.
+
+    Raises:
+        RaySessionError: Ray cannot be used from here.
+    """
+    global _failure
+    with _pool_lock:
+        failure, _failure = _failure, None
+        if failure is not None:
+            raise failure
+        return _get_pool(session.ensure())
+
+
+def _get_pool(session_name: session.SessionName) -> Pool:
+    """Does the work of `get_pool`, under the lock."""
+    global _pool
+    _janitor.start()
+    if _pool is None or _pool.closed or _pool.session_name != session_name:
+        if _pool is not None:
+            _pool.shutdown()  # of an ended session: it makes no call to Ray
+        _pool = Pool(session_name, _janitor)
+    _pool.output.start()
+    return _pool
+
+
+def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, Any]) -> None:
+    """Starts Ray and actors in a thread that holds the lock: callers that need the pool wait for it."""
+    session.check_names(ray_options)
+    session.check_options(ray_options)
+    lock, has_lock = _pool_lock, Bell()
+
+    def prepare() -> None:
+        global _failure
+        with lock:
+            has_lock.ring()
+            try:
+                pool = _get_pool(session.ensure(ray_options, ahead=True))
+                if num_workers:
+                    pool.prepare(remote_args, num_workers)
+            except BaseException as error:  # any error: it is raised where the pool is needed
+                _failure = error
+
+    thread = DaemonThread(prepare, "rayloader-init")
+    thread.start()
+    while thread.is_alive() and not has_lock.wait(TICK_S):
+        pass
+
+
+def shutdown() -> None:
+    """Stops every worker of this process, and Ray if it was started for them. Live iterators raise afterwards."""
+    global _pool, _failure
+    with _pool_lock:
+        _failure = None
+        if _pool is not None:
+            _pool.shutdown()
+            _pool = None
+        _janitor.end()
+        session.end()
+
+
+def live_actor_pids() -> set[int]:
+    """Process ids of this process's actors that run (test support)."""
+    return _pool.live_actor_pids() if _pool is not None else set()
+
+
+def live_memory_files() -> set[str]:
+    """Names of the memory files that this process's actors use (test support)."""
+    return _pool.live_memory_files() if _pool is not None else set()
+
+
+def _forget_after_fork() -> None:
+    """A forked child has neither our threads nor Ray's: it must not touch the parent's actors."""
+    global _pool, _pool_lock, _janitor, _abandoned, _failure
+    _abandoned = _pool, _janitor  # kept: dropping their references would call Ray
+    _pool, _pool_lock, _janitor, _failure = None, threading.Lock(), Janitor(_tidy), None
+    session.forget()
+
+
+def _at_exit() -> None:
+    """Shuts down, and preserves the exit status.
+
+    If Ctrl-C has ended a program, CPython ends the process by the same signal, so that a shell sees why. It decides
+    that by how the code ended that was compiled last from text, and Ray's shutdown imports modules that compile some.
+    """
+    shutdown()
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+# Registered after Ray's own exit handler (imported above), so it runs before that, while actors can still be reached.
+atexit.register(_at_exit)
