@@ -366,7 +366,7 @@ def test_a_dataset_that_holds_an_iterator_of_its_loader_is_an_error_that_says_wh
     dataset.live = iter(loader)
     with pytest.raises(NotImplementedError, match="cannot pickle EpochIterator") as caught:
         iter(loader)
-    assert any("dataset.live: rayloader.driver" in note for note in caught.value.__notes__)
+    assert any("dataset.live: rayloader.epoch" in note for note in caught.value.__notes__)
     del dataset.live
     assert len(list(loader)) == len(dataset)
 
