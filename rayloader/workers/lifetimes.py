@@ -35,14 +35,12 @@ from rayloader.workers.actor import Actor, ActorState, Lease
 from rayloader.workers.janitor import Janitor
 from rayloader.workers.waiting import NONE_YET, Answer, wait_for
 
-# How long an actor that was told to stop may continue: its work is of no use any more.
+# How long an actor that was told to stop may continue: its work is of no use any more, but user code may have something
+# to finalize. As long as torch waits for a worker.
 STOP_TIMEOUT_S = 5.0
 # How long a new epoch waits for actors that are stopping: about what a new actor would take to start, most of it CPU
 # time for the import of torch, so that on a busy machine both take longer.
 REUSE_WAIT_S = 2.5
-# How long actors that are stopping when all are ended may take to end what user code has started in them: resource
-# trackers, which could not clean up after they are killed.
-END_WAIT_S = 1.0
 
 logger = logging.getLogger("rayloader")
 
@@ -190,10 +188,11 @@ class Lifetimes:
                 self.kill(actor, if_spare=True)
 
     def kill_all(self) -> None:
-        """Ends all actors."""
-        stopping = [actor.stopped.ref for actor in self.actors if actor.state is not ActorState.LENT and actor.stopped]
-        if self._alive():
-            wait_for(stopping, len(stopping), END_WAIT_S)
+        """Ends all actors, those that are stopping after they have finished that, if they do in time."""
+        stopping = [actor for actor in self.actors if actor.stops]
+        if stopping and self._alive():
+            seconds = max(actor.stop_by for actor in stopping) - time.monotonic()
+            wait_for([actor.stopped.ref for actor in stopping if actor.stopped], len(stopping), seconds)
         for actor in list(self.actors):
             self.kill(actor)
 

@@ -250,6 +250,8 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
     assert lent(own) == actors
     del lease, interrupt
     pool.wait()
+    wait_for([actor.stopped.ref for actor in actors], len(actors), EXIT_LIMIT)
+    pool.wait()
     assert {actor.state for actor in actors} == {ActorState.GONE}
 
 
