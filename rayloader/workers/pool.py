@@ -15,6 +15,7 @@ import atexit
 import collections
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -133,10 +134,26 @@ class Pool:
         self._check_lends()
         key = _key(remote_args)
         actors = [] if fresh else self._lifetimes.lend(lease, key, count)
+        if len(actors) < count and not fresh and self._is_garbage_lent(lease, key):
+            actors += self._lifetimes.lend(lease, key, count - len(actors))
         if len(actors) < count:
             self._check_lends()  # again after the wait: in an ended session a Ray call starts another one
             actors += self._create(lease, remote_args, count - len(actors), key)
         return actors
+
+    def _is_garbage_lent(self, lease: Lease, key: bytes) -> bool:
+        """Whether actors were lent to garbage, and come back now, which saves the start of others.
+
+        Such as a loader whose `collate_fn` is a method of its own, with persistent workers.
+        """
+        others = [actor for actor in list(self.actors) if actor.key == key and actor.lease not in (None, lease.ref)]
+        if not others:
+            return False
+        gc.collect()
+        if all(actor.lease is not None and actor.lease() is not None for actor in others):
+            return False
+        self._janitor.do(self.tidy)
+        return True
 
     def lend_on_joined(self, lease: Lease, remote_args: dict[str, Any], count: int) -> list[Actor]:
         """So many new actors at most, with a CPU each, on nodes that joined after others had to share CPUs.

@@ -59,6 +59,25 @@ def pid(_):
 # ---- warm for the next loader
 
 
+def test_a_new_loader_finds_the_processes_of_one_that_refers_to_itself(own, monkeypatch):
+    """Though the garbage collector has not run yet: the start of other processes takes longer than its run."""
+    monkeypatch.setattr(rayloader.workers.pool, "GRACE_S", 60.0)
+    for limit in ("REUSE_WAIT_S", "STOP_TIMEOUT_S"):  # however long the process takes to stop
+        monkeypatch.setattr(rayloader.workers.lifetimes, limit, EXIT_LIMIT)
+    seen = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            loader = load(pid, 1, persistent_workers=True, **own)
+            loader.itself = loader
+            seen += set(loader)
+            del loader
+    finally:
+        gc.enable()
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+
+
 def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_is_over(own, monkeypatch):
     """Then the processes end, though nobody calls the library again."""
     monkeypatch.setattr(rayloader.workers.pool, "GRACE_S", 60.0)
