@@ -26,6 +26,7 @@ import importlib.abc
 import importlib.machinery
 import itertools
 import logging
+import operator
 import pickle
 import sys
 import threading
@@ -35,7 +36,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rayloader._compat import default_collate_fn_map
-from rayloader.inherit.plain_values import MUTABLE, Content, content_of, copied, described, is_plain, same, set_content
+from rayloader.inherit.plain_values import (
+    MUTABLE,
+    Content,
+    content_of,
+    copied,
+    described,
+    empty_like,
+    is_plain,
+    same,
+    set_content,
+)
 from rayloader.namespaces import attributes_of, is_a, namespace_of
 from rayloader.own_modules import own_modules
 from rayloader.random.module_generators import Carried, Found, Placed
@@ -48,10 +59,13 @@ _NOTHING = object()  # bound to a name that does not exist
 
 
 class _Sent(NamedTuple):
-    """What a module of the driver's holds, by path: plain values, contents of objects, descriptions of the others."""
+    """What a module of the driver's holds, by path: plain values, objects, descriptions of all that is not plain.
+
+    An object is sent as its number in the driver, and its contents.
+    """
 
     plain: dict[_Path, Any]
-    objects: dict[_Path, Content]
+    objects: dict[_Path, tuple[int, Content]]
     others: dict[_Path, str]
 
 
@@ -71,6 +85,7 @@ class ModuleGlobals:
     def capture(cls) -> ModuleGlobals:
         """The globals in this process."""
         sent: dict[str, _Sent] = {}
+        numbers: dict[int, int] = {}  # of objects, by their identity
         modules = dict(own_modules())
         found = Found(modules)
         for module_name, attributes in modules.items():
@@ -83,7 +98,7 @@ class ModuleGlobals:
                     continue
                 others[path] = described(value)
                 if (content := content_of(value)) is not None and is_plain(content):
-                    objects[path] = content
+                    objects[path] = numbers.setdefault(id(value), len(numbers)), content
                 of_module = len(path) == 1  # the search continues from there into classes
                 if of_module and (not is_a(value, (type, types.FunctionType)) or value.__module__ in modules):
                     found.look_in(module_name, path[0], value)
@@ -187,7 +202,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.placed = Placed()
         self._sent: dict[str, _Sent] = {}
         self._here: dict[int, Any] = {}  # what represents a part of these here, by its identity
-        self._taken: set[int] = set()  # identities of those
+        self._objects: dict[int, Any] = {}  # what represents the driver's objects here, by their numbers
+        self._taken: set[int] = set()  # identities of both
         self._as_imported: list[_Kept] = []  # see NOTE [Imports]
         self._told: set[tuple[str, str]] = set()
         self._threads: set[threading.Thread] = set()  # that do not run the program's code
@@ -195,7 +211,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def adopt(self, sent: dict[str, _Sent], placed: Placed) -> None:
         """Sets the driver's values, now and in the modules that are imported from now on."""
-        self.placed, self._sent, self._here, self._taken = placed, sent, {}, set()
+        self.placed, self._sent, self._here, self._objects, self._taken = placed, sent, {}, {}, set()
         self._threads = self._threads or set(threading.enumerate())
         here = {name: sys.modules[name] for name in sent if is_a(sys.modules.get(name), types.ModuleType)}
         known = {(id(kept.place.owner), kept.place.name) for kept in self._as_imported}
@@ -311,7 +327,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                     place.bind(own)
             elif not same(here, value):
                 place.bind(copy.deepcopy(value, self._here))
-        filled += [(place.value(), content) for place, content in self._sent_to(modules, "objects")]
+        filled += self._objects_in(modules)
         for here, content in filled:
             found = content_of(here)
             if found and content and found[0] == content[0] and not same(found, content):
@@ -319,6 +335,25 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path[:] = [self, *(finder for finder in sys.meta_path if finder is not self)]
         for name, module in modules.items():
             self._place_generators(name, module)
+
+    def _objects_in(self, modules: Mapping[str, types.ModuleType]) -> Iterator[tuple[Any, Content]]:
+        """Objects to be filled: one for each of the driver's, bound wherever that is; unchanged ones first."""
+        fitting = []
+        for place, (number, content) in self._sent_to(modules, "objects"):
+            found = content_of(place.value())
+            if found is not None and found[0] == content[0]:
+                fitting.append((not same(found, content), place, number, content))
+        for _, place, number, content in sorted(fitting, key=operator.itemgetter(0)):
+            here, own = place.value(), self._objects.get(number)
+            if own is None:
+                own = empty_like(here) if id(here) in self._taken else here
+                if own is None:
+                    continue
+                self._objects[number] = own
+                self._taken.add(id(own))
+                yield own, content
+            if own is not here:
+                place.bind(own)
 
     def _place_generators(self, module_name: str, module: types.ModuleType) -> None:
         """Places the generators, and logs what differs from the driver."""

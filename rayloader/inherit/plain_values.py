@@ -31,7 +31,7 @@ _DICTS = {dict, collections.OrderedDict, collections.Counter}
 _NAMESPACES = {argparse.Namespace, types.SimpleNamespace}
 # Plain ones whose contents can be set.
 MUTABLE = {list, set} | _DICTS | _NAMESPACES
-_SIZED: tuple[Any, ...] = (tuple, list, set, frozenset, dict, collections.deque)
+_SIZED: tuple[Any, ...] = (tuple, list, set, frozenset, dict, collections.deque, bytearray)
 # Recognized by their names.
 _DEFINITIONS = type, types.FunctionType, types.BuiltinFunctionType
 # A value with more parts than this is data, and too much to compare at each `iter()`.
@@ -134,6 +134,15 @@ def set_content(value: Any, content: Content) -> None:
         base.clear(value)
         for key, item in items.items():
             base.__setitem__(value, key, item)
+
+
+def empty_like(value: Any) -> Any:
+    """Another object of its class, without contents, for `set_content`; None if it has to be made by its class."""
+    base = _dict_of(type(value)) or object
+    try:
+        return base.__new__(type(value))
+    except TypeError:
+        return None
 
 
 def _dict_of(kind: type) -> Any:

@@ -7,6 +7,7 @@ the storages inside. Anything else is cloudpickle's.
 from __future__ import annotations
 
 import copyreg
+import importlib
 import io
 import mmap
 import operator
@@ -106,6 +107,13 @@ class Special(NamedTuple):
     reduce: Callable[[Any, Callable[[Any], Any]], Any] = lambda obj, reduced: reduced(obj)
 
 
+def _of_module(module: types.ModuleType) -> Any:
+    """A module by its name, if its class is its own, as that of `torch.backends.cudnn`; None for cloudpickle's way."""
+    name = namespace_of(module).get("__name__", "")
+    is_known = type(module) is types.ModuleType or sys.modules.get(name) is not module
+    return None if is_known else (importlib.import_module, (name,))
+
+
 class Pickler(by_value.Pickler):
     """The pickler of one object; the arguments are those of `codec.encode`."""
 
@@ -172,15 +180,14 @@ class Pickler(by_value.Pickler):
 
     def _other(self, obj: Any, kind: type) -> Any:
         """How an object of a kind is pickled that few batches hold."""
-        if kind is torch.UntypedStorage and obj.device.type == "cpu":
-            nbytes = obj.nbytes()
-            return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
-        if kind is torch.TypedStorage and untyped_in(obj).device.type == "cpu":
-            return reductions.rebuild_typed_storage, (untyped_in(obj), obj.dtype)
+        if kind in (torch.UntypedStorage, torch.TypedStorage) and (reduction := self._storage(obj, kind)) is not None:
+            return reduction
         if kind is memoryview:
             return views.reduce(obj, self.mapped)
         if kind is np.memmap or (self.mapped is not None and issubclass(kind, np.ndarray)):
             return self._subclass_of_array(obj)
+        if issubclass(kind, types.ModuleType) and (reduction := _of_module(obj)) is not None:
+            return reduction
         if kind is types.FunctionType and obj.__module__ == _OF_SKELETONS:
             return NotImplemented  # spares our own functions cloudpickle's search
         if self.mapped is not None and (reduction := self._of_replica(obj, kind)) is not None:
@@ -204,6 +211,16 @@ class Pickler(by_value.Pickler):
         if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
             self.copied = self._copied_special(obj)
         return self._noted(obj, reduced)
+
+    def _storage(self, obj: Any, kind: type) -> Any:
+        """How a storage is pickled; None for as its class says."""
+        if kind is torch.TypedStorage:
+            on_cpu = untyped_in(obj).device.type == "cpu"
+            return (reductions.rebuild_typed_storage, (untyped_in(obj), obj.dtype)) if on_cpu else None
+        if obj.device.type != "cpu":
+            return None
+        nbytes = obj.nbytes()
+        return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
 
     def _noted(self, definition: Any, reduced: Any) -> Any:
         """The reduction of a class or a function, whose module is noted if that is imported to find it by name."""
@@ -445,11 +462,12 @@ def _delegates(kind: type) -> bool:
 
 
 def _has_own_new(kind: type) -> bool:
-    """Whether a named tuple is made by code of the program's, which may take other arguments than the fields."""
+    """Whether a tuple is made by code of the program's, which may take other arguments than the items."""
     owner = {name: next((cls for cls in kind.__mro__ if name in vars(cls)), object) for name in _OF_NAMED_TUPLES}
     made = owner["_make"]
-    others = {owner["__getnewargs__"], owner["__reduce__"], owner["__reduce_ex__"]} - {made, object}
-    return made is not object and owner["__new__"] is not made and not others
+    others = {owner["__getnewargs__"], owner["__reduce__"], owner["__reduce_ex__"]} - {made, object, tuple}
+    new = owner["__new__"]
+    return new not in (made, tuple) and isinstance(vars(new)["__new__"], staticmethod) and not others
 
 
 def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,51 @@ def test_modules_are_as_the_program_has_set_them(program):
     assert batches(data, fresh_processes=True) == [expected, expected]
 
 
+ALIASED = """
+import dataclasses
+
+@dataclasses.dataclass
+class Config:
+    size: int = 1
+    name: str = "default"
+
+DEFAULT = Config()
+current = DEFAULT
+TRAIN, EVAL = Config(2, "train"), Config(3, "eval")
+ACTIVE, MODES = TRAIN, [TRAIN, EVAL]
+FIRST = SECOND = Config(4)
+
+class State:
+    default = Config(5)
+    now = default
+
+def use():
+    global current, ACTIVE, FIRST
+    current, State.now, ACTIVE, FIRST = Config(9, "mine"), Config(7), EVAL, Config(8)
+
+def seen():
+    objects = [DEFAULT, current, TRAIN, EVAL, ACTIVE, *MODES, FIRST, SECOND, State.default, State.now]
+    return [repr(one) for one in objects] + [[one is other for one in objects] for other in objects]
+
+class Data:
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return seen()
+"""
+
+
+def test_objects_that_a_module_shares_between_names_are_as_the_program_has_them(tmp_path, monkeypatch):
+    name = f"aliased_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(ALIASED)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    loader = DataLoader(module.Data(), None, num_workers=1, collate_fn=as_is)
+    for change in (lambda: None, module.use, lambda: setattr(module.EVAL, "size", 33)):
+        change()
+        assert list(loader) == [module.seen()]
+
+
 COUNTING = """
 COUNT = 0
 

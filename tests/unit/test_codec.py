@@ -974,6 +974,22 @@ def by_value(names_a_generator):
     return nested if names_a_generator else lambda: _number
 
 
+def seeds_all():
+    torch.backends.cudnn.benchmark = torch.backends.mps.is_available()
+    return torch.backends.cudnn.deterministic, torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize("options", [{}, {"mapped": Mappings()}])
+def test_modules_of_classes_of_their_own_travel_by_name(options):
+    held = [seeds_all, torch.backends, torch.backends.cudnn, torch.backends.cuda, torch.backends.mkldnn]
+    by_value = types.FunctionType(seeds_all.__code__, {**globals(), "__name__": "__main__"}, "seeds_all")
+    by_value.__module__ = "__main__"
+    encoded = encode([*held, by_value], **options)
+    *copies, function = decode(encoded.skeleton, encoded.buffers, encoded.carried)
+    assert copies == held
+    assert function() == seeds_all()
+
+
 @pytest.mark.parametrize(
     ("held", "copied"),
     [
