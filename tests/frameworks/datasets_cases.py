@@ -27,6 +27,7 @@ def rows():
 def tokenizer():
     """Made here, for nothing can be fetched."""
     import tokenizers
+    import any_torchvision  # isort: skip  # noqa: F401 (first)
     import transformers
 
     words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "low", "lower", "lowest"])}
@@ -37,6 +38,7 @@ def tokenizer():
 
 def tokenized(dataset):
     """Tokens in place of texts, and the collator that makes those of a batch equally long."""
+    import any_torchvision  # isort: skip  # noqa: F401 (first)
     import transformers
 
     tokens = tokenizer()

@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import any_torchvision  # isort: skip  # noqa: F401 (first)
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: F401  # for the tests

@@ -5,6 +5,7 @@ python script_lightning.py   starts the other rank
 
 import warnings
 
+import any_torchvision  # isort: skip  # noqa: F401 (first)
 import lightning.pytorch as lightning
 import torch
 from torch.utils.data import DataLoader

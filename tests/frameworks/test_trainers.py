@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 def transformers_losses(folder, workers=2):
+    importlib.import_module("any_torchvision")
     transformers = importlib.import_module("transformers")
     seed(1)
     losses = []
