@@ -107,13 +107,6 @@ class Special(NamedTuple):
     reduce: Callable[[Any, Callable[[Any], Any]], Any] = lambda obj, reduced: reduced(obj)
 
 
-def _of_module(module: types.ModuleType) -> Any:
-    """A module by its name, if its class is its own, as that of `torch.backends.cudnn`; None for cloudpickle's way."""
-    name = namespace_of(module).get("__name__", "")
-    is_known = type(module) is types.ModuleType or sys.modules.get(name) is not module
-    return None if is_known else (importlib.import_module, (name,))
-
-
 class Pickler(by_value.Pickler):
     """The pickler of one object; the arguments are those of `codec.encode`."""
 
@@ -454,6 +447,13 @@ def _in_words(array: np.ndarray[Any, Any] | None) -> str:
 
 def _has_bits(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg())
+
+
+def _of_module(module: types.ModuleType) -> Any:
+    """A module by its name, if its class is its own, as that of `torch.backends.cudnn`; None for cloudpickle's way."""
+    name = namespace_of(module).get("__name__", "")
+    is_known = type(module) is types.ModuleType or sys.modules.get(name) is not module
+    return None if is_known else (importlib.import_module, (name,))
 
 
 def _delegates(kind: type) -> bool:

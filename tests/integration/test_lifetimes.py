@@ -56,14 +56,19 @@ def pid(_):
     return os.getpid()
 
 
-# ---- warm for the next loader
-
-
-def test_a_new_loader_finds_the_processes_of_one_that_refers_to_itself(own, monkeypatch):
-    """Though the garbage collector has not run yet: the start of other processes takes longer than its run."""
+@pytest.fixture
+def patient(monkeypatch):
+    """The next loader finds processes warm however long they take to stop."""
     monkeypatch.setattr(rayloader.workers.pool, "GRACE_S", 60.0)
     for limit in ("REUSE_WAIT_S", "STOP_TIMEOUT_S"):  # however long the process takes to stop
         monkeypatch.setattr(rayloader.workers.lifetimes, limit, EXIT_LIMIT)
+
+
+# ---- warm for the next loader
+
+
+def test_a_new_loader_finds_the_processes_of_one_that_refers_to_itself(own, patient):
+    """Though the garbage collector has not run yet: the start of other processes takes longer than its run."""
     seen = []
     gc.disable()
     try:
@@ -78,11 +83,8 @@ def test_a_new_loader_finds_the_processes_of_one_that_refers_to_itself(own, monk
     assert len(set(seen)) == 1
 
 
-def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_is_over(own, monkeypatch):
+def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_is_over(own, patient, monkeypatch):
     """Then the processes end, though nobody calls the library again."""
-    monkeypatch.setattr(rayloader.workers.pool, "GRACE_S", 60.0)
-    for limit in ("REUSE_WAIT_S", "STOP_TIMEOUT_S"):  # however long the process takes to stop
-        monkeypatch.setattr(rayloader.workers.lifetimes, limit, EXIT_LIMIT)
     seen = [frozenset(load(pid, 1, **own)) for _ in range(10)]
     assert len(seen[0]) == 1
     assert set(seen) == {seen[0]}
