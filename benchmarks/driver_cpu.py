@@ -36,7 +36,7 @@ def schedule_cpu(name: str, workers: int, prefetch_factor: int) -> float:
     from rayloader.epoch.schedule import Schedule
 
     schedule = Schedule(workers, prefetch_factor)
-    pending: deque[Any] = deque([rules.Opened()])
+    pending: deque[Any] = deque([*(rules.WorkerReady(n) for n in range(workers)), rules.Opened()])
     submitted: deque[Any] = deque()
     spent, taken = 0.0, 0
     while pending or submitted:

@@ -5,9 +5,8 @@ Method: the schedule and the paces are the library's own code; what happens arou
 thread is one server: each of its steps takes the time that was measured, and so does the training step. A worker builds
 its tasks one after the other. Batches reach the trainer's machine through one network link, where another thread reads
 them. Both threads run Python, so the user's thread stands still while the other does; no training step hides that here.
-A node's workers die at a given time; the driver learns of it, and gets other processes for them, after given times, and
-they are told again what they owe. Only the workers' times are random, and seeded: the same plan gives the same outcome.
-Used by `scaling.py`.
+A node's workers die at a given time; the driver learns of it, and gets other processes for them, after given times.
+Only the workers' times are random, and seeded: the same plan gives the same outcome. Used by `scaling.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import itertools
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rayloader.epoch import messages as rules
+from rayloader.epoch.pace import Pace
 from rayloader.epoch.schedule import Schedule
 from rayloader.sampling.prefetch import PREFETCH_BYTES
-from rayloader.workers.pace import Pace
+from rayloader.task import Task
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,7 @@ class _Worker:
 
     free_at: float = 0.0
     incarnation: int = 0
-    away: bool = False  # the driver knows that it is lost
-    owes: dict[int, rules.Task] = field(default_factory=dict)
+    lives: bool = True
 
 
 class _Simulation:
@@ -155,6 +153,7 @@ class _Simulation:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._random = random.Random(plan.seed)
+        paced = plan.automatic or plan.dynamic
         self._schedule = Schedule(
             plan.workers,
             plan.prefetch_factor,
@@ -162,13 +161,12 @@ class _Simulation:
             dynamic=plan.dynamic,
             elastic=plan.automatic,
             max_restarts=len(plan.losses) + 1,
+            paces=[Pace(PREFETCH_BYTES / plan.workers, dynamic=plan.dynamic) for _ in range(plan.workers * paced)],
         )
-        self._paces = [Pace(PREFETCH_BYTES / plan.workers, dynamic=plan.dynamic) for _ in range(plan.workers)]
         self._workers = [_Worker() for _ in range(plan.workers)]
         self._now = self._busy = self._handled = 0.0
         self._link_free_at = self._read_by = 0.0
         self._drawn = 0
-        self._deliverable: deque[rules.Task] = deque()
         # Time, a number that keeps the order of what happens at one time, what happens, and to whom.
         self._to_come: list[tuple[float, int, str, Any]] = []
         self._number = 0
@@ -179,12 +177,14 @@ class _Simulation:
         plan, costs = self._plan, self._plan.costs
         delivered: list[float] = []
         order: list[int] = []
+        for worker_id in range(plan.workers):
+            self._handle(rules.WorkerReady(worker_id))
         self._handle(rules.Opened())
         self._draw_owed()
         while not self._schedule.finished:
-            while not self._deliverable:
+            while not self._schedule.deliverable:
                 self._receive()
-            task = self._deliverable.popleft()
+            task = self._schedule.deliverable[0]
             self._spend(costs.open + costs.ahead)
             self._handle(rules.BatchTaken(task.task_id))
             self._draw_owed()
@@ -211,11 +211,7 @@ class _Simulation:
             match command:
                 case rules.Submit(task):
                     self._spend(self._plan.costs.send)
-                    self._workers[task.worker_id].owes[task.task_id] = task
-                    if not self._workers[task.worker_id].away:
-                        self._tell(task)
-                case rules.Deliver(task):
-                    self._deliverable.append(task)
+                    self._give(task)
                 case rules.Fail():
                     raise RuntimeError(f"the epoch failed: {command}")
 
@@ -243,33 +239,26 @@ class _Simulation:
                 self._take(*whom)
             elif what == "notice":
                 for worker_id in whom.workers:
-                    self._workers[worker_id].away = True
                     self._handle(rules.WorkerLost(worker_id, "its node is gone"))
                 self._will(self._now + whom.restart, "ready", whom)
             else:
                 for worker_id in whom.workers:
-                    self._workers[worker_id].away = False
+                    self._workers[worker_id].lives = True
                     self._workers[worker_id].free_at = self._now
                     self._handle(rules.WorkerReady(worker_id))
-                    for task in self._workers[worker_id].owes.values():
-                        self._tell(task)
 
-    def _take(self, task: rules.Task, incarnation: int, seconds: float) -> None:
-        worker_id = task.worker_id
-        if incarnation != self._workers[worker_id].incarnation:
-            return  # it was on its way when its node died
-        del self._workers[worker_id].owes[task.task_id]
-        self._handle(rules.TaskDone(task.task_id))
-        pace = self._paces[worker_id]
-        if (self._plan.automatic or self._plan.dynamic) and pace.saw(seconds, self._plan.nbytes):
-            self._handle(rules.Paced(worker_id, pace.depth, pace.ahead))
+    def _take(self, task: Task, incarnation: int, seconds: float) -> None:
+        if incarnation == self._workers[task.worker_id].incarnation:  # else it was on its way when its node died
+            self._handle(rules.TaskDone(task.task_id, nbytes=self._plan.nbytes, seconds=seconds))
             self._draw_owed()
 
     # ---- the rest of the world
 
-    def _tell(self, task: rules.Task) -> None:
-        """The worker will have built it, after what it was told before."""
+    def _give(self, task: Task) -> None:
+        """The worker will have built it, after what it was given before."""
         worker = self._workers[task.worker_id]
+        if not worker.lives:  # the driver does not know yet
+            return
         seconds = self._plan.work
         if self._plan.spread:
             seconds *= self._random.lognormvariate(-(self._plan.spread**2) / 2, self._plan.spread)
@@ -291,6 +280,7 @@ class _Simulation:
                     self._will(self._read_by, "result", whom)
             elif what == "dies":
                 for worker_id in whom.workers:
+                    self._workers[worker_id].lives = False
                     self._workers[worker_id].incarnation += 1
                 self._will(when + whom.notice, "notice", whom)
             else:

@@ -8,7 +8,7 @@ quarter of the epoch, so that a cost which grows with the batches taken shows. A
 in between, for machines differ, and one machine from minute to minute. Only what users call is called, so that any two
 versions can be compared by turns.
 Command: python benchmarks/state_cost.py [--workers N] [--batches N]
-Results of its kind: docs/decisions.md, "A state is made of parts that stay the same".
+Results of its kind: docs/decisions.md, "A state is a few records, checked where it is loaded".
 """
 
 from __future__ import annotations

@@ -22,13 +22,14 @@ from typing import Any
 
 from cases import CASES
 from rayloader import DataLoader, shutdown
+from rayloader.epoch.engine import Engine
 from rayloader.epoch.iterator import EpochIterator
-from rayloader.epoch.receiver import Receiver
 from rayloader.observe.recorder import Tally
 from rayloader.observe.spent import pack
 from rayloader.protocol import Answer
 
 LOOPS = 20_000
+UNANSWERED = [None] * 10
 SPENT = pack(0, 1.0, 0.0, 1e-4, 1e-4, 1e-4)  # of a worker that is never idle
 
 
@@ -37,7 +38,7 @@ def nothing(*_: Any) -> None:
 
 
 MEASURING: dict[tuple[type, str], Any] = {
-    (owner, name): vars(owner)[name] for owner, name in ((Tally, "gave"), (Receiver, "_record"))
+    (owner, name): vars(owner)[name] for owner, name in ((Tally, "gave"), (Engine, "_record"))
 }
 
 
@@ -69,17 +70,18 @@ def alone(work: Callable[[], object]) -> float:
 
 def in_the_driver() -> float:
     """Of a batch: what is noted as `next` begins and ends and as its answer comes, and the drawing of its indices."""
-    tally, receiver = Tally(2), Receiver.__new__(Receiver)
-    receiver.tables = SimpleNamespace(tally=tally)  # type: ignore[assignment]
+    tally, engine = Tally(2), Engine.__new__(Engine)
+    engine._tally = tally
+    engine.schedule = SimpleNamespace(unanswered=lambda _: UNANSWERED)  # type: ignore[assignment]
     tally.gave(time.perf_counter(), 0, 64, 50_000)
     tally.slow, worker = 1.0, tally.workers[0]
     worker.depth, worker.lane, worker.arena, worker.settled = 100, "line, arena", True, True
-    slot: Any = SimpleNamespace(worker_id=0, calls=[None] * 10)
-    call: Any = SimpleNamespace(lent=object())
+    one: Any = SimpleNamespace(worker_id=0)
+    task: Any = SimpleNamespace(lent=object())
     answer = Answer(None, 3e-4, spent=SPENT)
 
     def work() -> None:
-        receiver._record(slot, call, 1, answer)
+        engine._record(one, task, answer)
         began = time.perf_counter()
         tally.drawing += time.perf_counter() - began
         tally.gave(time.perf_counter(), 0, 64, 50_000)

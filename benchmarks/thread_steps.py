@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rayloader.epoch import preparing
-from rayloader.epoch.epoch import Epoch
+from rayloader.epoch import engine
+from rayloader.epoch.draws import Draws
 from rayloader.epoch.schedule import Schedule
-from rayloader.workers.crew import Crew
+from rayloader.workers.fleet import Fleet
+from rayloader.workers.worker import Worker
 
 STEPS = {
-    "draw": [(Epoch, "_draw")],
+    "draw": [(Draws, "next")],
     "schedule": [(Schedule, "handle")],
-    "send": [(Crew, "run"), (Crew, "flush")],
-    "wait": [(Crew, "wait")],
-    "receive": [(Crew, "receive")],
-    "open": [(preparing, "opened")],
+    "send": [(Worker, "give"), (Fleet, "flush")],
+    "wait": [(Fleet, "wait")],
+    "receive": [(Fleet, "receive")],
+    "open": [(engine, "opened")],
 }
 
 

@@ -1,9 +1,9 @@
 """What it costs the user's thread to be woken by one worker, as the workers that are silent grow more.
 
 Motive: a trainer of hundreds of workers is woken for nearly every batch; whatever it does for each worker then counts.
-Method: the library's own `Crew.wait` and `Crew.receive` over lines, and over Ray calls, without Ray: both ends of the
-lines are in this process, and a call counts as answered when this process says so. One worker sends a message, and the
-crew waits and receives; the CPU time of the thread is counted, the sender's left out.
+Method: the library's own `Mailbox.wait` and `Mailbox.receive` over lines, and over Ray calls, without Ray: both ends
+of the lines are in this process, and a call counts as answered when this process says so. One worker sends a message,
+which is awaited and received; the CPU time of the thread is counted, the sender's left out.
 Command: python benchmarks/waiting.py [--rounds N] [--quick]
 """
 
@@ -14,31 +14,36 @@ import pickle
 import resource
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import harness
 from harness import Figure, Options
 from rayloader.transport.local_line import connect
-from rayloader.workers.answers import NONE_YET, Answers
-from rayloader.workers.channels import Channels
-from rayloader.workers.crew import Crew
 from rayloader.workers.line_calls import LineCalls
+from rayloader.workers.mailbox import Mailbox
 from rayloader.workers.ray_calls import RayCalls
+from rayloader.workers.waiting import NONE_YET
 
 QUESTION = "waiting"
 COUNTS = (1, 4, 16, 64, 256, 1024)
 WAKES = 200
 
 
+class SilentActor:
+    """Stands for an `Actor`."""
+
+    def has_started(self) -> bool:
+        """It has not."""
+        return False
+
+
 class SilentLine:
     """A line whose worker says nothing until `speak`."""
 
-    def __init__(self, answers: Answers) -> None:
-        self.channel = LineCalls(SILENT_ACTOR, answers)
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.channel = LineCalls(SilentActor(), mailbox)  # type: ignore[arg-type]
         (served,) = self.channel._served
         served.ref = object()
-        answers._answers[served.ref] = NONE_YET
+        mailbox._answers[served.ref] = NONE_YET
         self._end = connect(served.line.address)
         served.line.receive()
 
@@ -49,41 +54,38 @@ class SilentLine:
 class SilentCalls:
     """Ray calls of which none is answered until `speak`."""
 
-    def __init__(self, answers: Answers) -> None:
-        self.channel = RayCalls(SILENT_ACTOR, answers)
-        self._answers = answers
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.channel = RayCalls(SilentActor(), mailbox)  # type: ignore[arg-type]
+        self._mailbox = mailbox
         self._call()
 
     def _call(self) -> None:
         ref = object()
-        self._answers._answers[ref] = NONE_YET
+        self._mailbox._answers[ref] = NONE_YET
         self.channel._unanswered.append((ref, lambda answer: answer))
 
     def speak(self) -> None:
         ref, _ = self.channel._unanswered[0]
         self._call()
-        self._answers._answered(ref, self.channel, ("message",))
+        self._mailbox._answered(ref, self.channel, ("message",))
 
 
-SILENT_ACTOR: Any = SimpleNamespace(has_started=lambda: False)
 WAYS = {"lines": SilentLine, "Ray calls": SilentCalls}
 
 
 def wakes(way: str, workers: int) -> Iterator[float]:
     """Seconds of CPU time of one wake-up after the other."""
-    crew: Any = Crew.__new__(Crew)
-    crew.check_session = lambda: None
-    crew._answers, crew.moving = Answers(), SimpleNamespace(awaited=[])
-    silent = [WAYS[way](crew._answers) for _ in range(workers)]
-    crew._channels = Channels(None, crew._answers)  # type: ignore[arg-type]  # all are open already
-    crew._channels._channels = {number: one.channel for number, one in enumerate(silent)}
-    crew._channels._unflushed = {one.channel for one in silent}
-    crew.flush()  # from here on it is known what to wait for
+    mailbox = Mailbox()
+    silent = [WAYS[way](mailbox) for _ in range(workers)]
+    for one in silent:
+        mailbox.add(one.channel)
+        mailbox.to(one.channel.actor)
+    mailbox.flush()  # from here on it is known what to wait for
     while True:
         silent[0].speak()
         began = time.thread_time()
-        came = crew.wait(10.0)
-        arrived = crew.receive(all_channels=not came)
+        came = mailbox.wait(10.0)
+        arrived = mailbox.receive(all_channels=not came, was_read=False)
         yield time.thread_time() - began
         assert len(arrived) == 1
 

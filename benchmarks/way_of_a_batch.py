@@ -23,15 +23,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.epoch.messages import BatchTaken, Deliver, IndicesDrawn, Opened, SamplerExhausted, Submit, TaskDone
+from rayloader.epoch.messages import (
+    BatchTaken,
+    Deliver,
+    IndicesDrawn,
+    Opened,
+    SamplerExhausted,
+    Submit,
+    TaskDone,
+    WorkerReady,
+)
 from rayloader.epoch.schedule import Schedule
 from rayloader.observe.spent import pack
 from rayloader.protocol import CARRY, Answer, Down, Result, ResultKind, Up, result_of
 from rayloader.resume.digest import digest
 from rayloader.resume.draws import drawn
-from rayloader.resume.journal import Journal, Told
+from rayloader.resume.journal import Journal
+from rayloader.task import Task
 from rayloader.transport import codec
-from rayloader.transport.lanes import ArenaLane, WorkerLane, from_wire, received, sealed, to_wire
+from rayloader.transport.lanes import ArenaLane, Wire, WorkerLane, from_wire, received, sealed, to_wire
 from rayloader.transport.local_line import DriverLine, connect
 from rayloader.transport.plain import Fresh
 
@@ -54,11 +64,12 @@ class Way:
         self._worker = connect(self._driver.address)
         self._driver.receive()
         self._lane, self._worker_lane = ArenaLane(), WorkerLane()
-        self._told: Any = None
+        self._arena: Any = None
 
     def epoch(self) -> None:
         """Sends the batches of an epoch, one at a time."""
         schedule, journal, checksum = Schedule(1, 1), Journal(), 0
+        schedule.handle(WorkerReady(0))
         schedule.handle(Opened())
         for task_id in range(BATCHES):
             checksum = self._batch(task_id, schedule, journal, checksum)
@@ -70,12 +81,12 @@ class Way:
         draw = timed("draw", lambda: drawn(indices, checksum, CARRY))
         commands = timed("schedule", lambda: schedule.handle(IndicesDrawn(draw)))
         assert isinstance(commands[0], Submit)
-        told = Told(task_id, draw.encoded)
-        timed("journal", lambda: journal.told(told))
-        lent: Any = timed("send", lambda: self._submit(told))
+        task = commands[0].task
+        timed("journal", lambda: journal.given(task))
+        lent: Any = timed("send", lambda: self._submit(task))
         message = timed("receive task", lambda: pickle.loads(self._worker.receive()[0]))
         arena = timed("receive task", lambda: self._worker_lane.open(message[5]))
-        assert timed("receive task", lambda: from_wire(message[4])) == indices
+        assert timed("receive task", lambda: from_wire(Wire(*message[4]))) == indices
         batch: Any = new_batch()
         fresh = {id(t): Fresh(t, memoryview(t.numpy().reshape(-1).view(np.uint8))) for t in batch}  # as collate has it
         encoded: Any = timed("encode", lambda: codec.encode(batch, known_classes=True, carry=CARRY, fresh=fresh))
@@ -91,7 +102,7 @@ class Way:
         result = timed("receive", lambda: result_of(answer.result))
         result.wire = timed("lend", lambda: received(result.wire, lent))
         timed("journal", lambda: journal.answered(task_id, result.digest))
-        commands = timed("schedule", lambda: schedule.handle(TaskDone(task_id)))
+        commands = timed("schedule", lambda: schedule.handle(TaskDone(task_id, result, nbytes)))
         assert isinstance(commands[0], Deliver)
         opened = [timed("open", lambda: from_wire(result.wire))]
         assert opened[0][1][5] == 5
@@ -102,10 +113,10 @@ class Way:
         timed("journal", lambda: journal.taken(task_id))
         return draw.checksum
 
-    def _submit(self, told: Told) -> Any:
-        lent, room = self._lane.lend(self._told)
-        self._told = lent.arena.address
-        message = (Down.RUN, 0, told.task_id, told.task_id, to_wire(told.indices), room)
+    def _submit(self, task: Task) -> Any:
+        lent, room = self._lane.lend(self._arena)
+        self._arena = lent.arena.address
+        message = (Down.RUN, 0, task.task_id, task.task_id, to_wire(task.indices.encoded).fields, room.fields)
         self._driver.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         return lent
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import multiprocessing.resource_tracker
 import multiprocessing.util
 import operator
 import threading
@@ -52,10 +51,8 @@ with private_names_of("torch"):
     shared_by_descriptor, shared_by_name = _storages._new_shared_fd_cpu, _storages._new_shared_filename_cpu  # storages
     share_by_descriptor, share_by_name = _storages._share_fd_cpu_, _storages._share_filename_cpu_  # of a storage
 
+# What is imported for other files; those find what is defined here anyway.
 __all__ = [
-    "AUTOGRAD_HOOKS",
-    "COMPILED",
-    "KEEPS_SENT_STORAGES",
     "BaseIterator",
     "DataPipeWrapper",
     "DatasetKind",
@@ -63,44 +60,20 @@ __all__ = [
     "InfiniteConstantSampler",
     "MultiProcessIterator",
     "SingleProcessIterator",
-    "call_at_begin_of_exit",
     "collate_float_fn",
     "collate_int_fn",
     "collate_tensor_fn",
-    "current_accelerator",
-    "datapipe_in",
     "default_collate_fn_map",
-    "finalizers_of_processes",
-    "finalizers_of_weak_references",
-    "newline_of",
-    "no_torch_function",
     "numpy_seed",
     "pin_memory",
-    "pinning_device_index",
-    "pipe_of_tracker",
     "print_options",
-    "profiler_enabled",
     "rebuild_from_type",
-    "reduce_as_torch",
-    "release_sent_storages",
-    "run_exit_finalizers",
-    "set_pipe_of_tracker",
-    "set_worker_info",
     "sharding_worker_init_fn",
-    "share_by_descriptor",
-    "share_by_name",
-    "shared_by_descriptor",
-    "shared_by_name",
     "state_of_subclass",
-    "torch_is_itself",
     "torch_worker",
-    "tracker_of",
-    "typed_storage",
-    "untyped_in",
 ]
 
 COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that `torch.compile` has made
-AUTOGRAD_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # attributes of a tensor: dicts by number
 typed_storage = functools.partial(torch.TypedStorage, _internal=True)  # without a warning
 untyped_in = operator.attrgetter("_untyped_storage")  # of a typed storage; `untyped()` warns
 datapipe_in = operator.attrgetter("_datapipe")  # of a `DataPipeWrapper`
@@ -160,18 +133,6 @@ with private_names_of("Python"):
     run_exit_finalizers: Callable[[float], None] = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]
     finalizers_of_weak_references: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]
-    _tracker: Any = multiprocessing.resource_tracker._resource_tracker
-
-
-def pipe_of_tracker() -> int | None:
-    """The descriptor on which this process tells a resource tracker of `multiprocessing`; None if there is none yet."""
-    fd: int | None = _tracker._fd
-    return fd
-
-
-def set_pipe_of_tracker(fd: int | None) -> None:
-    """Makes it another one, as `multiprocessing` itself does in a process that it has spawned."""
-    _tracker._fd = fd
 
 
 def tracker_of(module: tuple[str, Any]) -> tuple[int | None, Callable[[], object]] | None:

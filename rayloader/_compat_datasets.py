@@ -16,8 +16,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from rayloader.namespaces import attributes_in
 from rayloader.needs import private_names_of
-from rayloader.random.object_paths import ATOMS, attributes_in
+from rayloader.random.search import ATOMS
 
 # How many objects of a dataset are looked at, and how many may be in one container: larger ones hold samples.
 _MOST, _MOST_IN_ONE = 1000, 100

@@ -37,7 +37,7 @@ _DEFAULTS = {
 }
 _MISSING = {"batch_size": None, "batch_sampler": None}  # what loaders may lack of which torch's iterators are made
 
-_told: set[tuple[type, str]] = set()
+_warned_of: set[tuple[type, str]] = set()
 
 
 class Adopted:
@@ -131,8 +131,8 @@ def adopted_anew(own: dict[str, Any]) -> Adopted:
 def warn_of_torchs(loader: Any, reason: str) -> None:
     """Says, once for each class, that loaders of it get torch's iterators although a patch is in force."""
     kind = type(loader)
-    if (kind, reason) not in _told:
-        _told.add((kind, reason))
+    if (kind, reason) not in _warned_of:
+        _warned_of.add((kind, reason))
         warnings.warn(
             f"rayloader.patch() does not reach this {kind.__module__}.{kind.__qualname__}: {reason}. Its batches come "
             "from torch's own workers",

@@ -38,9 +38,10 @@ from rayloader.options import (
     check_types,
     checked_num_workers,
 )
-from rayloader.readers import Before, ReadAhead, find_reader
+from rayloader.readers import EarlierState, ReadAhead, find_reader
 from rayloader.resume import checkpoint
 from rayloader.resume.samplers import note_first_attributes
+from rayloader.resume.state import State
 from rayloader.sampling.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.sampling.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.tracebacks import level_outside, shorten
@@ -231,10 +232,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._stream_workers = num_workers  # the number that the batches depend on
         self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
         self._position: Any = None  # of the last iterator
-        self._state: dict[str, Any] | None = None  # loaded, for the next iter()
+        self._state: State | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
-        self._before: Before | None = None  # of the last iterator, if its reader may be ahead of the program
+        self._before: EarlierState | None = None  # of the last iterator, if its reader may be ahead of the program
         # The loader from which a framework has rebuilt this one; and whether such a rebuilt one was read since.
         self._source = source_of(num_workers, dataset)
         self._read_anew = False
@@ -310,7 +311,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
                 finished = self._state is None and self._position is not None and self._position.finished
                 self._same_order.begins(self._index_sampler, finished=finished)
             reader = find_reader()
-            self._before = None if reader is None else Before()
+            self._before = None if reader is None else EarlierState()
             if self._before is None or reader is None:
                 return self._new_iterator()
             return cast(BaseIterator, ReadAhead(self, self._before, reader))
@@ -586,6 +587,8 @@ def shutdown() -> None:
         link.end_all()
     if pool is not None:
         pool.shutdown()
+    if (kept := sys.modules.get("rayloader.epoch.kept")) is not None:
+        kept.forget()
 
 
 def _warn_about_multiprocessing_context() -> None:

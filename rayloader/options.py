@@ -7,7 +7,7 @@ module does not import Ray.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_args
 
@@ -86,24 +86,14 @@ class Options:
             TypeError: one is of the wrong type.
         """
         check(loader)
-        return cls(
-            prefetch_factor=_checked_prefetch_factor(loader.prefetch_factor, loader.num_workers)
-            if loader.num_workers
-            else 0,
-            automatic_depth=isinstance(loader.prefetch_factor, AutomaticPrefetch),
-            prefetch_bytes=loader.prefetch_bytes,
-            in_order=loader.in_order,
-            timeout=loader.timeout,
-            seeding=loader.seeding,
-            scheduling=loader.scheduling,
-            max_worker_restarts=loader.max_worker_restarts,
-            on_timeout=loader.on_timeout,
-            on_error=loader.on_error,
-            max_skipped=loader.max_skipped,
-            arenas=loader.arenas,
-            fresh_processes=loader.fresh_processes,
-            ray_remote_args=dict(loader.ray_remote_args or {}),
-        )
+        depth, workers = loader.prefetch_factor, loader.num_workers
+        derived: dict[str, Any] = {
+            "prefetch_factor": _checked_prefetch_factor(depth, workers) if workers else 0,
+            "automatic_depth": isinstance(depth, AutomaticPrefetch),
+            "ray_remote_args": dict(loader.ray_remote_args or {}),
+        }
+        as_given = (field.name for field in fields(cls) if field.name not in derived)
+        return cls(**derived, **{name: getattr(loader, name) for name in as_given})
 
     @property
     def dynamic(self) -> bool:
@@ -128,9 +118,9 @@ def check_types(num_workers: Any, timeout: Any, prefetch_factor: Any) -> None:
         TypeError: in place of that of the comparison, whose text names no argument.
     """
     if num_workers != 0:
-        workers = _whole_num_workers(num_workers, least=0)
+        workers = _whole("num_workers", num_workers, 0)
         if workers > 0 and prefetch_factor is not None:
-            _whole_prefetch_factor(prefetch_factor)
+            _whole("prefetch_factor", prefetch_factor, 1)
     _check_type_of_timeout(timeout)
 
 
@@ -156,10 +146,11 @@ def check(loader: Any) -> None:
     steps = loader.snapshot_every_n_steps
     if steps is not None and (not is_whole(steps) or steps < 1):
         raise ValueError(f"snapshot_every_n_steps must be a whole number >= 1 or None, got {steps!r}; it has no effect")
-    _check_choice(loader, "on_timeout", get_args(OnTimeout))
-    _check_choice(loader, "on_error", get_args(OnError))
-    _check_choice(loader, "seeding", get_args(Seeding))
-    _check_choice(loader, "scheduling", get_args(Scheduling))
+    choices = {"on_timeout": OnTimeout, "on_error": OnError, "seeding": Seeding, "scheduling": Scheduling}
+    for name, choice in choices.items():
+        first, second = get_args(choice)
+        if (value := getattr(loader, name)) not in (first, second):
+            raise ValueError(f"{name} must be {first!r} or {second!r}, got {value!r}")
     _check_type_of_timeout(loader.timeout)
     if not float(loader.timeout) >= 0:  # NaN is not
         raise ValueError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 waits for ever")
@@ -194,24 +185,17 @@ def checked_num_workers(num_workers: Any, least: int = 0) -> int:
         ValueError: it is less than `least`.
         TypeError: it is not a whole number.
     """
-    number = _whole_num_workers(num_workers, least)
+    number = _whole("num_workers", num_workers, least)
     if number < least:
         raise ValueError(f"num_workers must be a whole number >= {least}, got {num_workers!r}")
     return number
 
 
-def _whole_num_workers(num_workers: Any, least: int) -> int:
-    number = _as_index(num_workers)
-    if number is None:
-        raise TypeError(f"num_workers must be a whole number >= {least}, got {num_workers!r}; pass an int")
-    return number
-
-
-def _whole_prefetch_factor(prefetch_factor: Any) -> int:
-    number = _as_index(prefetch_factor)
-    if number is None:
-        raise TypeError(f"prefetch_factor must be a whole number >= 1, got {prefetch_factor!r}; pass an int")
-    return number
+def _whole(name: str, value: Any, least: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number >= {least}, got {value!r}; pass an int") from None
 
 
 def _check_type_of_timeout(timeout: Any) -> None:
@@ -225,7 +209,7 @@ def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
             f"prefetch_factor must be a whole number where num_workers={num_workers}, got None: None means automatic "
             "depth only where a loader is made with workers; set its prefetch_factor too, or make it with num_workers"
         )
-    number = _whole_prefetch_factor(prefetch_factor)
+    number = _whole("prefetch_factor", prefetch_factor, 1)
     if number < 1:  # torch's type for this error
         raise AssertionError(
             f"prefetch_factor must be greater than 0, got {prefetch_factor!r}; use num_workers=0 to load in-process"
@@ -259,16 +243,3 @@ def check_remote_args(remote_args: Any) -> None:
             raise ValueError(
                 f"ray_remote_args: {name} must be a number >= 0, got {amount!r}; leave it out for the default"
             )
-
-
-def _check_choice(loader: Any, name: str, values: tuple[str, ...]) -> None:
-    value = getattr(loader, name)
-    if value not in values:
-        raise ValueError(f"{name} must be {values[0]!r} or {values[1]!r}, got {value!r}")
-
-
-def _as_index(value: Any) -> int | None:
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None

@@ -19,6 +19,7 @@ import numpy as np
 from rayloader.errors import StateError
 
 NESTING = 100  # levels as packed; each takes several nested calls, and Python allows 1,000 by default
+_HUGE = 10**600  # whole numbers from there on have digits that Python may refuse to show, and JSON too
 _TYPE = "rayloader: type"
 _TUPLE = "rayloader: tuple"  # begins a list that stands for one: as a dict it would be nested a level deeper
 
@@ -66,7 +67,10 @@ def pack(state: Any, depth: int = 0) -> Any:
         case pathlib.PurePath() if type(state).__name__ in _PATHS:
             return {_TYPE: type(state).__name__, "path": str(state)}
         case set() | frozenset() if type(state) in (set, frozenset):
-            return {_TYPE: type(state).__name__, "items": [pack(part, depth + 2) for part in state]}
+            # In the same order in each process.
+            return {_TYPE: type(state).__name__, "items": sorted([pack(part, depth + 2) for part in state], key=repr)}
+        case int() if type(state) is int and abs(state) >= _HUGE:
+            return {_TYPE: "int", "hex": hex(state)}
         case range() | slice():
             parts = state.start, state.stop, state.step
             return {_TYPE: type(state).__name__, "items": [pack(part, depth + 2) for part in parts]}
@@ -118,6 +122,8 @@ def _rebuilt(name: str, packed: dict[str, Any]) -> Any:
             return collections.defaultdict(factory and _FACTORIES[factory], _unpack_items(packed))
         case "dict" | "OrderedDict":
             return {"dict": dict, "OrderedDict": collections.OrderedDict}[name](_unpack_items(packed))
+        case "int":
+            return int(packed["hex"], 16)
         case "deque":
             return collections.deque(map(unpack, packed["items"]), packed["maxlen"])
         case "list" | "set" | "frozenset":

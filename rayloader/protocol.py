@@ -140,7 +140,7 @@ class Result:
         return (
             self.task_id,
             self.kind,
-            self.wire,
+            None if self.wire is None else self.wire.fields,
             self.text,
             self.nbytes,
             self.skipped,
@@ -156,7 +156,6 @@ class Answer(NamedTuple):
     seconds: float  # spent on it
     spent: bytes = b""  # how the time was spent: a `Spent`, packed
     replay: tuple[int, int] = 0, 0  # batches rebuilt since the worker was restored, and how many must be
-    doubt: int | None = None  # task of a rebuilt batch that differs, but was accepted: the dataset has `state_dict()`
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`, if a snapshot of the worker was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not
@@ -197,4 +196,8 @@ def final(result: Result, in_band: int) -> Any:
 
 def result_of(travelled: Any) -> Result:
     """The result, from the form that was sent."""
-    return Result(*(pickle.loads(travelled) if isinstance(travelled, bytes) else travelled))
+    result = Result(*(pickle.loads(travelled) if isinstance(travelled, bytes) else travelled))
+    fields: Any = result.wire
+    if fields is not None:
+        result.wire = Wire(*fields)
+    return result

@@ -36,7 +36,6 @@ from typing import Any
 from rayloader._compat_lightning import ended_an_epoch, fetcher_classes, has_states, loop_classes, take_states
 from rayloader._compat_ray import wrapped_loader_classes
 from rayloader.errors import StateError
-from rayloader.resume.checkpoint import TAKEN, is_between_epochs
 
 # The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
 _given: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[ReadAhead]]] = weakref.WeakKeyDictionary()
@@ -51,7 +50,7 @@ def callers() -> Iterator[Any]:
         frame = frame.f_back
 
 
-class Reader:
+class FrameworkReader:
     """The code that requests a loader's iterator, if that is a framework with habits; here, Ray Train's loader."""
 
     def __init__(self, reader: Any) -> None:
@@ -75,7 +74,7 @@ class Reader:
         iterator.begin()
 
 
-class LightningReader(Reader):
+class LightningReader(FrameworkReader):
     """Lightning's fetcher, which reads a `CombinedLoader`, perhaps of only one loader.
 
     Args:
@@ -123,14 +122,14 @@ class LightningReader(Reader):
             one.begin(is_over=is_over, in_middle=most > 0 and not is_over)
 
 
-def find_reader() -> Reader | None:
+def find_reader() -> FrameworkReader | None:
     """The code that requests a loader's iterator in this thread; None if it has no habits."""
     wrapped, fetchers, loops = wrapped_loader_classes(), fetcher_classes(), loop_classes()
     fetcher = None
     for caller in callers() if wrapped or fetchers else ():
         kind = type(caller)
         if fetcher is None and issubclass(kind, wrapped):
-            return Reader(caller)
+            return FrameworkReader(caller)
         if fetcher is None and issubclass(kind, fetchers):
             fetcher = caller
         elif fetcher is not None and issubclass(kind, loops):
@@ -138,23 +137,23 @@ def find_reader() -> Reader | None:
     return None if fetcher is None else LightningReader(fetcher, None)
 
 
-class Before:
+class EarlierState:
     """The state of a loader from before the last batch was drawn; none if that batch was passed on."""
 
     def __init__(self) -> None:
-        self._told: dict[str, Any] | Exception | None = None
+        self._state: dict[str, Any] | Exception | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether this is the state to return."""
-        return self._told is not None
+        return self._state is not None
 
     def state(self) -> dict[str, Any]:
         """The state. Raises an error that occurred when it was made: it matters only if the state is requested."""
-        if isinstance(self._told, Exception):
-            raise self._told
-        assert self._told is not None
-        return {**self._told}
+        if isinstance(self._state, Exception):
+            raise self._state
+        assert self._state is not None
+        return {**self._state}
 
     def draws(self, iterator: Iterator[Any], tell: Callable[[], dict[str, Any]] | None) -> Any:
         """The next batch of an iterator.
@@ -163,18 +162,18 @@ class Before:
             iterator: of the loader.
             tell: makes the state; None: the batch is passed on at once.
         """
-        held = self._told
+        held = self._state
         try:
-            self._told = tell() if tell is not None else None
+            self._state = tell() if tell is not None else None
         except Exception as error:  # an error from the dataset's or the sampler's own state
-            self._told = error
+            self._state = error
         try:
             return next(iterator)
         except StopIteration:
-            self._told = None
+            self._state = None
             raise
         except BaseException:  # the batch drawn before has still not been passed on
-            self._told = held
+            self._state = held
             raise
 
 
@@ -187,7 +186,7 @@ class ReadAhead(Iterator[Any]):
         reader: requests the iterator.
     """
 
-    def __init__(self, loader: Any, before: Before, reader: Reader) -> None:
+    def __init__(self, loader: Any, before: EarlierState, reader: FrameworkReader) -> None:
         self.loader, self._before, self._reader = loader, before, reader
         self._begun = False
         self._iterator: Iterator[Any] | None = None if loader._state is not None else loader._new_iterator()
@@ -196,7 +195,7 @@ class ReadAhead(Iterator[Any]):
     @property
     def taken(self) -> int:
         """Batches that were taken of the epoch that it will continue."""
-        return 0 if self.loader._state is None else int(self.loader._state[TAKEN])
+        return 0 if self.loader._state is None else self.loader._state.taken
 
     def begin(self, *, is_over: bool = False, in_middle: bool = False) -> None:
         """Begins, or continues from a state that was loaded.
@@ -210,12 +209,11 @@ class ReadAhead(Iterator[Any]):
         if state is None:
             return
         self.loader._before = self._before  # the state may have been loaded since the iterator was requested
-        is_between = is_between_epochs(state)
-        if is_between and in_middle:
+        if state.is_between_epochs and in_middle:
             self._iterator = iter(())  # the state is for the next one
             return
         self._iterator = self.loader._new_iterator()
-        if is_over and not is_between:
+        if is_over and not state.is_between_epochs:
             self._iterator = self.loader._new_iterator()
 
     def __next__(self) -> Any:

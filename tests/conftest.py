@@ -22,6 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from inside import pool_if_any
+
 ROOT = Path(__file__).parents[1]
 PIP_LIMIT = 600  # seconds; on expiry the test fails
 EXIT_LIMIT = 20.0  # seconds for threads and actors to end after a test; on expiry the test fails
@@ -66,13 +68,13 @@ def ray_session(keepers):
     from torch.utils.data import TensorDataset
 
     import rayloader.start.session
-    import rayloader.workers.moving
+    import rayloader.workers.fleet
     import rayloader.workers.pool
     from rayloader import DataLoader, shutdown
 
     rayloader.workers.pool.GRACE_S = 0.0
     # What the log holds is not to depend on how fast the machine is.
-    rayloader.start.session.START_NOTICE_S = rayloader.workers.moving.NOTICE_S = math.inf
+    rayloader.start.session.START_NOTICE_S = rayloader.workers.fleet.NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
@@ -119,8 +121,7 @@ def our_threads():
 
 def check_threads(before):
     def left():
-        pool = sys.modules.get("rayloader.workers.pool")
-        allowed = {"rayloader-janitor", "rayloader-output"} if pool is not None and pool._pool is not None else set()
+        allowed = {"rayloader-janitor", "rayloader-output"} if pool_if_any() is not None else set()
         if _keepers:
             allowed.add("rayloader-session")
         return [thread for thread in our_threads() - before if thread.name not in allowed]
@@ -141,9 +142,8 @@ def check_files(before):
         assert time.monotonic() < deadline, f"memory files left open or mapped: {sorted(left)}\n{holders()}"
         if waited:
             gc.collect()  # a batch in a cycle lets go of its memory when it is collected
-        pool = sys.modules.get("rayloader.workers.pool")
-        if pool is not None and pool._pool is not None:
-            pool._pool.wait()
+        if (pool := pool_if_any()) is not None:
+            pool.wait()
         waited = True
 
 
@@ -170,6 +170,8 @@ def our_files():
     names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     pool = sys.modules.get("rayloader.workers.pool")
     kept = pool.live_memory_files() if pool is not None else set()  # which actors may live is check_actors' matter
+    if "rayloader.epoch.kept" in sys.modules:
+        kept |= sys.modules["rayloader.epoch.kept"].image_files()
     return {name for name in names if "rayloader-" in name and not any(file in name for file in kept)}
 
 

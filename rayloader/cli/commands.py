@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rayloader.cli import advice, doctor, rates
+from rayloader.cli import doctor, rates
 from rayloader.cli.rates import LoaderKind, Measurer, Rate, Workload
 
 app = typer.Typer(
@@ -67,30 +68,16 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Load a dataset with torch's loader and with rayloader, with more and more workers; say how many to use."""
-    workload = Workload(dataset, batch_size, shuffle, collate_fn)
-    kinds: tuple[LoaderKind, LoaderKind] = ("torch", "rayloader")
-    measured: dict[str, list[Rate]] = {kind: [] for kind in kinds}
-    try:
-        with Measurer("torch", workload) as torchs, Measurer("rayloader", workload) as ours:
-            for number in advice.numbers_of_workers(max_workers):
-                for kind, measurer in zip(kinds, (torchs, ours), strict=True):
-                    with err.status(f"{kind}, num_workers={number}"):
-                        measured[kind].append(measurer.measure(number, seconds))
-    except rates.RateError as error:
-        _fail(error)
-    number, reason = advice.fastest(measured["rayloader"])
+    kinds: tuple[LoaderKind, ...] = ("torch", "rayloader")
+    measured = _measured(kinds, Workload(dataset, batch_size, shuffle, collate_fn), max_workers, seconds)
     if plot is not None:
         _plot(measured, plot)
-    if as_json:
-        _print_json({**_as_dicts(measured), "num_workers": number, "reason": reason})
-        return
     columns = (f"{kind}, {what}" for kind in kinds for what in ("batches/s", "first batch"))
     table = Table("num_workers", *columns, "ratio")
     for theirs, own in zip(measured["torch"], measured["rayloader"], strict=True):
         cells = [f"{value}" for rate in (theirs, own) for value in (f"{rate.batches:,.1f}", f"{rate.first:.2f} s")]
         table.add_row(str(own.num_workers), *cells, f"{own.batches / theirs.batches:.2f}")
-    out.print(table)
-    out.print(f"[bold]num_workers={number}[/]: {reason}")
+    _print(measured, rates.fastest(measured["rayloader"]), table, as_json)
 
 
 @app.command()
@@ -105,29 +92,42 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Say how many workers keep a trainer of a given step time from waiting."""
-    measured: list[Rate] = []
+    step = step_ms / 1000
+    workload = Workload(dataset, batch_size, shuffle, collate_fn)
+    measured = _measured(("rayloader",), workload, max_workers, seconds, step)
+    table = Table("num_workers", "batches/s", "waits", "first batch")
+    for rate in measured["rayloader"]:
+        table.add_row(str(rate.num_workers), f"{rate.batches:,.1f}", f"{rate.wait_share:.1%}", f"{rate.first:.2f} s")
+    _print(measured, rates.for_step(measured["rayloader"], step), table, as_json)
+
+
+def _measured(
+    kinds: Iterable[LoaderKind], workload: Workload, most: int, seconds: float, step: float | None = None
+) -> dict[str, list[Rate]]:
+    """Measures these loaders in turn, with more and more workers; with a step, until the trainer hardly waits."""
+    measured: dict[str, list[Rate]] = {kind: [] for kind in kinds}
     try:
-        with Measurer("rayloader", Workload(dataset, batch_size, shuffle, collate_fn)) as ours:
-            for number in advice.numbers_of_workers(max_workers):
-                with err.status(f"num_workers={number}"):
-                    measured.append(ours.measure(number, seconds, step_ms / 1000))
-                if measured[-1].wait_share <= advice.LITTLE_WAIT:
+        with contextlib.ExitStack() as stack:
+            measurers = {kind: stack.enter_context(Measurer(kind, workload)) for kind in kinds}
+            for number in rates.numbers_of_workers(most):
+                for kind, measurer in measurers.items():
+                    with err.status(f"{kind}, num_workers={number}"):
+                        measured[kind].append(measurer.measure(number, seconds, step or 0.0))
+                if step is not None and measured["rayloader"][-1].wait_share <= rates.LITTLE_WAIT:
                     break
     except rates.RateError as error:
         _fail(error)
-    number, reason = advice.for_step(measured, step_ms / 1000)
+    return measured
+
+
+def _print(measured: dict[str, list[Rate]], choice: tuple[int, str], table: Table, as_json: bool) -> None:
+    number, reason = choice
     if as_json:
-        _print_json({**_as_dicts({"rayloader": measured}), "num_workers": number, "reason": reason})
+        found = {kind: [asdict(rate) for rate in own] for kind, own in measured.items()}
+        _print_json({**found, "num_workers": number, "reason": reason})
         return
-    table = Table("num_workers", "batches/s", "waits", "first batch")
-    for rate in measured:
-        table.add_row(str(rate.num_workers), f"{rate.batches:,.1f}", f"{rate.wait_share:.1%}", f"{rate.first:.2f} s")
     out.print(table)
     out.print(f"[bold]num_workers={number}[/]: {reason}")
-
-
-def _as_dicts(measured: dict[str, list[Rate]]) -> dict[str, Any]:
-    return {kind: [asdict(rate) for rate in found] for kind, found in measured.items()}
 
 
 def _print_json(content: Any) -> None:
@@ -147,11 +147,7 @@ def _plot(measured: dict[str, list[Rate]], path: Path) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for kind, found in measured.items():
-        axes.plot(_column(found, "num_workers"), _column(found, "batches"), marker="o", label=kind)
+        axes.plot([rate.num_workers for rate in found], [rate.batches for rate in found], marker="o", label=kind)
     axes.set(xlabel="num_workers", ylabel="batches a second", ylim=(0, None))
     axes.legend()
     figure.savefig(path)
-
-
-def _column(found: Iterable[Rate], name: str) -> list[Any]:
-    return [getattr(rate, name) for rate in found]

@@ -34,96 +34,72 @@ ROWS, COLUMNS = 64, 4096
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the answer.
+    """One line of the answer."""
 
-    Attributes:
-        name: what was checked.
-        ok: whether it is as it should be.
-        found: what was found.
-        advice: what to do; "" if there is nothing to do.
-    """
-
-    name: str
-    ok: bool
-    found: str
-    advice: str = ""
+    name: str  # what was checked.
+    ok: bool  # whether it is as it should be.
+    found: str  # what was found.
+    advice: str = ""  # what to do; "" if there is nothing to do.
 
 
 def checks(num_workers: int = 2) -> Iterator[Check]:
     """All checks, one after the other; the later ones start Ray and `num_workers` workers."""
-    yield from _versions()
-    yield _system()
-    yield _cores(num_workers)
-    yield _memory(num_workers)
-    yield _shared_memory()
-    yield _descriptors()
+    yield Check("rayloader", True, importlib.metadata.version("rayloader"))
+    yield Check("Python", True, platform.python_version())
+    for text in importlib.metadata.requires("rayloader") or []:
+        requirement = Requirement(text)
+        if requirement.marker is None:
+            yield _package(requirement)
+    system = f"{platform.system()} {platform.release()}"
+    yield _checked(
+        "system", sys.platform == "linux", system, "workers are tested on Linux only; use num_workers=0 elsewhere"
+    )
+    yield from _machine(num_workers)
     started = _ray(num_workers)
     yield started
     if started.ok:
         yield from _lanes(num_workers)
 
 
-def _versions() -> Iterator[Check]:
-    yield Check("rayloader", True, importlib.metadata.version("rayloader"))
-    yield Check("Python", True, platform.python_version())
-    for text in importlib.metadata.requires("rayloader") or []:
-        requirement = Requirement(text)
-        if requirement.marker is not None:
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            yield Check(requirement.name, False, "not installed", f"pip install '{requirement}'")
-            continue
-        fits = requirement.specifier.contains(version, prereleases=True)
-        yield Check(requirement.name, fits, version, "" if fits else f"pip install '{requirement}'")
+def _checked(name: str, ok: bool, found: str, advice: str) -> Check:
+    return Check(name, ok, found, "" if ok else advice)
 
 
-def _system() -> Check:
-    return Check(
-        "system",
-        sys.platform == "linux",
-        f"{platform.system()} {platform.release()}",
-        "" if sys.platform == "linux" else "workers are tested on Linux only; use num_workers=0 elsewhere",
-    )
+def _package(requirement: Requirement) -> Check:
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
+    return _checked(requirement.name, fits, version or "not installed", f"pip install '{requirement}'")
 
 
-def _cores(num_workers: int) -> Check:
+def _machine(num_workers: int) -> Iterator[Check]:
     cores = cpus()
-    found = f"{cores:g} usable of {os.cpu_count()}"
-    enough = cores >= min(num_workers, 2)
-    return Check(
-        "cores", enough, found, "" if enough else f"{num_workers} workers and the trainer will share {cores:g}"
-    )
+    shared = f"{num_workers} workers and the trainer will share {cores:g}"
+    yield _checked("cores", cores >= min(num_workers, 2), f"{cores:g} usable of {os.cpu_count()}", shared)
 
+    free, needed = available(), num_workers * WORKER_BYTES
+    found = "unknown" if free is None else f"{free / 1e9:.1f} GB available"
+    takes = f"{num_workers} workers take about {needed / 1e9:.1f} GB, without the dataset"
+    yield _checked("memory", free is None or free >= needed, found, takes)
 
-def _memory(num_workers: int) -> Check:
-    free = available()
-    if free is None:
-        return Check("memory", True, "unknown")
-    needed = num_workers * WORKER_BYTES
-    advice = "" if free >= needed else f"{num_workers} workers take about {needed / 1e9:.1f} GB, without the dataset"
-    return Check("memory", free >= needed, f"{free / 1e9:.1f} GB available", advice)
-
-
-def _shared_memory() -> Check:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
-        return Check("/dev/shm", False, str(error), "Ray keeps its objects there; mount it")
-    advice = "" if free >= SHM_BYTES else "give a container more: docker run --shm-size=2g"
-    return Check("/dev/shm", free >= SHM_BYTES, f"{free / 1e9:.1f} GB free", advice)
+        yield Check("/dev/shm", False, str(error), "Ray keeps its objects there; mount it")
+    else:
+        more = "give a container more: docker run --shm-size=2g"
+        yield _checked("/dev/shm", free >= SHM_BYTES, f"{free / 1e9:.1f} GB free", more)
 
-
-def _descriptors() -> Check:
     try:
         import resource
     except ImportError:  # not available on this system
-        return Check("open files", True, "unknown")
+        return
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = limit in (-1, resource.RLIM_INFINITY) or limit >= DESCRIPTORS
-    advice = "" if enough else f"ulimit -n {DESCRIPTORS if most < 0 else min(DESCRIPTORS, most)}"
-    return Check("open files", enough, f"at most {limit}", advice)
+    raised = f"ulimit -n {DESCRIPTORS if most < 0 else min(DESCRIPTORS, most)}"
+    yield _checked("open files", enough, f"at most {limit}", raised)
 
 
 def _ray(num_workers: int) -> Check:

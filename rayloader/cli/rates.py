@@ -1,4 +1,4 @@
-"""Measures loaders over a user's dataset: batches per second, and how long a trainer would wait.
+"""Measures loaders over a user's dataset: batches per second, how long a trainer would wait, and how many workers do.
 
     python -m rayloader.cli.rates torch|rayloader WORKLOAD
 
@@ -15,11 +15,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TextIO
 
 LoaderKind = Literal["torch", "rayloader"]
+
+# A rate within this share of the best is good enough: more workers would gain too little.
+ENOUGH = 0.95
+# More workers are worth a try if the last doubling has brought at least this factor.
+GROWS = 1.10
+# A trainer that waits less than this has no use for more workers.
+LITTLE_WAIT = 0.02
 
 
 class RateError(Exception):
@@ -28,36 +35,22 @@ class RateError(Exception):
 
 @dataclass(frozen=True)
 class Workload:
-    """The loader to measure.
+    """The loader to measure."""
 
-    Attributes:
-        dataset: "module:name" of a dataset, or of a function that returns one without arguments.
-        batch_size: samples.
-        shuffle: whether the samples come in random order.
-        collate_fn: "module:name", or "" for torch's.
-    """
-
-    dataset: str
-    batch_size: int = 32
-    shuffle: bool = False
-    collate_fn: str = ""
+    dataset: str  # "module:name" of a dataset, or of a function that returns one without arguments.
+    batch_size: int = 32  # samples.
+    shuffle: bool = False  # whether the samples come in random order.
+    collate_fn: str = ""  # "module:name", or "" for torch's.
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        num_workers: of the loader.
-        first: seconds to the first batch, including the start of the workers.
-        batches: per second, once all workers run, over as many epochs as needed.
-        wait_share: the share of the time from then on that the trainer spent in `next` and `iter`.
-    """
-
-    num_workers: int
-    first: float
-    batches: float
-    wait_share: float
+    num_workers: int  # of the loader.
+    first: float  # seconds to the first batch, including the start of the workers.
+    batches: float  # per second, once all workers run, over as many epochs as needed.
+    wait_share: float  # the share of the time from then on that the trainer spent in `next` and `iter`.
 
 
 class Measurer:
@@ -96,6 +89,49 @@ class Measurer:
         if "error" in content:
             raise RateError(content["error"])
         return Rate(**content)
+
+
+def numbers_of_workers(most: int) -> Iterator[int]:
+    """The numbers to try: none, one, and then twice as many each time."""
+    yield 0
+    number = 1
+    while number < most:
+        yield number
+        number *= 2
+    if most >= 1:
+        yield most
+
+
+def fastest(rates: Sequence[Rate]) -> tuple[int, str]:
+    """The smallest number of workers that is about as fast as any, and the reason."""
+    best = max(rates, key=lambda rate: rate.batches)
+    chosen = min((rate for rate in rates if rate.batches >= ENOUGH * best.batches), key=lambda rate: rate.num_workers)
+    share = chosen.batches / best.batches
+    reason = f"{chosen.batches:,.1f} batches a second with {_workers(chosen.num_workers)}"
+    if chosen is best:
+        reason += ", the most of those tried"
+    else:
+        reason += f", {share:.0%} of the rate with {_workers(best.num_workers)}"
+    last, before = rates[-1], rates[-2] if len(rates) > 1 else rates[-1]
+    if chosen is last and len(rates) > 1 and last.batches >= GROWS * before.batches:
+        reason += f"; {before.batches:,.1f} with {_workers(before.num_workers)}, so more may be faster still"
+    return chosen.num_workers, reason
+
+
+def for_step(rates: Sequence[Rate], step: float) -> tuple[int, str]:
+    """The smallest number of workers with which a trainer hardly waits, and the reason."""
+    for rate in rates:
+        if rate.wait_share <= LITTLE_WAIT:
+            who = f"with {_workers(rate.num_workers)} a trainer of {step * 1000:g} ms a step"
+            return rate.num_workers, f"{who} waits {rate.wait_share:.1%} of its time"
+    best = min(rates, key=lambda rate: rate.wait_share)
+    who = f"even with {_workers(best.num_workers)} a trainer of {step * 1000:g} ms a step"
+    more = "try more workers, or " if best is rates[-1] else "more workers did not help; "
+    return best.num_workers, f"{who} waits {best.wait_share:.0%} of its time: {more}make the samples cheaper"
+
+
+def _workers(number: int) -> str:
+    return "no workers" if number == 0 else f"{number} worker{'s' * (number > 1)}"
 
 
 def named(name: str) -> Any:

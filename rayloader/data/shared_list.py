@@ -128,7 +128,7 @@ def _made(cls: type[SharedList[Any]], kind: str, data: _Array, offsets: _Array) 
 def _pickled(items: Sequence[Any]) -> list[bytes]:
     parts = []
     file = io.BytesIO()
-    pickler = by_value.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler = by_value.ByValuePickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     for index, item in enumerate(items):
         try:
             pickler.dump(item)

@@ -1,19 +1,38 @@
 """The thread that prepares batches before the user asks for them: copies or pins them.
 
-Promise: owns one thread, `rayloader-ahead`, from `start` on. It ends when `close` is called, or with an error, which
-`check` raises.
-An exception that a signal handler raises in the user's thread, at any line, leaves nothing locked.
+Promise: an `AheadThread` owns one thread, `rayloader-ahead`, from `start` on. It ends when `close` is called, or with
+an error, which `check` raises. An exception that a signal handler raises in the user's thread, at any line, leaves
+nothing locked. With `Preparation` as its work it prepares the first deliverable batches, up to a number and a number of
+bytes, and also receives; so the trainer does not wait for a copy that could have been made before.
+
+Without pinning, only memory is copied here. The batch is assembled in the user's thread, with that thread's default
+device and inference mode, as with torch's loader.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
+from rayloader import skipping
+from rayloader._compat import ExceptionWrapper
 from rayloader.bell import TICK_S, Bell, DaemonThread
+from rayloader.epoch.opening import opened
+from rayloader.epoch.schedule import Schedule
+from rayloader.protocol import Result
+from rayloader.task import UNOPENED, Task
+from rayloader.transport import lanes
+from rayloader.transport.recycled import Recycled
 
+# How many batches are opened and pinned before the user asks for them.
+PINNED_AHEAD = 2
+# How many batches are copied out of Ray's object store: enough that a trainer that takes several in a row waits for no
+# copy.
+COPIED_AHEAD = 8
 # How many bytes of batches are copied, or received, ahead of the user, beyond the first one.
 COPIED_AHEAD_BYTES = 64 << 20
 
@@ -74,3 +93,104 @@ class AheadThread:
                 self._error = error
                 self._done.ring()
                 break
+
+
+class Receives(Protocol):
+    """What a `Preparation` needs of the engine of its epoch."""
+
+    schedule: Schedule
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Guards the schedule."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing will come."""
+
+    @property
+    def uses_store(self) -> bool:
+        """Whether some batches come through Ray's object store."""
+
+    def receive(self, timeout: float, *, ahead: bool) -> bool:
+        """Waits for `timeout` seconds at most until something has come, and handles it."""
+
+    def flush(self) -> None:
+        """Sends the messages to the workers."""
+
+
+class Preparation:
+    """Prepares the batches of one epoch, in an `AheadThread`.
+
+    Args:
+        engine: of the epoch.
+        pin: pins a batch; None: batches are copied.
+        device_index: accelerator that the thread works for, if any.
+        copies: memory for copies.
+    """
+
+    def __init__(
+        self, engine: Receives, pin: Callable[[Any], Any] | None, device_index: int | None, copies: Recycled
+    ) -> None:
+        self._engine = engine
+        self._pin = pin
+        self._device_index = device_index
+        self._copies = copies
+
+    def is_done(self, task: Task, result: Result) -> bool:
+        """Whether a deliverable batch is prepared."""
+        if self._pin is not None:
+            return task.data is not UNOPENED
+        return result.wire is None or lanes.read_only_bytes(result.wire) <= lanes.SMALL_BYTES
+
+    def work(self) -> bool:
+        """Prepares a batch, or waits for one; False if nothing came, and as many are prepared as allowed."""
+        engine = self._engine
+        with engine.lock:
+            if engine.schedule.closed:
+                return False
+            task, full = self._next()
+            result: Any = None if task is None else task.result
+            idle = engine.is_idle
+        if task is not None:
+            self._prepare(task, result)
+            return True
+        if idle:
+            return False
+        came = engine.receive(0.0 if full else TICK_S, ahead=True)
+        if full:
+            engine.flush()  # the workers' next tasks, because of what has come
+        return came or not full  # the user may have taken all that was prepared meanwhile, and wait for what has come
+
+    def _next(self) -> tuple[Task | None, bool]:
+        """The first batch that may be prepared and is not; and whether only the limit prevents one."""
+        most, nbytes = COPIED_AHEAD if self._pin is None else PINNED_AHEAD, 0
+        for index, task in enumerate(self._engine.schedule.deliverable):
+            nbytes += task.nbytes
+            if index == most or (index and nbytes > COPIED_AHEAD_BYTES and self._pin is None):
+                return None, self._pin is not None or self._engine.uses_store
+            if not self.is_done(task, task.result):
+                return task, False
+        return None, False
+
+    def _prepare(self, task: Task, result: Result) -> None:
+        if self._pin is not None:
+            data = self._opened_and_pinned(task, result, self._pin)
+        else:
+            assert result.wire is not None
+            result = replace(result, wire=lanes.owned(result.wire, self._copies.copy))
+        with self._engine.lock:
+            if task.result is not None:  # otherwise it was taken back meanwhile
+                if self._pin is not None:
+                    task.data = data
+                else:
+                    task.result = result
+
+    def _opened_and_pinned(self, task: Task, result: Result, pin: Callable[[Any], Any]) -> Any:
+        data = opened(task, result)
+        if isinstance(data, ExceptionWrapper) or data is skipping.NOTHING:
+            return data
+        try:
+            return pin(data)
+        except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
+            return ExceptionWrapper(where=f"in pin memory thread for device {self._device_index}")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from rayloader.epoch.pace import MAX_DEPTH
 from rayloader.options import Options
-from rayloader.workers.pace import MAX_DEPTH
 
 
 class Begin(Enum):

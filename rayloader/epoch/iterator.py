@@ -1,6 +1,6 @@
 """What `iter(loader)` returns.
 
-Promise: an `EpochIterator` owns a crew of actors and one `Epoch` at a time. Both end with the last batch, with the
+Promise: an `EpochIterator` owns a fleet of workers and one `Engine` at a time. Both end with the last batch, with the
 loss of a worker, or with the iterator itself: by its last reference (its thread holds parts of the epoch, never the
 iterator), or at interpreter exit.
 """
@@ -32,34 +32,36 @@ from rayloader._compat import (
     profiler_enabled,
     sharding_worker_init_fn,
 )
-from rayloader.epoch.epoch import Epoch
+from rayloader.epoch.engine import Engine
 from rayloader.epoch.epoch_plan import Begin, EpochPlan, plan_epoch
+from rayloader.epoch.kept import kept_of
 from rayloader.epoch.local import OfOneProcess
-from rayloader.epoch.opening import Delivery
+from rayloader.epoch.pace import Pace
 from rayloader.epoch.schedule import Schedule
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note
 from rayloader.inherit.process_state import ProcessState
 from rayloader.options import Options
 from rayloader.protocol import CARRY, Replica, Setup
 from rayloader.random.generators import RECORDED
-from rayloader.random.object_paths import Node, walk
+from rayloader.random.search import walk
 from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
 from rayloader.resume.checkpoint import goes_on
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Resuming, Samplers
+from rayloader.resume.state import State
 from rayloader.sampling.prefetch import DrawAhead, may_draw_ahead, start
 from rayloader.sampling.shard_info import ranks_told
 from rayloader.start import session
+from rayloader.task import Task
 from rayloader.tracebacks import shorten
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory import no_collection
 from rayloader.transport.pickler import Overlap
-from rayloader.workers.crew import Crew
-from rayloader.workers.pace import Pace
+from rayloader.workers.fleet import Fleet
 from rayloader.workers.pool import Pool, get_pool
 
 logger = logging.getLogger("rayloader")
@@ -72,16 +74,16 @@ class EpochIterator(OfOneProcess, BaseIterator):
     child.
     """
 
-    _crew: Crew | None = None  # here, because `__del__` may run after an interrupt in `__init__`'s first line
-    _epoch: Epoch | None = None
+    _fleet: Fleet | None = None  # here, because `__del__` may run after an interrupt in `__init__`'s first line
+    _engine: Engine | None = None
     _adopted: Any = None  # see `adopted.py`: stands for a loader of another class, which is what torch's code passes
     _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
 
-    def __init__(self, loader: Any, num_workers: int, state: dict[str, Any] | None) -> None:
+    def __init__(self, loader: Any, num_workers: int, state: State | None) -> None:
         self._pid = os.getpid()
         self._options = Options.of(loader)  # before torch draws anything
-        self._delivery: Delivery | None = None  # what `_next_data` has just returned
-        self._told: BaseException | None = None  # an error from a worker, while `__next__` raises it
+        self._task: Task | None = None  # whose batch `_next_data` has just returned
+        self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
         super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -104,7 +106,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             )
         self._iterable = self._dataset_kind == DatasetKind.Iterable
         self.position = Position(Samplers(loader), int(self._base_seed), self.num_workers, iterable=self._iterable)
-        self._redeal = state["redeal"] if state is not None else None
+        self._redeal = state.redeal if state is not None else None
         self._saved: Any = None  # the sampler's iterator of an epoch that is to be continued
         if saved is not None:
             self._saved = self.position.unpack(saved)
@@ -118,29 +120,29 @@ class EpochIterator(OfOneProcess, BaseIterator):
         plan = self._end_epoch(first_iter)
         try:
             if plan.starts_workers:
-                self._crew = self._start_crew(loader, plan)
-            assert self._crew is not None
+                self._fleet = self._start_fleet(loader, plan)
+            assert self._fleet is not None
             saved, self._saved = self._saved, None
             if plan.begin is Begin.RESUMED:
                 self._sampler_iter, self._num_yielded = saved, self.position.delivered
             else:
                 self._begin_epoch(loader, first_iter, plan)
-            self._epoch = self._new_epoch(loader, plan)
-            self._epoch.open(fresh=plan.starts_workers)
+            self._engine = self._new_engine(loader, plan)
+            self._engine.open(fresh=plan.starts_workers)
             loader._dataset_epoch = None  # the workers have it now
         except BaseException as error:  # the sampler's or pickling's error, Ctrl-C: passed on
             if first_iter or not self._persistent_workers or not isinstance(error, Exception):
-                self._close()  # no crew without an epoch that watches it; after an interrupt its state is unknown
-            elif self._epoch is not None:
-                self._epoch.close()  # the workers keep their datasets for the next iter()
+                self._close()  # no fleet without an engine that watches it; after an interrupt its state is unknown
+            elif self._engine is not None:
+                self._engine.close()  # the workers keep their datasets for the next iter()
             raise
 
     def _end_epoch(self, first_iter: bool) -> EpochPlan:
         """Ends the previous epoch, if there was one; returns the plan for the next."""
-        if self._epoch is not None and self._epoch.broken:
+        if self._engine is not None and self._engine.broken:
             logger.warning("rayloader: an epoch was interrupted; iter() starts fresh workers")
             self._release()
-        lives = self._crew is not None and self._crew.usable
+        lives = self._fleet is not None and self._fleet.usable
         if not lives and not first_iter:
             self.position.restarts()
         moved = first_iter and self._num_yielded > 0  # by other code than torch's: SpeechBrain resumes in this way
@@ -154,8 +156,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
             iterable=self._iterable,
             may_draw_ahead=lambda goes_on: not moved and may_draw_ahead(self._index_sampler, resumed=goes_on),
         )
-        if self._epoch is not None:
-            self._epoch.close(resuming=lives and plan.carries_over)
+        if self._engine is not None:
+            self._engine.close(resuming=lives and plan.carries_over)
         return plan
 
     def _begin_epoch(self, loader: Any, first_iter: bool, plan: EpochPlan) -> None:
@@ -169,8 +171,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if plan.begin is Begin.NEXT:
             self._resume_workers(plan, loader._dataset_epoch)
 
-    def _new_epoch(self, loader: Any, plan: EpochPlan) -> Epoch:
-        assert self._crew is not None
+    def _new_engine(self, loader: Any, plan: EpochPlan) -> Engine:
+        assert self._fleet is not None
         position, options = self.position, self._options
         depth = None if plan.elastic or options.dynamic else options.prefetch_factor
         self._tally = loader._recorder.begins(self, self._num_workers, self._num_hosts, depth)
@@ -179,7 +181,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._sampler_iter.skipped(position.next_task)
         elif plan.elastic:
             self._sampler_iter = start(self._index_sampler)
-        self._set_paces(loader, plan)
         schedule = Schedule(
             self._num_workers,
             options.prefetch_factor,
@@ -189,9 +190,10 @@ class EpochIterator(OfOneProcess, BaseIterator):
             max_restarts=options.max_worker_restarts,
             first_task_id=position.next_task,
             first_worker_id=position.next_worker,
+            paces=self._paces(loader, plan),
         )
-        return Epoch(
-            self._crew,
+        return Engine(
+            self._fleet,
             schedule,
             self._sampler_iter,
             options,
@@ -203,49 +205,40 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     def _resume_workers(self, plan: EpochPlan, dataset_epoch: int | None) -> None:
         """Tells workers from a previous epoch that another begins; those just started read it in their journals."""
-        assert self._crew is not None
+        assert self._fleet is not None
         self.position.shared_seed = self._shared_seed
         # What the user has taken is rebuilt even if another epoch begins meanwhile: the dataset's generators continue
         # from after it.
-        untaken = 1 + max(slot.journal.last_taken for slot in self._crew.slots)
-        for slot in self._crew.slots:
-            undo_from = slot.dropped if plan.carries_over else untaken
+        untaken = 1 + max(worker.journal.last_taken for worker in self._fleet.workers)
+        for worker in self._fleet.workers:
+            undo_from = worker.dropped if plan.carries_over else untaken
             resumed = Resumed(self.position.epoch, self._shared_seed, undo_from, dataset_epoch)
-            slot.journal.begins(resumed, undoes=plan.carries_over)
-            if not plan.starts_workers and not slot.away:
+            worker.journal.begins(resumed, undoes=plan.carries_over)
+            if not plan.starts_workers and not worker.away:
                 if not plan.carries_over:
-                    self._crew.drop(slot, from_task=untaken)
-                slot.host.lane.abandon(slot.worker_id)
-                self._crew.resume(slot, resumed)
+                    self._fleet.drop(worker, from_task=untaken)
+                worker.host.lane.abandon(worker.worker_id)
+                worker.resume(resumed)
 
-    def _set_paces(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> None:
-        """Gives each worker a pace, unless the user sets the depth; they continue from the loader's last epoch."""
-        assert self._crew is not None
+    def _paces(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> list[Pace]:
+        """A pace for each worker, unless the user sets the depth; they continue from the loader's last epoch."""
         dynamic = self._options.dynamic
-        paces: list[Pace | None] = [None] * self._num_workers
-        if plan.elastic or dynamic:
-            worker_bytes = self._options.prefetch_bytes / self._num_workers
-            new = [Pace(worker_bytes, dynamic=dynamic) for _ in paces]
-            paces = get_pool().remembered(loader).setdefault("paces", new)
-            if [(p.worker_bytes, p.dynamic) for p in paces if p] != [(p.worker_bytes, p.dynamic) for p in new]:
-                paces = [*new]
-        for slot, pace in zip(self._crew.slots, paces, strict=True):
-            slot.pace = pace
+        if not (plan.elastic or dynamic):
+            return []
+        worker_bytes = self._options.prefetch_bytes / self._num_workers
+        new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
+        kept = kept_of(loader, get_pool())
+        if [(p.worker_bytes, p.dynamic) for p in kept.paces] != [(p.worker_bytes, p.dynamic) for p in new]:
+            kept.paces = new
+        return kept.paces
 
-    def _start_crew(self, loader: Any, plan: EpochPlan) -> Crew:
+    def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
         pool, options = get_pool(), self._options
         lines = options.arenas and not switched_off()
         name = loader.label
-        crew = Crew.of(
-            pool,
-            loader,
-            options.ray_remote_args,
-            name=name,
-            fresh=options.fresh_processes,
-            lines=lines,
-        )
+        fleet = Fleet(pool, loader, options.ray_remote_args, name=name, fresh=options.fresh_processes, lines=lines)
         try:
-            image, carried = self._lend_with_image(loader, pool, crew)
+            image, carried = self._lend_with_image(loader, pool, fleet)
             self.position.shared_seed = self._shared_seed
             process = ProcessState.capture(session.node_id())
             setups = [
@@ -271,14 +264,14 @@ class EpochIterator(OfOneProcess, BaseIterator):
             ]
             for journal in self.position.journals:
                 journal.rewinds = setups[0].max_undone > 0
-            crew.start(image, carried, setups, self.position.journals)
+            fleet.begin(image, carried, setups, self.position.journals)
         except BaseException:  # the actors were borrowed: they go back in any case
-            crew.release(busy=True)
+            fleet.release(busy=True)
             raise
-        return crew
+        return fleet
 
-    def _lend_with_image(self, loader: TorchDataLoader[Any], pool: Pool, crew: Crew) -> tuple[Image, list[Any]]:
-        """Lends the crew its actors, and makes the image of the replica that they will open.
+    def _lend_with_image(self, loader: TorchDataLoader[Any], pool: Pool, fleet: Fleet) -> tuple[Image, list[Any]]:
+        """Lends the fleet its actors, and makes the image of the replica that they will open.
 
         New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and
         before it is written: there may not be room for both.
@@ -286,13 +279,16 @@ class EpochIterator(OfOneProcess, BaseIterator):
         options = self._options
         warm = not options.fresh_processes and pool.has_warm(options.ray_remote_args, self._num_hosts)
         if not warm:
-            crew.moving.lend(self._num_hosts)
+            fleet.lend(self._num_hosts)
         with no_collection():
             mappings = Mappings()
             encoded = self._encode_replica(mappings)
             if warm:
-                crew.moving.lend(self._num_hosts)
-            return pool.image(loader, encoded, mappings), list(encoded.carried)
+                fleet.lend(self._num_hosts)
+            kept = kept_of(loader, pool)
+            image = Image.write(encoded, mappings) if kept.image is None else kept.image.updated(encoded, mappings)
+            kept.image = image
+            return image, list(encoded.carried)
 
     def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
         replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
@@ -317,81 +313,82 @@ class EpochIterator(OfOneProcess, BaseIterator):
             else:  # spares torch's work for its profiler, which takes as long as a small batch's whole way here
                 data = self._next_data()
                 self._num_yielded += 1
-            delivery = self._delivery
-            assert delivery is not None
-            if not delivery.recorded:
-                delivery.recorded = True  # first: after an interrupt it is not counted again
-                self._tally.gave(asked, delivery.task.task_id, delivery.samples, delivery.nbytes)
+            task = self._task
+            assert task is not None
+            if not task.recorded:
+                task.recorded = True  # first: after an interrupt it is not counted again
+                self._tally.gave(asked, task.task_id, task.samples, task.nbytes)
         except BaseException as error:
             self._tally.raised(asked)
-            told, self._told = self._told is error, None
+            is_users, self._user_error = self._user_error is error, None
             del self  # a notebook keeps the traceback, which must not keep the workers
-            shorten(error, told or isinstance(error, (RayloaderError, KeyboardInterrupt)))
+            shorten(error, is_users or isinstance(error, (RayloaderError, KeyboardInterrupt)))
             raise
-        self._delivery = delivery.data = None
-        self.position.handed = delivery  # and nothing may be called after it: see NOTE [interrupts] in tables.py
+        self._task = task.data = None
+        self.position.handed = task  # and nothing may be called after it: see NOTE [interrupts] in interrupts.py
         return data
 
     def _next_data(self) -> Any:
         if os.getpid() != self._pid:
-            assert self._crew is not None
-            self._crew.check_session()  # says why this process cannot continue
-        if self._epoch is None:
+            assert self._fleet is not None
+            self._fleet.check_session()  # says why this process cannot continue
+        if self._engine is None:
             raise StopIteration
         try:
-            delivery = self._epoch.next()
+            task = self._engine.next()
         except (WorkerDiedError, SkipLimitError):
             self._release()
             raise
-        if delivery is None:
+        if task is None:
             self._tally.ended()
-            assert self._crew is not None
-            self._crew.settle_output()
+            assert self._fleet is not None
+            self._fleet.settle_output()
             self.position.finished = True
             if not self._persistent_workers:
                 self._release()
             raise StopIteration
-        if isinstance(delivery.data, ExceptionWrapper):
+        if isinstance(task.data, ExceptionWrapper):
             try:
-                delivery.data.reraise()
+                task.data.reraise()
             except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
                 raise
             except BaseException as error:  # the user's exception, of any type
-                assert self._crew is not None
-                add_note(error, self._epoch.tables.describe(delivery.task))
-                self.position.handed = delivery
-                self._told = error
+                assert self._fleet is not None
+                add_note(error, self._engine.describe(task))
+                self.position.handed = task
+                task.data = None
+                self._user_error = error
                 # Drops torch's frame: its local variable refers to the error, which would form a cycle that keeps the
                 # iterator.
                 raise error.with_traceback(None) from None
-        self._delivery = delivery
-        return delivery.data
+        self._task = task
+        return task.data
 
     def _release(self) -> None:
-        """Gives the crew back."""
-        if self._crew is not None:
-            _end(self._crew, self._epoch, reuse=not self._options.fresh_processes)
+        """Gives the fleet back."""
+        if self._fleet is not None:
+            _end(self._fleet, self._engine, reuse=not self._options.fresh_processes)
 
     def resize(self, count: int) -> None:
         """Changes the number of actors that host the same workers; at once, if there is an epoch in progress."""
         self._num_hosts = min(self._num_workers, count)
-        if self._crew is not None and self._crew.usable and self._epoch is not None:
-            self._epoch.resize(self._num_hosts)
+        if self._fleet is not None and self._fleet.usable and self._engine is not None:
+            self._engine.resize(self._num_hosts)
 
     @property
     def bytes_under_way(self) -> int:
         """Bytes of batches that have come and were not taken. Any thread may ask."""
-        return self._epoch.bytes_under_way if self._epoch is not None else 0
+        return self._engine.bytes_under_way if self._engine is not None else 0
 
     @property
     def bytes_held(self) -> int:
         """Bytes of shared memory in batches that the user was given. Any thread may ask."""
-        return self._epoch.bytes_held if self._epoch is not None else 0
+        return self._engine.bytes_held if self._engine is not None else 0
 
     def tell_positions(self) -> None:
         """Makes sure that the position can be saved."""
-        if self._crew is not None and self._crew.usable and self._epoch is not None:
-            self._epoch.note_begins()
+        if self._fleet is not None and self._fleet.usable and self._engine is not None:
+            self._engine.note_begins()
 
     def _close(self) -> None:
         if os.getpid() == self._pid:  # a forked child has neither usable locks nor our threads
@@ -402,9 +399,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing() and self._crew is not None:  # by then `close_all` has done it
+        if not is_finalizing() and self._fleet is not None:  # by then `close_all` has done it
             reuse = not self._options.fresh_processes
-            self._crew.later(functools.partial(_end, self._crew, self._epoch, reuse=reuse, wait=False))
+            self._fleet.later(functools.partial(_end, self._fleet, self._engine, reuse=reuse, wait=False))
 
 
 _MUCH = 64 << 20  # bytes that are held twice
@@ -430,15 +427,11 @@ def _note_overlap(overlap: Overlap, dataset: object) -> None:
 
 def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
     """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
-    those, found = {*map(id, arrays)}, []
-
-    def look(node: Node, obj: object) -> None:
-        if id(obj) in those and node is not None and node[1] is not None:
-            found.append(node[1][0] == "attribute")
-
-    for _ in walk([(None, dataset)], passed=lambda _: False, met=look, most=_LOOKED_AT):
-        pass
-    return any(found)
+    those = {*map(id, arrays)}
+    return any(
+        id(obj) in those and path[-1][0] == "attribute"
+        for path, obj in walk([((("object", "dataset"),), dataset)], _LOOKED_AT)
+    )
 
 
 def _warn_of_copy(function: str, generator: str) -> None:
@@ -450,17 +443,17 @@ def _warn_of_copy(function: str, generator: str) -> None:
     )
 
 
-def _end(crew: Crew, epoch: Epoch | None, *, reuse: bool, wait: bool = True) -> None:
-    """Ends the work of an iterator, and gives its crew back: idle after the last batch, otherwise perhaps busy.
+def _end(fleet: Fleet, engine: Engine | None, *, reuse: bool, wait: bool = True) -> None:
+    """Ends the work of an iterator, and gives its fleet back: idle after the last batch, otherwise perhaps busy.
 
     Without a reference to the iterator, for its finalizer.
     """
-    busy = epoch is None or not epoch.finished
+    busy = engine is None or not engine.finished
     try:
-        if epoch is not None:
-            epoch.close(wait=wait)
+        if engine is not None:
+            engine.close(wait=wait)
     finally:
-        crew.release(busy=busy, reuse=reuse)
+        fleet.release(busy=busy, reuse=reuse)
 
 
 _live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()

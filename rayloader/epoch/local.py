@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import random
 import traceback
+import types
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -29,10 +31,11 @@ from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import goes_on
 from rayloader.resume.digest import chain, digest
 from rayloader.resume.draws import drawn
-from rayloader.resume.local_state import Stream, generators_of
+from rayloader.resume.local_state import capture_random, generators_of, restore_random
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Resuming, Samplers
 from rayloader.resume.snapshot import has_state, load_state
+from rayloader.resume.state import State, Stream
 from rayloader.sampling.shard_info import Reader, ranks_told
 
 
@@ -54,7 +57,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         state: loaded, for this iterator to continue from; None: it begins an epoch.
     """
 
-    def __init__(self, loader: Any, state: dict[str, Any] | None) -> None:
+    def __init__(self, loader: Any, state: State | None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
@@ -70,22 +73,22 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._world_size, self._rank, _ = loader._ranks  # otherwise those of torch.distributed
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             apply_sharding(self._dataset, self._world_size, self._rank)
-        self._generators = generators_of(loader) if self._iterable or saved is not None else []
+        self._given = types.SimpleNamespace(dataset=loader.dataset, collate_fn=loader.collate_fn)
         self._reader = Reader(ranks_told(loader))
         self._failure: SkipLimitError | None = None
         self._has_just_loaded = saved is not None  # whether the dataset has loaded a state, and built no batch since
         if saved is None:
             position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
-            if state is not None and state["redeal"] is not None:
-                self._sampler_iter = position.redeals(state["redeal"])
+            if state is not None and state.redeal is not None:
+                self._sampler_iter = position.redeals(state.redeal)
             _compat_datasets.begins(self._dataset)
-            begin = RandomState.capture(self._generators) if self._is_read_again else None
+            begin = capture_random(self._given) if self._is_read_again else None
             self._iterate(Stream(begin))
         else:
             self._sampler_iter = position.unpack(saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
             self._num_yielded = position.delivered
-            self._go_on(Stream() if saved["stream"] is None else Stream.unpack(saved["stream"]))
+            self._go_on(Stream() if saved.stream is None else replace(saved.stream))
         self._tally = loader._recorder.begins(self, 0)
         self._samples = 0  # number of samples in the last batch
         self._drawn = position.next_task  # tasks whose indices were drawn
@@ -111,14 +114,15 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def _go_on(self, stream: Stream) -> None:
         """Brings the dataset's iterator to where it was. The program's generators keep their states."""
-        before = RandomState.capture(self._generators)
+        generators = generators_of(self._given)
+        before = RandomState.capture(generators)
         if isinstance(self._dataset, IterDataPipe):
             shuffling = torch.Generator()
             shuffling.manual_seed(self._shared_seed)  # type: ignore[arg-type]
             self._dataset = apply_random_seed(self._dataset, shuffling)
         try:
             if stream.begin is not None:
-                stream.begin.restore(self._generators)
+                restore_random(self._given, stream.begin)
             self._iterate(stream)
             if stream.iterator is not None:
                 load_state(stream.iterator, stream.told)
@@ -127,7 +131,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             if self._iterable:
                 self._dataset_fetcher.ended = stream.ended
         finally:
-            before.restore(self._generators)
+            before.restore(generators)
 
     def _read_again(self) -> None:
         expected, self._stream.digest = self._stream.digest, 0

@@ -1,37 +1,21 @@
-"""The schedule's events and commands, and the states of a task.
+"""The schedule's events and commands, and the table of what may happen to a task.
 
 Promise: standard library only. `TRANSITIONS` is the one place that says how a task's state changes. A message is not
 changed after its creation; that is not enforced, because a frozen dataclass takes five times as long to create, and
-each batch takes six messages.
+each batch takes five messages.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-
-class TaskState(Enum):
-    """Where a task is on its way; `GONE` is the one state that the task table does not hold."""
-
-    QUEUED = "queued"  # drawn, not yet assigned to a worker
-    OUTSTANDING = "outstanding"  # submitted to its worker, unanswered
-    READY = "ready"  # built, waiting for its turn
-    DELIVERED = "delivered"  # its turn has come: on its way to the user, still occupying its place in the window
-    LOST = "lost"  # its worker died before it answered; it is sent again to the next process of that worker
-    GONE = "gone"  # taken by the user, dropped with its exhausted worker, or closed
-
-    __hash__ = object.__hash__  # Enum's own hashes the name, by a Python call for each look into `TRANSITIONS`
-
-
-# An Enum's metaclass makes `TaskState.READY` take five times as long as a global name, twenty times a batch.
-QUEUED, OUTSTANDING, READY, DELIVERED, LOST, GONE = TaskState
+from rayloader.task import DELIVERED, GONE, LOST, OUTSTANDING, QUEUED, READY, Task, TaskState
 
 
 @dataclass(slots=True)
 class Opened:
-    """The epoch begins: every worker exists and may be given work."""
+    """The epoch begins: indices may be drawn."""
 
 
 @dataclass(slots=True)
@@ -70,24 +54,32 @@ class DrawsUndone:
 
 @dataclass(slots=True)
 class TaskDone:
-    """A worker answered this task, with a batch or with the user's exception."""
+    """A worker answered this task, with a batch or with the user's exception.
+
+    Attributes:
+        task_id: that task.
+        result: what it answered.
+        nbytes: of the batch.
+        seconds: that the worker worked on it.
+    """
 
     task_id: int
+    result: Any = None
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
-class Paced:
-    """How many tasks one worker should have, see pace.py.
+class Limited:
+    """What each worker may have under way has changed, where the depth is automatic.
 
     Attributes:
-        worker_id: that worker.
-        depth: tasks of each worker that should be under way, if the window is elastic; 0: no opinion.
-        ahead: tasks that it may be given before it has answered, if any worker may take any task.
+        worker_bytes: of batches that are ready, in progress or kept by the program.
+        unanswered: tasks that may be unanswered, beyond torch's.
     """
 
-    worker_id: int
-    depth: int
-    ahead: int
+    worker_bytes: float
+    unanswered: float
 
 
 @dataclass(slots=True)
@@ -118,7 +110,7 @@ class WorkerLost:
 
 @dataclass(slots=True)
 class WorkerReady:
-    """A lost worker has a process again, which was given the tasks that the worker had."""
+    """A worker has a process that may be given its tasks."""
 
     worker_id: int
 
@@ -149,7 +141,7 @@ Event = (
     | DrawsPutOff
     | DrawsUndone
     | TaskDone
-    | Paced
+    | Limited
     | WorkerExhausted
     | WorkerLost
     | WorkerReady
@@ -165,24 +157,6 @@ class DrawIndices:
     count: int
 
 
-ANY_WORKER = -1
-
-
-@dataclass(slots=True)
-class Task:
-    """One request to build one batch; `task_id` counts from 0 in delivery order."""
-
-    task_id: int
-    worker_id: int  # ANY_WORKER while it is not assigned
-    indices: Any
-    state: TaskState = QUEUED
-
-    @property
-    def is_anybodys(self) -> bool:
-        """Whether it is not assigned to a worker yet."""
-        return self.worker_id == ANY_WORKER
-
-
 @dataclass(slots=True)
 class Submit:
     """Send this task to its worker."""
@@ -192,16 +166,9 @@ class Submit:
 
 @dataclass(slots=True)
 class Deliver:
-    """This task's batch is the next that the user gets."""
+    """This task's batch is the next that the user gets, after those delivered before."""
 
     task: Task
-
-
-@dataclass(slots=True)
-class Forget:
-    """Drop everything that is held for these tasks: they will not be requested."""
-
-    task_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -214,7 +181,7 @@ class Drop:
 
 @dataclass(slots=True)
 class ReplaceWorker:
-    """Give the worker another process, and what the lost one knew and had to do; then report `WorkerReady`."""
+    """Give the worker another process that knows what the lost one knew; then report `WorkerReady`."""
 
     worker_id: int
     cause: str
@@ -229,12 +196,12 @@ class Fail:
     task: Task | None
 
 
-Command = DrawIndices | Submit | Deliver | Forget | Drop | ReplaceWorker | Fail
+Command = DrawIndices | Submit | Deliver | Drop | ReplaceWorker | Fail
 
 # state before -> event -> state after; `Submit` and `Deliver` are the schedule's own steps. The picture in
 # docs/architecture.md is generated from this table.
 TRANSITIONS: dict[TaskState, dict[type, TaskState]] = {
-    QUEUED: {Submit: OUTSTANDING, DrawsUndone: GONE, Closed: GONE},
+    QUEUED: {Submit: OUTSTANDING, DrawsUndone: GONE, WorkerExhausted: GONE, Closed: GONE},
     OUTSTANDING: {
         TaskDone: READY,
         DrawsUndone: GONE,
@@ -244,6 +211,6 @@ TRANSITIONS: dict[TaskState, dict[type, TaskState]] = {
     },
     READY: {Deliver: DELIVERED, DrawsUndone: GONE, Closed: GONE},
     DELIVERED: {BatchTaken: GONE, DrawsUndone: GONE, Closed: GONE},
-    LOST: {WorkerReady: OUTSTANDING, DrawsUndone: GONE, Closed: GONE},
+    LOST: {Submit: OUTSTANDING, DrawsUndone: GONE, Closed: GONE},
     GONE: {},
 }

@@ -5,7 +5,8 @@ rules govern it:
 
 1. Everything that happened comes in through `Schedule.handle` as an event; everything to be done goes out in the
    list of commands that it returns. Nothing else changes the state.
-2. A task's state changes only along `TRANSITIONS` (messages.py).
+2. A task's state changes only along `TRANSITIONS` (messages.py), and its record is the only one: what is unanswered,
+   waits, is ready or on its way to the user is written down here and nowhere else.
 
 It runs under its caller's lock. The assignment of tasks to workers is torch's (see NOTE [round-robin]),
 because the workers' random streams, and with them random augmentation, depend on it.
@@ -13,19 +14,14 @@ because the workers' random streams, and with them random augmentation, depend o
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from rayloader.epoch.allowance import Allowance
 from rayloader.epoch.messages import (
-    ANY_WORKER,
-    DELIVERED,
-    GONE,
-    LOST,
-    OUTSTANDING,
-    QUEUED,
-    READY,
     TRANSITIONS,
     BatchTaken,
     Closed,
@@ -37,21 +33,21 @@ from rayloader.epoch.messages import (
     Drop,
     Event,
     Fail,
-    Forget,
     IndicesDrawn,
     IndicesSkipped,
+    Limited,
     Opened,
-    Paced,
     ReplaceWorker,
     SamplerExhausted,
     SamplerFailed,
     Submit,
-    Task,
     TaskDone,
     WorkerExhausted,
     WorkerLost,
     WorkerReady,
 )
+from rayloader.epoch.pace import Pace
+from rayloader.task import ANY_WORKER, DELIVERED, GONE, LOST, OUTSTANDING, QUEUED, READY, Task
 
 # NOTE [round-robin]
 # Map-style: task i goes to worker i mod W. Iterable: to the next worker in the cycle that is not exhausted. Without
@@ -63,13 +59,19 @@ from rayloader.epoch.messages import (
 # would ever be drawn.
 #
 # NOTE [elastic]
-# If the depth is automatic, the window is as deep as the fastest worker needs (`Paced`), and at least torch's.
+# If the depth is automatic, the window is as deep as the fastest worker needs (pace.py), and at least torch's.
 # When it shrinks, taken batches are not replaced until the table fits again.
+#
+# NOTE [waiting]
+# A task that is assigned waits until its worker has a process that may be given tasks (`WorkerReady`), and, if the
+# depth is automatic, until the bytes of the worker's batches leave room for one more (allowance.py). A LOST task had
+# that room before: it waits for the process only. Otherwise the head could wait for room that batches behind it take,
+# because a worker's answers may be reported in any order.
 #
 # NOTE [dynamic]
 # If batches do not depend on their worker, tasks queue for any worker: the one with the fewest gets the next ones,
 # so that a slow sample delays only what its worker has been given. A worker gets this many before it has
-# answered, or as many as `Paced` says: the one in progress, and the next.
+# answered, or as many as its pace says: the one in progress, and the next.
 AHEAD = 2
 #
 # NOTE [blame]
@@ -87,16 +89,42 @@ RECENT_EVENTS = 20
 
 @dataclass(slots=True)
 class _Worker:
-    """The schedule's record of a worker: what events have said, without the driver's `WorkerSlot`."""
+    """What events have said of a worker.
 
-    active: bool = True  # its stream has not ended, and it is not permanently lost
-    lost: bool = False  # its process is, and no `WorkerReady` has come since
-    held: int = 0  # tasks in the table
-    unanswered: int = 0  # those of them that are OUTSTANDING
-    restarts: int = 0  # since it last finished a task
-    exhausted_at: int | None = None  # task
-    depth: int = 0  # of the window, as its pace requires
-    ahead: int = AHEAD  # see NOTE [dynamic]
+    Attributes:
+        active: its stream has not ended, and it is not lost for good.
+        ready: it has a process that may be given tasks.
+        held: number of its tasks in the table.
+        waiting: those that it will be given: QUEUED or LOST, in order.
+        unanswered: those that it was given and has not answered: OUTSTANDING, oldest first.
+        restarts: since it last finished a task.
+        exhausted_at: the task at which its stream ended, if it has.
+        pace: how deep the window should be; None: that is the user's to say.
+        allowance: how many tasks it may be given; None: all.
+    """
+
+    active: bool = True
+    ready: bool = False
+    held: int = 0
+    waiting: deque[Task] = field(default_factory=deque)
+    unanswered: deque[Task] = field(default_factory=deque)
+    restarts: int = 0
+    exhausted_at: int | None = None
+    pace: Pace | None = None
+    allowance: Allowance | None = None
+
+    @property
+    def may_be_given_more(self) -> bool:
+        """See NOTE [waiting]."""
+        if not self.ready:
+            return False
+        had_room = bool(self.waiting) and self.waiting[0].state is LOST
+        return had_room or self.allowance is None or self.allowance.allows(len(self.unanswered))
+
+    @property
+    def ahead(self) -> float:
+        """See NOTE [dynamic]."""
+        return AHEAD if self.pace is None else self.pace.ahead
 
 
 class Schedule:
@@ -111,6 +139,14 @@ class Schedule:
         max_restarts: how often in a row a worker that has not finished a task is replaced.
         first_task_id: where the epoch continues: the tasks before it are done.
         first_worker_id: which worker's turn it is.
+        paces: of each worker, if the window is elastic or any worker may take the next task; they may know the sizes
+            and times of an earlier epoch.
+
+    Attributes:
+        deliverable: tasks that are DELIVERED, in the order in which the user gets them.
+        owed_draws: draws that were requested and not reported.
+        taken: number of batches that the user has, including skipped ones.
+        closed: whether the epoch is over for its user.
     """
 
     def __init__(
@@ -124,6 +160,7 @@ class Schedule:
         max_restarts: int = 0,
         first_task_id: int = 0,
         first_worker_id: int = 0,
+        paces: Sequence[Pace] = (),
     ) -> None:
         self.in_order = in_order
         self.elastic = elastic
@@ -134,37 +171,26 @@ class Schedule:
         self._surplus = 0  # tasks in the table beyond the window, after it shrank
         self._max_restarts = max_restarts
         self._workers = [_Worker() for _ in range(num_workers)]
+        self._most_unanswered = math.inf
+        for worker, pace in zip(self._workers, paces, strict=True) if paces else ():
+            worker.pace = pace
+            worker.allowance = Allowance(prefetch_factor, pace.worker_bytes, pace.nbytes)
         self._num_active = num_workers
         self._kills: dict[int, int] = {}  # by task
         self._queued: deque[Task] = deque()  # see NOTE [dynamic]
         self._tasks: dict[int, Task] = {}  # in task order
+        self.deliverable: deque[Task] = deque()
         self._head_id = first_task_id  # no task below it is undelivered
         self._next_task_id = first_task_id
         self._next_worker_id = first_worker_id
-        self.owed_draws = 0  # requested and not reported
-        self.taken = first_task_id  # batches, including skipped ones
+        self.owed_draws = 0
+        self.taken = first_task_id
         self._opened = False
         self._sampler_exhausted = False
         self._failed = False  # whether a worker is permanently lost
         self.closed = False
         self._finished = False  # as it was when the epoch was closed
         self._recent: deque[Event] = deque(maxlen=RECENT_EVENTS)
-        self._handlers: dict[type, Callable[[Any], list[Command]]] = {
-            Opened: self._open,
-            IndicesDrawn: self._assign,
-            IndicesSkipped: self._skip,
-            SamplerExhausted: self._sampler_ended,
-            SamplerFailed: self._sampler_failed,
-            DrawsPutOff: self._put_off,
-            DrawsUndone: self._draws_undone,
-            TaskDone: self._done,
-            Paced: self._paced,
-            WorkerExhausted: self._worker_exhausted,
-            WorkerLost: self._worker_lost,
-            WorkerReady: self._worker_ready,
-            BatchTaken: self._taken,
-            Closed: self._close,
-        }
 
     @property
     def window(self) -> int:
@@ -173,7 +199,7 @@ class Schedule:
 
     @property
     def is_paced(self) -> bool:
-        """Whether the depth follows `Paced`; else it is the user's to say."""
+        """Whether the depth follows the workers' pace; else it is the user's to say."""
         return self.elastic or self.dynamic
 
     @property
@@ -198,9 +224,17 @@ class Schedule:
 
     @property
     def outstanding(self) -> tuple[Task, ...]:
-        """Tasks without an answer, in task order, including those that are queued or lost."""
-        unanswered = (QUEUED, OUTSTANDING, LOST)
-        return tuple(task for task in self._tasks.values() if task.state in unanswered)
+        """Tasks without an answer, in task order, including those that wait."""
+        return tuple(task for task in self._tasks.values() if task.state in (QUEUED, OUTSTANDING, LOST))
+
+    @property
+    def untaken(self) -> list[Task]:
+        """The tasks whose batches have come, and were not taken. Any thread may ask."""
+        return [task for task in list(self._tasks.values()) if task.state in (READY, DELIVERED)]
+
+    def unanswered(self, worker_id: int) -> deque[Task]:
+        """The tasks that a worker was given and has not answered, oldest first. Not to be changed."""
+        return self._workers[worker_id].unanswered
 
     def task(self, task_id: int) -> Task | None:
         """The task with this number, if it is in the task table."""
@@ -224,7 +258,7 @@ class Schedule:
         if self.closed:
             return []  # late news of a closed epoch
         self._recent.append(event)
-        return self._handlers[type(event)](event)
+        return _HANDLERS[type(event)](self, event)
 
     def validate(self) -> None:
         """Checks the invariants that must hold between any two events.
@@ -233,14 +267,17 @@ class Schedule:
             RuntimeError: one does not hold (a fault of this module); says after which events.
         """
         tasks = self.tasks
-        queued = [task for task in tasks if task.state is QUEUED]
+        of_any = [task for task in tasks if not task.is_assigned]
         undelivered = [task for task in tasks if task.state is not DELIVERED]  # not by `head`, which changes `_head_id`
         checks = {
             "task ids ascend": list(self._tasks) == sorted(self._tasks),
             "what is GONE is not in the table": all(task.state is not GONE for task in tasks),
-            "the queue holds what is QUEUED": list(self._queued) == queued,
-            "only a dynamic schedule has a queue": self.dynamic or not queued,
-            "QUEUED means no worker": all(task.is_anybodys == (task.state is QUEUED) for task in tasks),
+            "the queue holds what no worker has": list(self._queued) == of_any,
+            "what no worker has is QUEUED": all(task.state is QUEUED for task in of_any),
+            "only a dynamic schedule has a queue": self.dynamic or not of_any,
+            "who may be given what queues has it": not self._queued or self._freest() is None,
+            "what is DELIVERED is deliverable": sorted(task.task_id for task in self.deliverable)
+            == [task.task_id for task in tasks if task.state is DELIVERED],
             "no undelivered task is below the head": all(task.task_id >= self._head_id for task in undelivered),
             "in order, what is READY waits for the head": not self.in_order
             or not undelivered
@@ -252,14 +289,18 @@ class Schedule:
             # An exhausted worker's places are dropped, although its tasks may still wait for the head.
             or not all(worker.active for worker in self._workers),
             "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
-            "lost tasks are of lost workers": self._failed
-            or all(self._workers[t.worker_id].lost for t in tasks if t.state is LOST),
         }
         for worker_id, worker in enumerate(self._workers):
             mine = [task for task in tasks if task.worker_id == worker_id]
             checks[f"worker {worker_id} holds its tasks"] = worker.held == len(mine)
-            unanswered = sum(task.state is OUTSTANDING for task in mine)
-            checks[f"worker {worker_id} owes what is OUTSTANDING"] = worker.unanswered == unanswered
+            unanswered = {task.task_id for task in mine if task.state is OUTSTANDING}
+            checks[f"worker {worker_id} owes what is OUTSTANDING"] = unanswered == {
+                task.task_id for task in worker.unanswered
+            }
+            waiting = [task for task in mine if task.state in (QUEUED, LOST)]
+            checks[f"worker {worker_id} waits for what is QUEUED or LOST"] = list(worker.waiting) == waiting
+            checks[f"worker {worker_id} is given what it may be"] = not (worker.waiting and worker.may_be_given_more)
+            checks[f"worker {worker_id} without a process has nothing"] = worker.ready or not worker.unanswered
         for rule, holds in checks.items():
             if not holds:
                 raise RuntimeError(f"the schedule has broken a rule of its own: {rule}; {self._history()}")
@@ -271,7 +312,7 @@ class Schedule:
 
     def _open(self, event: Opened) -> list[Command]:
         self._opened = True
-        return self._draw(self.window)
+        return self._draw(self.window) + self._follow_paces()
 
     def _draw(self, count: int) -> list[Command]:
         if count <= 0 or self._sampler_exhausted or not self._num_active:
@@ -294,13 +335,17 @@ class Schedule:
         worker_id = ANY_WORKER if self.dynamic else self._next_with_room()
         if worker_id is None:  # all are exhausted: these indices stand for no sample (iterable datasets only)
             return []
-        task = Task(self._next_task_id, ANY_WORKER, event.indices)
+        task = Task(self._next_task_id, event.indices)
         self._next_task_id += 1
         self._tasks[task.task_id] = task
-        if not self.dynamic:
-            return [self._submit(task, worker_id)]
-        self._queued.append(task)
-        return self._feed_any()
+        if worker_id == ANY_WORKER:
+            self._queued.append(task)
+            return self._feed_any()
+        worker = self._workers[worker_id]
+        task.worker_id = worker_id
+        worker.held += 1
+        worker.waiting.append(task)
+        return self._feed(worker)
 
     def _skip(self, event: IndicesSkipped) -> list[Command]:
         if not self._settle_draw(event):
@@ -325,25 +370,40 @@ class Schedule:
         self._num_active += active - worker.active
         worker.active = active
 
-    def _submit(self, task: Task, worker_id: int) -> Submit:
-        task.worker_id = worker_id
-        self._workers[worker_id].held += 1
+    def _feed(self, worker: _Worker) -> list[Command]:
+        """Submits what waits for a worker, as far as it may be given more."""
+        commands: list[Command] = []
+        while worker.waiting and worker.may_be_given_more:
+            commands.append(self._submit(worker.waiting.popleft(), worker))
+        return commands
+
+    def _submit(self, task: Task, worker: _Worker) -> Submit:
+        worker.unanswered.append(task)
         self._move(task, Submit)
         return Submit(task)
 
     def _feed_any(self) -> list[Command]:
         """See NOTE [dynamic]."""
         commands: list[Command] = []
-        while self._queued:
-            free = [
-                (worker.unanswered, worker_id)
-                for worker_id, worker in enumerate(self._workers)
-                if worker.active and not worker.lost and worker.unanswered < worker.ahead
-            ]
-            if not free:
-                break
-            commands.append(self._submit(self._queued.popleft(), min(free)[1]))
+        while self._queued and (worker_id := self._freest()) is not None:
+            task, worker = self._queued.popleft(), self._workers[worker_id]
+            task.worker_id = worker_id
+            worker.held += 1
+            commands.append(self._submit(task, worker))
         return commands
+
+    def _freest(self) -> int | None:
+        """The worker that has the fewest tasks to answer, of those that may be given more."""
+        freest, fewest = None, math.inf
+        for worker_id, worker in enumerate(self._workers):
+            count = len(worker.unanswered)
+            if count < fewest and worker.active and count < worker.ahead and worker.may_be_given_more:
+                freest, fewest = worker_id, count
+        return freest
+
+    def _feed_all(self) -> list[Command]:
+        commands = [command for worker in self._workers for command in self._feed(worker)]
+        return commands + self._feed_any()
 
     def _sampler_ended(self, event: SamplerExhausted) -> list[Command]:
         self._sampler_exhausted = True
@@ -374,41 +434,69 @@ class Schedule:
             self._next_worker_id = next_worker_id
         for task in gone:
             self._move(task, DrawsUndone)
-        self._queued = deque(task for task in self._queued if task.state is QUEUED)
+            self._kills.pop(task.task_id, None)
+        self._queued = _not_gone(self._queued)
+        self.deliverable = _not_gone(self.deliverable)
+        for worker in self._workers:
+            worker.waiting = _not_gone(worker.waiting)
         self._next_task_id = event.from_task
         self._head_id = min(self._head_id, event.from_task)
         self._sampler_exhausted = False
         self._shrink_to_torch()
-        return [Forget(tuple(task.task_id for task in gone)), *self._draw(self.torch_draws - event.from_task)]
+        return [*self._feed_all(), *self._draw(self.torch_draws - event.from_task)]
 
     def _shrink_to_torch(self) -> None:
         self._grows, self._depth, self.owed_draws = False, self._prefetch_factor, 0
         self._surplus = max(0, len(self._tasks) - self.window)
 
-    def _paced(self, event: Paced) -> list[Command]:
+    def _limited(self, event: Limited) -> list[Command]:
+        self._most_unanswered = event.unanswered
+        for worker in self._workers:
+            if worker.allowance is not None:
+                worker.allowance.nbytes = event.worker_bytes
+                self._limit(worker)
+        return self._feed_all()
+
+    def _limit(self, worker: _Worker) -> None:
+        """Where tasks under way are limited by number, a worker has as many as its pace needs, up to that number."""
+        if worker.allowance is not None:
+            limit = self._most_unanswered
+            worker.allowance.ahead = min(limit, worker.ahead) if limit < math.inf else limit
+
+    def _follow_paces(self) -> list[Command]:
         """See NOTE [elastic]."""
-        paced = self._workers[event.worker_id]
-        paced.depth, paced.ahead = event.depth, event.ahead
-        commands = self._feed_any()
-        if self._grows:
-            depth = max(self._prefetch_factor, *(worker.depth for worker in self._workers))
-            self._surplus += (self._depth - depth) * self._num_active
-            self._depth = depth
-            missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
-            commands += self._draw(missing)
-        return commands
+        if not self._grows:
+            return []
+        depths = [worker.pace.depth for worker in self._workers if worker.pace is not None]
+        depth = max([self._prefetch_factor, *depths])
+        self._surplus += (self._depth - depth) * self._num_active
+        self._depth = depth
+        missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
+        return self._draw(missing)
 
     # ---- delivering
 
     def _done(self, event: TaskDone) -> list[Command]:
         """Ignores a task that was dropped meanwhile, or answered before: reporting it twice does no harm."""
+        result, event.result = event.result, None  # the history must not keep a batch's memory
         task = self._tasks.get(event.task_id)
         if task is None or task.state is not OUTSTANDING:
             return []
+        worker = self._workers[task.worker_id]
+        task.result, task.nbytes = result, event.nbytes
         self._move(task, TaskDone)
-        self._workers[task.worker_id].restarts = 0
+        worker.restarts = 0
         commands: list[Command] = self._deliver_ready() if self.in_order else [self._deliver(task)]
-        return commands + self._feed_any() if self._queued else commands
+        if worker.pace is not None:
+            changed = worker.pace.saw(event.seconds, event.nbytes)
+            self._limit(worker)
+            if changed:
+                commands += self._follow_paces()
+        if worker.waiting:
+            commands += self._feed(worker)
+        if self._queued:
+            commands += self._feed_any()
+        return commands
 
     def _deliver_ready(self) -> list[Command]:
         """Delivers from the head on, up to the first task that is not ready."""
@@ -419,6 +507,7 @@ class Schedule:
 
     def _deliver(self, task: Task) -> Deliver:
         self._move(task, Deliver)
+        self.deliverable.append(task)
         return Deliver(task)
 
     def _taken(self, event: BatchTaken) -> list[Command]:
@@ -426,13 +515,18 @@ class Schedule:
         if task is None:
             raise RuntimeError(f"{event} names a task that is not in the table; {self._history()}")
         self._move(task, BatchTaken)
+        self.deliverable.remove(task)  # nearly always the first
         self.taken += 1
-        if self.in_order and not self._workers[task.worker_id].active:
-            return []
+        worker = self._workers[task.worker_id]
+        commands = self._feed(worker) if worker.waiting else []
+        if self._queued:
+            commands += self._feed_any()
+        if self.in_order and not worker.active:
+            return commands
         if self._surplus:
             self._surplus -= 1
-            return []
-        return self._draw(1)
+            return commands
+        return commands + self._draw(1)
 
     # ---- ends
 
@@ -449,20 +543,19 @@ class Schedule:
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
         for task in dropped:
             self._move(task, WorkerExhausted)
-        commands: list[Command] = [Forget(tuple(task.task_id for task in dropped))]
-        if not self.in_order:
-            commands += self._draw(len(dropped))
-        return commands + self._deliver_ready()
+        worker.waiting = _not_gone(worker.waiting)
+        return ([] if self.in_order else self._draw(len(dropped))) + self._deliver_ready()
 
     def _worker_lost(self, event: WorkerLost) -> list[Command]:
         """See NOTE [blame]."""
         worker_id, worker = event.worker_id, self._workers[event.worker_id]
-        lost = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is OUTSTANDING]
-        lost_before = [t for t in self._tasks.values() if t.worker_id == worker_id and t.state is LOST]
-        if self._failed or not (lost or lost_before or worker.active):
+        if self._failed or not (worker.unanswered or worker.waiting or worker.active):
             return []  # reported before, or its work was done
+        worker.ready = False
+        lost = list(worker.unanswered)
         for task in lost:
             self._move(task, WorkerLost)
+        worker.waiting.extendleft(reversed(lost))
         suspect = self._tasks.get(event.suspect) if event.suspect is not None else None
         if not event.blameless:
             worker.restarts += 1
@@ -473,52 +566,92 @@ class Schedule:
             self._failed = True
             self._set_active(worker, False)
             self._sampler_exhausted, self.owed_draws = True, 0  # the epoch ends with the batches that have come
-            return [Fail(worker_id, event.cause, suspect or next(iter(lost_before + lost), None))]
-        worker.lost = True
+            return [Fail(worker_id, event.cause, suspect or next(iter(worker.waiting), None))]
         return [ReplaceWorker(worker_id, event.cause)]
 
     def _worker_ready(self, event: WorkerReady) -> list[Command]:
-        self._workers[event.worker_id].lost = False
-        for task in self._tasks.values():
-            if task.worker_id == event.worker_id and task.state is LOST:
-                self._move(task, WorkerReady)
-        return self._feed_any()
+        worker = self._workers[event.worker_id]
+        worker.ready = True
+        return self._feed(worker) + self._feed_any()
 
     def _close(self, event: Closed) -> list[Command]:
         """Works in any state, even one that Ctrl-C left half changed."""
         self._finished = self.finished
-        commands: list[Command] = self._drop_surplus() if event.resuming else []
-        if self._tasks:
-            commands.append(Forget(tuple(self._tasks)))
+        commands = self._end_as_torch() if event.resuming else []
         for task in self.tasks:
             self._move(task, Closed)
         self._queued.clear()
+        self.deliverable.clear()
+        for worker in self._workers:
+            worker.waiting.clear()
+            worker.unanswered.clear()
         self.closed = True
         self.owed_draws = 0
         return commands
 
-    def _drop_surplus(self) -> list[Command]:
-        """Keeps each worker's first `prefetch_factor` tasks in the table, which torch's would have."""
+    def _end_as_torch(self) -> list[Command]:
+        """Lets each worker build its tasks in the table that torch's would have been given, and no more.
+
+        Those that still wait are submitted, so that its journal has them: the worker's next process builds them.
+        """
         commands: list[Command] = []
-        for worker_id in range(len(self._workers) if self.elastic else 0):
-            held = [task.task_id for task in self._tasks.values() if task.worker_id == worker_id]
-            if len(held) > self._prefetch_factor:
-                commands.append(Drop(worker_id, held[self._prefetch_factor]))
+        for worker_id, worker in enumerate(self._workers):
+            held = [task for task in self._tasks.values() if task.worker_id == worker_id]
+            first = self._prefetch_factor if self.elastic else len(held)
+            commands += [self._submit(task, worker) for task in held[:first] if task.state in (QUEUED, LOST)]
+            if len(held) > first:
+                commands.append(Drop(worker_id, held[first].task_id))
         return commands
 
     def _move(self, task: Task, step: type) -> None:
-        """Changes a task's state, and the counts by state."""
+        """Changes a task's state, and what its worker's record says of it.
+
+        In an order that can be closed wherever Ctrl-C strikes: the table holds nothing that is GONE.
+        """
         before = task.state
         try:
             state = TRANSITIONS[before][step]
         except KeyError:
             raise RuntimeError(
-                f"{step.__name__} cannot happen to {task}; see TRANSITIONS in messages.py; {self._history()}"
+                f"{step.__name__} cannot happen to {task}, see TRANSITIONS in messages.py; what has happened to it: "
+                f"{', '.join(past.__name__ for past in task.steps) or 'nothing'}; {self._history()}"
             ) from None
+        task.steps.append(step)
         if task.worker_id != ANY_WORKER:
-            worker = self._workers[task.worker_id]
-            worker.unanswered += (state is OUTSTANDING) - (before is OUTSTANDING)
-            worker.held -= state is GONE
+            worker, allowance = self._workers[task.worker_id], self._workers[task.worker_id].allowance
+            if allowance is not None and state is READY:
+                allowance.answered(task.nbytes)
+            if state is GONE:
+                worker.held -= 1
+                if allowance is not None and before in (READY, DELIVERED):
+                    allowance.gone(task.nbytes)
         if state is GONE:
+            task.result = None
             del self._tasks[task.task_id]
-        task.state = state  # last: the table never holds a task that is GONE, which could not be closed
+        task.state = state
+        if before is OUTSTANDING:
+            task.lent = None
+            if step is not Closed:  # after which no worker owes anything
+                self._workers[task.worker_id].unanswered.remove(task)  # nearly always the first
+
+
+def _not_gone(tasks: deque[Task]) -> deque[Task]:
+    return deque(task for task in tasks if task.state is not GONE)
+
+
+_HANDLERS: dict[type, Callable[[Schedule, Any], list[Command]]] = {
+    Opened: Schedule._open,
+    IndicesDrawn: Schedule._assign,
+    IndicesSkipped: Schedule._skip,
+    SamplerExhausted: Schedule._sampler_ended,
+    SamplerFailed: Schedule._sampler_failed,
+    DrawsPutOff: Schedule._put_off,
+    DrawsUndone: Schedule._draws_undone,
+    TaskDone: Schedule._done,
+    Limited: Schedule._limited,
+    WorkerExhausted: Schedule._worker_exhausted,
+    WorkerLost: Schedule._worker_lost,
+    WorkerReady: Schedule._worker_ready,
+    BatchTaken: Schedule._taken,
+    Closed: Schedule._close,
+}

@@ -8,10 +8,10 @@ dataset and goes on, but it does not run them either. The files, mappings and me
 all the same. The process itself is ended by signals, or by Ray, which lets it exit when nobody refers to its actor:
 then it exits as torch's worker does.
 
-A process in which finalizers of weak references, or of `multiprocessing`, were left out does not go on: they may have
-been to remove what others would find there, such as what a library remembers by the identity of an object. A `__del__`
-concerns the object alone, and many a dataset has one that closes a file: such processes go on, unless they are
-seen to keep more and more files open.
+A process in which finalizers of weak references, or of `multiprocessing`, were left out does not work for another
+epoch: they might have removed what that epoch would find, such as an entry that a library keeps by the identity of an
+object. A `__del__` concerns the object alone, and many a dataset has one that closes a file: such processes go on,
+unless they keep more and more files open.
 """
 
 from __future__ import annotations

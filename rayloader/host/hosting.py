@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from rayloader._compat import set_worker_info
 from rayloader.host.finalizers import finalize_at_exit, without_finalizers
-from rayloader.host.worker import Task, Worker
+from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.protocol import Answer, Result
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.sampling.shard_info import nobody_reads
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.lanes import Wire, WorkerLane
+from rayloader.transport.lanes import WorkerLane
 
 
 class Hosting:
@@ -32,8 +33,8 @@ class Hosting:
     def __init__(self, lane: WorkerLane) -> None:
         self.idle = 0.0
         self._lane = lane
-        self._workers: dict[int, Worker] = {}  # by their ids
-        self._at_work: Worker | None = None  # the active one, whose generators are the process's
+        self._workers: dict[int, HostedWorker] = {}  # by their ids
+        self._at_work: HostedWorker | None = None  # the active one, whose generators are the process's
         self._left_out: list[str] = []  # finalizers of workers that have gone
         # For `Answer.spent`, perf_counter() or seconds.
         self._free_since = 0.0  # when it had finished all its calls
@@ -43,14 +44,14 @@ class Hosting:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[HostedWorker]:
         return iter(self._workers.values())
 
-    def get(self, worker_id: int) -> Worker | None:
+    def get(self, worker_id: int) -> HostedWorker | None:
         """That worker, if this process hosts it."""
         return self._workers.get(worker_id)
 
-    def add(self, worker_id: int, worker: Worker) -> None:
+    def add(self, worker_id: int, worker: HostedWorker) -> None:
         """This process hosts the worker from now on, and it is the active one."""
         self.remove(worker_id)
         self._switch_to(None)
@@ -111,7 +112,7 @@ class Hosting:
         self.begins()
         return state
 
-    def run(self, worker_id: int, task: Task, arena: ArenaWriter | None) -> Answer:
+    def run(self, worker_id: int, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """A worker builds a batch, in the arena if there is one."""
         self._switch_to(worker_id)
         worker = self._workers[worker_id]
@@ -123,24 +124,24 @@ class Hosting:
         self,
         worker_id: int,
         call: int,
-        tasks: Iterable[tuple[int, Wire, int | None]],
+        tasks: Iterable[tuple[int, tuple[Any, ...], int | None]],
         dropped: Callable[[int, int], bool],
     ) -> Answer:
-        """A worker rebuilds batches; see `Worker.replay`."""
+        """A worker rebuilds batches; see `HostedWorker.replay`."""
         self._switch_to(worker_id)
         worker = self._workers[worker_id]
         began = time.perf_counter()
-        again = [Task(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
+        again = [BuildOrder(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
         result = worker.replay(again, dropped)
         return self._answer(worker, result, began)
 
-    def _answer(self, worker: Worker, result: Result | None, began: float) -> Answer:
+    def _answer(self, worker: HostedWorker, result: Result | None, began: float) -> Answer:
         self._answered = ended = time.perf_counter()
         seconds, lane = ended - began, self._lane
-        progress, doubt, state = worker.progress, worker.take_doubt(), worker.snapshot_if_due(seconds)
+        progress, state = worker.progress, worker.snapshot_if_due(seconds)
         spent = worker.spent(ended, self.idle, self._sending)
         self.idle = self._sending = 0.0
-        return Answer(result, seconds, spent, progress, doubt, state, lane.take_full(), lane.error)
+        return Answer(result, seconds, spent, progress, state, lane.take_full(), lane.error)
 
     def _switch_to(self, worker_id: int | None) -> None:
         """Lets another worker of the process use its generators."""

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 from rayloader.host.hosting import Hosting
-from rayloader.host.worker import Task
+from rayloader.host.worker import BuildOrder
 from rayloader.protocol import Answer, Down, Served, Up
 from rayloader.resume.journal import Resumed
 from rayloader.transport import local_line, tcp_line
@@ -40,7 +40,7 @@ class LineServer:
         self._copies: Recycled | None = None  # of data that cannot be sent at once
         self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
         self._looked = 0.0  # perf_counter(): when the line was checked last
-        # Cancelled are, of the calls after the first number and up to the second, the tasks from the third on.
+        # Of the calls after the first number and up to the second, the tasks from the third on are cancelled.
         self._dropped = 0, 0, 0
 
     def serve(self, address: local_line.LineAddress | tcp_line.TcpAddress, early: list[Any]) -> Served:
@@ -72,10 +72,10 @@ class LineServer:
                 continue
             wire = None if answer.result is None else answer.result.wire
             fields = (None if answer.result is None else answer.result.fields, *answer.fields[1:])
-            if wire is not None and wire[2]:  # references to Ray's objects
+            if wire is not None and wire.carried:  # references to Ray's objects
                 line.drain()  # older answers come first
                 self._hosting.is_free()
-                return Served(answer=pack((worker_id, call, fields), [wire]))
+                return Served(answer=pack((worker_id, call, fields), [wire.fields]))
             self._send(line, (Up.ANSWER, worker_id, call, fields))
             self._hosting.is_free()
         line.drain()
@@ -91,7 +91,7 @@ class LineServer:
         arena = self._lane.open(room)  # it brings news of the arena, even if the task is cancelled
         if self.is_dropped(call, task_id):
             return None
-        return self._hosting.run(worker_id, Task(call, task_id, indices), arena)
+        return self._hosting.run(worker_id, BuildOrder(call, task_id, indices), arena)
 
     def _send(self, line: Line, message: tuple[Any, ...]) -> None:
         line.send(packed(message, line.apart))

@@ -23,7 +23,7 @@ from rayloader.transport.line import Line, LineError
 from rayloader.transport.local_line import STANDARD_STREAMS, LineAddress, connect, flush_streams
 
 
-class Output:
+class WorkerOutput:
     """The output of one process."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class _Forwarder(logging.Handler):
         logger_name: name of that logger.
     """
 
-    def __init__(self, output: Output, name: str) -> None:
+    def __init__(self, output: WorkerOutput, name: str) -> None:
         super().__init__()
         self._output = output
         self.logger_name = name

@@ -27,8 +27,8 @@ from rayloader._compat_ray import set_process_title
 from rayloader.host.finalizers import exit_without_callbacks, open_files
 from rayloader.host.hosting import Hosting
 from rayloader.host.line_server import LineServer
-from rayloader.host.output import Output
-from rayloader.host.worker import Task, Worker
+from rayloader.host.output import WorkerOutput
+from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.inherit.process_state import Baseline
 from rayloader.inherit.resource_trackers import end_own, own_what_is_created
 from rayloader.protocol import Answer, Served, Setup, Source, WorkerAddress, final
@@ -62,7 +62,7 @@ class WorkerProcess:
         lane = WorkerLane()
         self._hosting = Hosting(lane)
         self._server = LineServer(self._hosting, lane)
-        self._output = Output()
+        self._output = WorkerOutput()
         self._context = contextvars.copy_context()  # in which user code runs; another one after `stop`
         # The image this process holds for its node, with the name of the driver's image it was copied from.
         self._image: tuple[str, Image] | None = None
@@ -93,7 +93,7 @@ class WorkerProcess:
         alone = not self._hosting
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
-        worker = Worker(setup)
+        worker = HostedWorker(setup)
         self._hosting.add(setup.worker_id, worker)
         self._output.open(setup.output, setup.process.logging)
         self._context.run(worker.start, self._baseline, self._output, source, state, alone=alone)
@@ -116,7 +116,7 @@ class WorkerProcess:
         """
         self._hosting.was_idle()
         worker_id, call, task_id, indices, _ = unpack(message)
-        return self._packed(self._context.run(self._hosting.run, worker_id, Task(call, task_id, indices), None))
+        return self._packed(self._context.run(self._hosting.run, worker_id, BuildOrder(call, task_id, indices), None))
 
     def replay(self, message: Any) -> Any:
         """Rebuilds batches for their effect on the worker, in order, for a limited time; they are not sent.
@@ -136,7 +136,7 @@ class WorkerProcess:
         result, wires = answer.result, []
         if result is not None:
             travels = final(result, IN_BAND_BYTES)
-            wires = [] if result.wire is None or isinstance(travels, bytes) else [result.wire]
+            wires = [] if result.wire is None or isinstance(travels, bytes) else [result.wire.fields]
             answer = answer._replace(result=travels)
         packed = pack(answer, wires)
         self._hosting.is_free()

@@ -31,18 +31,17 @@ from rayloader import _compat_datasets, fetching, skipping
 from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
 from rayloader.errors import ReplayError, ReplicaMemoryError, add_note
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
-from rayloader.host.output import Output
-from rayloader.inherit.module_globals import placed_generators
+from rayloader.host.output import WorkerOutput
 from rayloader.inherit.process_state import Baseline
 from rayloader.observe.spent import pack
 from rayloader.protocol import CARRY, ENDS, Replica, Result, ResultKind, Setup, Source
-from rayloader.random.generators import Generators, in_modules, noting
+from rayloader.random.generators import Generators, noting
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
-from rayloader.replica import unopenable, unpicklable
+from rayloader.replica import opening, unpicklable
 from rayloader.replica.opening import open_image
 from rayloader.resume.digest import chain, digest
 from rayloader.resume.journal import Resumed
-from rayloader.resume.snapshot import Recorder, WorkerState, has_state, load_state
+from rayloader.resume.snapshot import SnapshotTaker, WorkerState, has_state, load_state
 from rayloader.sampling.shard_info import Reader
 from rayloader.start import session
 from rayloader.start.signals import exit_in_words
@@ -54,20 +53,32 @@ from rayloader.transport.memory_file import MemoryFileError
 # How long a call rebuilds batches, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
 
+# Why a rebuilt batch differs, and what to do.
+_LEFT_OUT = (
+    "what state_dict() of the dataset returns leaves something out, such as a shuffle buffer or a random generator, or "
+    "the batch shows the time or the process. Add what is missing to the state, or take that out of the batches"
+)
+_NOT_RESTORED = (
+    "it depends on something that cannot be restored, such as a random generator that cannot be followed, the time, "
+    "the process, or the order of a set of strings (set PYTHONHASHSEED). Create generators from the same seed in each "
+    "run, and make them attributes of the dataset or globals of its module; or give the dataset state_dict() and "
+    "load_state_dict() that restore it"
+)
+
 _encode = functools.partial(codec.encode, known_classes=True, carry=CARRY)  # for objects that go back to the driver
 
 
-class Task(NamedTuple):
+class BuildOrder(NamedTuple):
     """What to build."""
 
     call: int
     task_id: int
-    indices: Wire
+    indices: tuple[Any, ...]  # fields of a `Wire`
     again: bool = False  # it is rebuilt for its effect on the worker
     digest: int | None = None  # of the batch that was delivered before, if it is rebuilt
 
 
-class Worker:
+class HostedWorker:
     """One of the workers that a process hosts.
 
     Args:
@@ -94,25 +105,23 @@ class Worker:
         self._last_task = -1
         self._has_just_loaded = False  # whether the dataset has loaded a state, and built no batch since
         self._digest = 0
-        self._doubt: int | None = None
         self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
         self._parked: RandomState | None = None
         self._worker_info: Any = None
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
-        self._recorder = Recorder(None, Generators({}, []), RandomState.capture([]))
-        self._left: deque[Task] = deque()  # not begun, oldest first
+        self._recorder = SnapshotTaker(None, Generators({}, []), RandomState.capture([]))
+        self._left: deque[BuildOrder] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
         # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
         self._began = self._fetched = self._collated = 0.0
 
     def start(
-        self, baseline: Baseline, output: Output, source: Source, state: WorkerState | None, *, alone: bool
+        self, baseline: Baseline, output: WorkerOutput, source: Source, state: WorkerState | None, *, alone: bool
     ) -> None:
         """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error."""
         with self._keeping_failure():
             baseline.adopt(self._setup.process, alone=alone)
-            before = [generator for _, generator in in_modules()]
             # As after a fork: the program has already imported these modules and created these objects.
             with noting() as noted, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -120,7 +129,7 @@ class Worker:
             output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"
             replica = {name: getattr(loaded, name) for name in names}
-            generators = Generators(replica, noted, before, placed_generators(), alone=alone)
+            generators = Generators(replica, noted)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             adopt_collate_fn_map(loaded.collate_fn_map)
             self._seed()
@@ -128,7 +137,7 @@ class Worker:
             if loaded.worker_init_fn is not None:
                 loaded.worker_init_fn(self._setup.worker_id)
             _compat_datasets.begins(self._dataset)
-            self._recorder = Recorder(self._dataset, generators, seeded)
+            self._recorder = SnapshotTaker(self._dataset, generators, seeded)
             if self._setup.max_undone:
                 self._rewind = Rewind(self._setup.max_undone, generators.given)
             if state is None:
@@ -151,7 +160,7 @@ class Worker:
         if alone:
             gc.freeze()
         with baseline.importing():
-            replica: Replica = unopenable.decode(skeleton, buffers, source.carried, Replica.__slots__)
+            replica: Replica = opening.decode(skeleton, buffers, source.carried)
         return replica
 
     def _restore(self, state: WorkerState) -> None:
@@ -186,8 +195,8 @@ class Worker:
         goal = self._goal
         if goal is None:
             return True
-        nothing = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
-        again = Task(0, -1, nothing, again=True)
+        nothing = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None)).fields
+        again = BuildOrder(0, -1, nothing, again=True)
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
             if result.kind == ResultKind.EXITED:
@@ -225,11 +234,6 @@ class Worker:
         fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending
         return pack(self._setup.worker_id, began, idle, fetch, collate, transfer)
 
-    def take_doubt(self) -> int | None:
-        """A task since the last call whose differing batch was accepted, see `Answer`."""
-        doubt, self._doubt = self._doubt, None
-        return doubt
-
     def snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
         """A snapshot of the worker, if one is due after these seconds of work."""
         self._recorder.worked(seconds)
@@ -240,11 +244,8 @@ class Worker:
         self._end_is_told = self._exhausted
         if begins:
             self._replayed = self._to_replay = 0
-        if ends:
-            return tuple(self.snapshot())
-        due = begins or self._recorder.is_due
-        state = self._recorder.snapshot_if_settled(self._iterator, **self._progress()) if due else None
-        return None if state is None else tuple(state)
+        due = ends or begins or self._recorder.is_due
+        return tuple(self.snapshot()) if due else None
 
     def end(self) -> None:
         """Drops the iterator, which may have something to finish, as torch's worker does last."""
@@ -312,7 +313,7 @@ class Worker:
             self._dataset_epoch = epoch
             self._dataset.set_epoch(epoch)
 
-    def run(self, task: Task, arena: ArenaWriter | None) -> Result:
+    def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Result:
         """Returns a task's result."""
         self._read_on(math.inf)
         while self._left:
@@ -321,7 +322,7 @@ class Worker:
                 return replace(result, task_id=task.task_id)
         return self._do(task, arena)
 
-    def replay(self, tasks: list[Task], dropped: Callable[[int, int], bool]) -> Result | None:
+    def replay(self, tasks: list[BuildOrder], dropped: Callable[[int, int], bool]) -> Result | None:
         """Rebuilds tasks for a limited time, and keeps the rest. Returns only a result that ends the process."""
         self._left.extend(tasks)
         self._unrestored |= self._failure is not None
@@ -341,7 +342,7 @@ class Worker:
                 break
         return None
 
-    def _do(self, task: Task, arena: ArenaWriter | None) -> Result:
+    def _do(self, task: BuildOrder, arena: ArenaWriter | None) -> Result:
         """Executes a task when it is its turn; a rebuilt batch must equal the original."""
         if self._rewind is not None:
             self._rewind.task_begins(task.task_id)
@@ -349,30 +350,24 @@ class Worker:
         self._replayed += task.again
         if task.digest in (None, result.digest) or self._failure is not None or result.kind in ENDS:
             return result
-        believed = has_state(self._dataset) or has_state(self._iterator)
-        if believed and result.kind in (ResultKind.BATCH, ResultKind.EMPTY):
-            self._doubt = task.task_id
-            return result
+        has_own = has_state(self._dataset) or has_state(self._iterator)
         with self._keeping_failure():
-            if believed:  # no batch at all: the batches after it are lost too
-                what = result.text or "its stream has ended"
+            if has_own and result.kind not in (ResultKind.BATCH, ResultKind.EMPTY):
                 raise ReplayError(
                     f"batch {task.task_id} of worker {self._setup.worker_id} was to be rebuilt after its worker was "
                     "replaced or resumed, but did not come: load_state_dict() of the dataset has not restored its "
-                    f"position. Correct that method, or start the epoch again. What came instead: {what}"
+                    "position. Correct that method, or start the epoch again. What came instead: "
+                    f"{result.text or 'its stream has ended'}"
                 )
             raise ReplayError(
                 f"batch {task.task_id} of worker {self._setup.worker_id} was rebuilt after its worker was replaced or "
-                "resumed, and differs from the original: it depends on something that cannot be restored, such as a "
-                "random generator that cannot be followed, the time, the process, or the order of a set of strings "
-                "(set PYTHONHASHSEED). Create generators in __init__ or in worker_init_fn, from the same seed in each "
-                "run; or give the dataset state_dict() and load_state_dict(), which are then trusted to restore it"
+                f"resumed, and differs from the original: {_LEFT_OUT if has_own else _NOT_RESTORED}"
             )
         self._unrestored = True
         assert self._failure is not None
         return replace(self._failure, task_id=task.task_id)
 
-    def _build(self, task: Task, arena: ArenaWriter | None) -> Result:
+    def _build(self, task: BuildOrder, arena: ArenaWriter | None) -> Result:
         self._began, self._fetched, self._collated = time.perf_counter(), 0.0, 0.0
         task_id = task.task_id
         if self._failure is not None and (self._unrestored or not self._exhausted):
@@ -429,7 +424,7 @@ class Worker:
         return result
 
     def _load(
-        self, indices: Wire, arena: ArenaWriter | None, skipped: list[skipping.Skipped]
+        self, indices: tuple[Any, ...], arena: ArenaWriter | None, skipped: list[skipping.Skipped]
     ) -> tuple[Any, int, FreshTensors]:
         """Returns a batch, how many samples are in it, and which of its tensors are fresh."""
         setup = self._setup
@@ -439,7 +434,7 @@ class Worker:
         try:
             left_out = skipped if setup.skip_errors else None
             with loading:
-                samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(indices), left_out)
+                samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(Wire(*indices)), left_out)
             self._fetched = time.perf_counter()
             fresh = collate_into(arena, self._collate_fn, samples)
             return self._collate_fn(samples), count, fresh

@@ -29,13 +29,13 @@ def loaded_files() -> dict[str, File]:
 
 
 def adopt(files: Mapping[str, File]) -> None:
-    """In a worker: finds these modules, and no others any more."""
+    """In a worker: finds these modules, and no longer those of an earlier call."""
     _finder.files = files
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _FileFinder(importlib.abc.MetaPathFinder):
     """Comes after the other finders."""
 
     files: Mapping[str, File]
@@ -49,4 +49,4 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=folders)
 
 
-_finder = _Finder()
+_finder = _FileFinder()

@@ -35,6 +35,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from rayloader._compat import default_collate_fn_map
 from rayloader.inherit.plain_values import (
     MUTABLE,
@@ -47,10 +49,10 @@ from rayloader.inherit.plain_values import (
     same,
     set_content,
 )
-from rayloader.namespaces import attributes_of, is_a, namespace_of
+from rayloader.namespaces import attributes_of, functions_of, is_a, namespace_of
 from rayloader.own_modules import own_modules
-from rayloader.random.module_generators import Carried, Found, Placed
-from rayloader.random.object_paths import functions_of
+from rayloader.random.placing import Located, Placed, located
+from rayloader.random.search import search
 
 logger = logging.getLogger("rayloader")
 
@@ -79,7 +81,7 @@ class ModuleGlobals:
     """
 
     sent: bytes
-    generators: tuple[Carried, ...]
+    generators: tuple[Located, ...]
 
     @classmethod
     def capture(cls) -> ModuleGlobals:
@@ -87,7 +89,6 @@ class ModuleGlobals:
         sent: dict[str, _Sent] = {}
         numbers: dict[int, int] = {}  # of objects, by their identity
         modules = dict(own_modules())
-        found = Found(modules)
         for module_name, attributes in modules.items():
             plain, objects, others = sent[module_name] = _Sent({}, {}, {})
             for path, value in _set_in(module_name, attributes):
@@ -99,19 +100,16 @@ class ModuleGlobals:
                 others[path] = described(value)
                 if (content := content_of(value)) is not None and is_plain(content):
                     objects[path] = numbers.setdefault(id(value), len(numbers)), content
-                of_module = len(path) == 1  # the search continues from there into classes
-                if of_module and (not is_a(value, (type, types.FunctionType)) or value.__module__ in modules):
-                    found.look_in(module_name, path[0], value)
-        return cls(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL), found.carried())
+        found = [one for one in search({}, modules.items()) if not _is_of_a_device(one.generator)]
+        return cls(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL), located(found))
 
     def adopt(self) -> None:
         """In a worker: sets the globals of imported modules, and those of other modules when they are imported."""
         _finder.adopt(pickle.loads(self.sent), Placed(self.generators))
 
 
-def placed_generators() -> Placed:
-    """In a worker: the generators of the modules."""
-    return _finder.placed
+def _is_of_a_device(generator: Any) -> bool:
+    return is_a(generator, torch.Generator) and generator.device.type != "cpu"
 
 
 def _set_in(module_name: str, namespace: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
@@ -199,7 +197,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Comes before the other finders, and sets the globals of a module that one of them finds once it is imported."""
 
     def __init__(self) -> None:
-        self.placed = Placed()
+        self._placed = Placed()
         self._sent: dict[str, _Sent] = {}
         self._here: dict[int, Any] = {}  # what represents a part of these here, by its identity
         self._objects: dict[int, Any] = {}  # what represents the driver's objects here, by their numbers
@@ -211,7 +209,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def adopt(self, sent: dict[str, _Sent], placed: Placed) -> None:
         """Sets the driver's values, now and in the modules that are imported from now on."""
-        self.placed, self._sent, self._here, self._objects, self._taken = placed, sent, {}, {}, set()
+        self._placed, self._sent, self._here, self._objects, self._taken = placed, sent, {}, {}, set()
         self._threads = self._threads or set(threading.enumerate())
         here = {name: sys.modules[name] for name in sent if is_a(sys.modules.get(name), types.ModuleType)}
         known = {(id(kept.place.owner), kept.place.name) for kept in self._as_imported}
@@ -223,7 +221,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         sought = vars(self._thread).setdefault("sought", set())
-        if fullname in sought or not (fullname in self._sent or self.placed.waits_for(fullname)):
+        if fullname in sought or fullname not in self._sent:
             return None
         sought.add(fullname)  # one of the others may ask all finders itself
         try:
@@ -267,7 +265,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             kept.put_back()
         imported = self._thread.imported = {}
         try:
-            with self.placed.as_imported():
+            with self._placed.as_imported():
                 yield
         finally:
             del self._thread.imported
@@ -358,7 +356,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _place_generators(self, module_name: str, module: types.ModuleType) -> None:
         """Places the generators, and logs what differs from the driver."""
         others = self._sent[module_name].others if module_name in self._sent else {}
-        missing = [f"{path} (a random generator)" for path in self.placed.put_in(module_name)]
+        missing = [f"{path} (a random generator)" for path in self._placed.put_in(module_name)]
         missing += [
             f"{'.'.join(path)} ({kind})"
             for path, kind in others.items()

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.namespaces import is_a
+from rayloader.namespaces import functions_of, is_a, slots_of
 from rayloader.own_modules import is_own_name
 from rayloader.random.generator_kinds import KINDS
-from rayloader.random.object_paths import functions_of, slots_of
 
 _ATOMS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
 _ATOMS |= {type(pathlib.PurePath()), type(pathlib.Path())}

@@ -25,7 +25,6 @@ from rayloader.inherit import loaded_files
 from rayloader.inherit.left_behind import LeftBehind
 from rayloader.inherit.logging_state import LoggingState
 from rayloader.inherit.module_globals import ModuleGlobals
-from rayloader.inherit.resource_trackers import TrackerAddress, adopt
 
 
 class _Setting(NamedTuple):
@@ -50,7 +49,6 @@ class ProcessState:
     module_globals: ModuleGlobals
     files: dict[str, loaded_files.File]  # of the program's modules
     logging: LoggingState
-    tracker: TrackerAddress | None
     authkey: bytes = field(repr=False)  # of multiprocessing: a secret that only workers of this node need
 
     @classmethod
@@ -72,7 +70,6 @@ class ProcessState:
             module_globals=ModuleGlobals.capture(),
             files=loaded_files.loaded_files(),
             logging=LoggingState.capture(),
-            tracker=TrackerAddress.here(),
             authkey=bytes(multiprocessing.current_process().authkey),
         )
 
@@ -111,8 +108,6 @@ class Baseline:
         sys.path[:] = [*state.sys_path, *(entry for entry in self._sys_path if entry not in state.sys_path)]
         if here and state.affinity:
             os.sched_setaffinity(0, state.affinity)
-        if here:
-            adopt(state.tracker)
         if here and state.authkey:
             multiprocessing.current_process().authkey = state.authkey
         loaded_files.adopt(state.files)

@@ -103,17 +103,11 @@ class Series:
 
 
 class Work(NamedTuple):
-    """What the workers did, with a row for each.
+    """What the workers did, with a row for each."""
 
-    Attributes:
-        counts: histograms of the times that they took to build a batch.
-        longest: the longest of these times.
-        sums: seconds of idleness, fetching, collating and transfer.
-    """
-
-    counts: _Numbers
-    longest: _Numbers
-    sums: _Numbers
+    counts: _Numbers  # histograms of the times that they took to build a batch.
+    longest: _Numbers  # the longest of these times.
+    sums: _Numbers  # seconds of idleness, fetching, collating and transfer.
 
     @classmethod
     def nothing(cls, num_workers: int) -> Work:

@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rayloader.observe.recorder import Recorder
 from rayloader.observe.stats import Period
@@ -62,41 +62,22 @@ GAUGES = {
 }
 
 
-class Counter(Protocol):
-    """The interface of `ray.util.metrics.Counter`."""
-
-    def inc(self, value: float, tags: dict[str, str]) -> None:
-        """Adds a value greater than 0."""
-
-
-class Gauge(Protocol):
-    """The interface of `ray.util.metrics.Gauge`."""
-
-    def set(self, value: float, tags: dict[str, str]) -> None:
-        """Sets the current value."""
-
-
 class Metrics:
     """The metrics of all loaders of one Ray session.
 
     Args:
         is_on: whether metrics are exported; asked once, in `tell`.
-        counter: creates a counter from its name, description and label names.
-        gauge: creates a gauge from the same.
+        counter: Ray's class of counters, which are made from a name, a description and label names.
+        gauge: Ray's class of gauges, made from the same.
     """
 
-    def __init__(
-        self,
-        is_on: Callable[[], bool],
-        counter: Callable[[str, str, tuple[str, ...]], Counter],
-        gauge: Callable[[str, str, tuple[str, ...]], Gauge],
-    ) -> None:
+    def __init__(self, is_on: Callable[[], bool], counter: Callable[..., Any], gauge: Callable[..., Any]) -> None:
         self._is_on = is_on
         self._on: bool | None = None  # not asked yet
         self._counter, self._gauge = counter, gauge
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
-        self._watched: tuple[_Watched, ...] = ()  # replaced as a whole
+        self._counters: dict[str, Any] = {}
+        self._gauges: dict[str, Any] = {}
+        self._reported: tuple[_Reported, ...] = ()  # replaced as a whole
         self._lock = threading.Lock()
         self._due = 0.0  # time.monotonic(): when to report next
 
@@ -109,9 +90,9 @@ class Metrics:
         if self._on is False:
             return False
         with self._lock:
-            if any(watched.loader() is loader for watched in self._watched):
+            if any(one.loader() is loader for one in self._reported):
                 return False
-            self._watched += (_Watched(loader.label, loader._recorder, weakref.ref(loader)),)
+            self._reported += (_Reported(loader.label, loader._recorder, weakref.ref(loader)),)
         return True
 
     def tell(self, *, at_once: bool = False) -> float | None:
@@ -119,7 +100,7 @@ class Metrics:
 
         Runs in the janitor's thread.
         """
-        if not self._watched or self._on is False:
+        if not self._reported or self._on is False:
             return None
         wait = self._due - time.monotonic()
         if wait > 0 and not at_once:
@@ -128,7 +109,8 @@ class Metrics:
             if self._on is None:
                 self._on = self._is_on()
                 if self._on:
-                    self._make()
+                    self._counters = {name: self._counter(name, text, LABELS) for name, (text, _) in COUNTERS.items()}
+                    self._gauges = {name: self._gauge(name, text, LABELS) for name, text in GAUGES.items()}
             if self._on:
                 self._tell()
         except Exception:  # any error of Ray's: the janitor has more to do, and the training goes on
@@ -136,12 +118,12 @@ class Metrics:
             self._on = False
         self._due = time.monotonic() + INTERVAL_S
         with self._lock:
-            self._watched = tuple(one for one in self._watched if self._on and not one.ended)
-        return INTERVAL_S if self._watched else None
+            self._reported = tuple(one for one in self._reported if self._on and not one.ended)
+        return INTERVAL_S if self._reported else None
 
     def _tell(self) -> None:
         now: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(GAUGES))
-        for one in self._watched:
+        for one in self._reported:
             one.ended = one.loader() is None  # first: what follows is its last report
             self._count(one)
             now[one.label] = [old + new for old, new in zip(now[one.label], one.gauges(), strict=True)]
@@ -149,28 +131,24 @@ class Metrics:
             for gauge, value in zip(self._gauges.values(), values, strict=True):
                 gauge.set(value, {"loader": label})
 
-    def _make(self) -> None:
-        self._counters = {name: self._counter(name, text, LABELS) for name, (text, _) in COUNTERS.items()}
-        self._gauges = {name: self._gauge(name, text, LABELS) for name, text in GAUGES.items()}
-
-    def _count(self, one: _Watched) -> None:
+    def _count(self, one: _Reported) -> None:
         period = one.recorder.tell()[1].period()
         for name, (_, value_of) in COUNTERS.items():
             value = value_of(period)
-            more = value - one.told.get(name, 0.0)
+            more = value - one.counted.get(name, 0.0)
             if more > 0:
-                one.told[name] = value
+                one.counted[name] = value
                 self._counters[name].inc(more, {"loader": one.label})
 
 
 @dataclass(eq=False, slots=True)
-class _Watched:
+class _Reported:
     """A loader, and what Ray knows of it. Its recorder outlives it, so that the last batches are reported too."""
 
     label: str
     recorder: Recorder
     loader: weakref.ref[Any]
-    told: dict[str, float] = field(default_factory=dict)
+    counted: dict[str, float] = field(default_factory=dict)
     ended: bool = False
 
     def gauges(self) -> list[float]:

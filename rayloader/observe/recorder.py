@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -27,23 +28,17 @@ SLOWEST = 5
 SLOW = 4.0
 
 
+@dataclass(slots=True)
 class WorkerTally:
     """Further measurements of one worker; see `WorkerStats`."""
 
-    __slots__ = ("arena", "depth", "lane", "settled")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.lane = ""
-        self.arena: bool | None = None  # whether its last batch had room in one; None before the first
-        self.settled = False  # its idle time now counts from the first batch of the epoch
-
-    def merge(self, other: WorkerTally) -> None:
-        """Adds the other tally to this one."""
-        self.depth = max(self.depth, other.depth)
-        self.lane = other.lane or self.lane
+    depth: int = 0
+    lane: str = ""
+    arena: bool | None = None  # whether its last batch had room in one; None before the first
+    settled: bool = False  # its idle time now counts from the first batch of the epoch
 
 
+# Attributes of `Tally` that are added up, under the same names as in `Period`.
 _SUMS = "batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "blocked", "behind", "drawing"
 
 
@@ -150,8 +145,8 @@ class Tally:
     def settle(self, worker: WorkerTally, spent: bytes) -> bytes:
         """`spent` without idleness before the first batch: the worker waited for others to start."""
         worker.settled = bool(self.batches)
-        told = Spent.unpack(spent)
-        return pack(*told._replace(idle=max(0.0, min(told.idle, perf_counter() - self._began))))
+        whole = Spent.unpack(spent)
+        return pack(*whole._replace(idle=max(0.0, min(whole.idle, perf_counter() - self._began))))
 
     def note_slow(self, slow: SlowBatch) -> None:
         """A batch that may be one of the slowest."""
@@ -184,7 +179,8 @@ class Tally:
             work = work.merged(tally.work)
             whole.workers += [WorkerTally() for _ in tally.workers[len(whole.workers) :]]
             for worker, other in zip(whole.workers, tally.workers, strict=False):
-                worker.merge(other)
+                worker.depth = max(worker.depth, other.depth)
+                worker.lane = other.lane or worker.lane
             for slow in tally.slowest:
                 whole.note_slow(slow)
         whole.wait, whole.step = Series(wait), Series(step)
@@ -206,20 +202,12 @@ class Tally:
         times = build.times()
         slow, seconds = build.above(SLOW * times.median)
         return Period(
-            batches=self.batches,
-            samples=self.samples,
-            nbytes=self.nbytes,
-            first_wait=self.first_wait,
+            **{name: getattr(self, name) for name in _SUMS},
             wait=self.wait.histogram.times(),
             step=self.step.histogram.times(),
-            blocked=self.blocked,
-            behind=self.behind,
-            drawing=self.drawing,
             build=times,
             slow=slow,
             slow_ratio=seconds / times.median if slow else 0.0,
-            restarts=self.restarts,
-            skipped=self.skipped,
             workers=tuple(workers),
             slowest=tuple(self.slowest),
         )
@@ -261,7 +249,7 @@ class Recorder:
     def tell(self) -> tuple[Tally, Tally]:
         """The tallies of the epoch that began last, and of all epochs."""
         past, live = self._tallies
-        return self.latest, Tally.of([past, *(tally for _, tally in live)])
+        return live[-1][1] if live else past, Tally.of([past, *(tally for _, tally in live)])
 
     @property
     def latest(self) -> Tally:

@@ -13,22 +13,14 @@ pack = _PACKED.pack  # the fields of a `Spent`, in their order
 
 
 class Spent(NamedTuple):
-    """The unpacked form. In seconds.
+    """The unpacked form. In seconds."""
 
-    Attributes:
-        worker_id: the worker that built the batch.
-        began: when it began, perf_counter() of its machine.
-        idle: how long its process had nothing to do before that.
-        fetch: in the dataset.
-        collate: in `collate_fn`.
-        transfer: for encoding, and for sending the previous batch: the time to send this one is reported with the next.
-    """
-
-    worker_id: float
-    began: float
-    idle: float
-    fetch: float
-    collate: float
+    worker_id: float  # the worker that built the batch.
+    began: float  # when it began, perf_counter() of its machine.
+    idle: float  # how long its process had nothing to do before that.
+    fetch: float  # in the dataset.
+    collate: float  # in `collate_fn`.
+    # for encoding, and for sending the previous batch: the time to send this one is reported with the next.
     transfer: float
 
     @classmethod

@@ -17,23 +17,14 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class Times:
-    """How long something took, each time that it happened; seconds. The quantiles are exact to 6%.
+    """How long something took, each time that it happened; seconds. The quantiles are exact to 6%."""
 
-    Attributes:
-        count: how often it happened.
-        total: all of them together.
-        median: half of them took no longer.
-        p95: 95% of them took no longer.
-        p99: 99% of them took no longer.
-        longest: the longest one.
-    """
-
-    count: int = 0
-    total: float = 0.0
-    median: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
-    longest: float = 0.0
+    count: int = 0  #: how often it happened.
+    total: float = 0.0  #: all of them together.
+    median: float = 0.0  #: half of them took no longer.
+    p95: float = 0.0  #: 95% of them took no longer.
+    p99: float = 0.0  #: 99% of them took no longer.
+    longest: float = 0.0  #: the longest one.
 
     @property
     def mean(self) -> float:
@@ -46,28 +37,19 @@ class Times:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What one worker did for the batches that it has sent. Seconds are totals over all these batches.
+    """What one worker did for the batches that it has sent. Seconds are totals over all these batches."""
 
-    Attributes:
-        worker_id: torch's, from 0 on.
-        build: its work on a batch, the following three together.
-        idle: seconds for which its process had nothing to do, from the first batch of the epoch on.
-        fetch: seconds in the dataset.
-        collate: seconds in `collate_fn`.
-        transfer: seconds for encoding batches, placing them in shared memory if there is any, and sending them.
-        lane: how it is reached and how its batches travel: "line, arena", "line", "TCP line" or "Ray calls"; ""
-            if it has sent nothing.
-        depth: largest number of batches that were requested from it at one time.
-    """
-
-    worker_id: int
-    build: Times = Times()
-    idle: float = 0.0
-    fetch: float = 0.0
-    collate: float = 0.0
+    worker_id: int  #: torch's, from 0 on.
+    build: Times = Times()  #: its work on a batch, the following three together.
+    idle: float = 0.0  #: seconds for which its process had nothing to do, from the first batch of the epoch on.
+    fetch: float = 0.0  #: seconds in the dataset.
+    collate: float = 0.0  #: seconds in `collate_fn`.
+    #: seconds for encoding batches, placing them in shared memory if there is any, and sending them.
     transfer: float = 0.0
+    #: how it is reached and how its batches travel: "line, arena", "line", "TCP line" or "Ray calls"; "" if it has sent
+    #: nothing.
     lane: str = ""
-    depth: int = 0
+    depth: int = 0  #: largest number of batches that were requested from it at one time.
 
     @property
     def busy(self) -> float:
@@ -84,19 +66,12 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """One of the batches that took longest to build.
+    """One of the batches that took longest to build."""
 
-    Attributes:
-        batch: its number in its epoch, from 0 on.
-        worker_id: the worker that built it.
-        seconds: how long this took.
-        indices: of its samples, as text, shortened if there are many; "" for an iterable dataset.
-    """
-
-    batch: int
-    worker_id: int
-    seconds: float
-    indices: str
+    batch: int  #: its number in its epoch, from 0 on.
+    worker_id: int  #: the worker that built it.
+    seconds: float  #: how long this took.
+    indices: str  #: of its samples, as text, shortened if there are many; "" for an iterable dataset.
 
     def __str__(self) -> str:
         indices = f", indices {self.indices}" if self.indices else ""
@@ -105,45 +80,30 @@ class SlowBatch:
 
 @dataclass(frozen=True)
 class Period:
-    """One epoch, or all epochs together: what the trainer got, and how its time was spent.
+    """One epoch, or all epochs together: what the trainer got, and how its time was spent."""
 
-    Attributes:
-        batches: that the trainer got.
-        samples: in these batches; for each batch, as many as its worker took from the dataset and did not skip.
-        nbytes: in the memory of their tensors, arrays and other buffers. Without workers, only tensors and arrays in
-            lists, tuples and dicts count.
-        first_wait: seconds inside `next()` until the first batch of the epoch, in which workers start and the first
-            batches are built; not part of any other figure. In all: of all epochs together.
-        wait: inside `next()`, for each other batch. Without workers this is the time in which it is built.
-        step: between the return of `next()` and its next call.
-        blocked: seconds of `wait` in which nothing had come from the workers. The rest is the loader's own work.
-        behind: seconds of `blocked` in which a finished batch had to wait for an earlier one.
-        drawing: seconds of `wait` for drawing from the sampler.
-        build: a worker's work on a batch.
-        slow: batches that took more than 4 times the median to build.
-        slow_ratio: how many times the median these took, on average.
-        restarts: of workers whose process died, hung or was lost.
-        skipped: samples that were left out, with `on_error="skip"`.
-        workers: in the order of their numbers; none with `num_workers=0`.
-        slowest: a handful of batches, the slowest first.
-    """
-
-    batches: int = 0
-    samples: int = 0
+    batches: int = 0  #: that the trainer got.
+    samples: int = 0  #: in these batches; for each batch, as many as its worker took from the dataset and did not skip.
+    #: in the memory of their tensors, arrays and other buffers. Without workers, only tensors and arrays in lists,
+    #: tuples and dicts count.
     nbytes: int = 0
+    #: seconds inside `next()` until the first batch of the epoch, in which workers start and the first batches are
+    #: built; not part of any other figure. In all: of all epochs together.
     first_wait: float = 0.0
+    #: inside `next()`, for each other batch. Without workers this is the time in which it is built.
     wait: Times = Times()
-    step: Times = Times()
+    step: Times = Times()  #: between the return of `next()` and its next call.
+    #: seconds of `wait` in which nothing had come from the workers. The rest is the loader's own work.
     blocked: float = 0.0
-    behind: float = 0.0
-    drawing: float = 0.0
-    build: Times = Times()
-    slow: int = 0
-    slow_ratio: float = 0.0
-    restarts: int = 0
-    skipped: int = 0
-    workers: tuple[WorkerStats, ...] = ()
-    slowest: tuple[SlowBatch, ...] = ()
+    behind: float = 0.0  #: seconds of `blocked` in which a finished batch had to wait for an earlier one.
+    drawing: float = 0.0  #: seconds of `wait` for drawing from the sampler.
+    build: Times = Times()  #: a worker's work on a batch.
+    slow: int = 0  #: batches that took more than 4 times the median to build.
+    slow_ratio: float = 0.0  #: how many times the median these took, on average.
+    restarts: int = 0  #: of workers whose process died, hung or was lost.
+    skipped: int = 0  #: samples that were left out, with `on_error="skip"`.
+    workers: tuple[WorkerStats, ...] = ()  #: in the order of their numbers; none with `num_workers=0`.
+    slowest: tuple[SlowBatch, ...] = ()  #: a handful of batches, the slowest first.
 
     @property
     def seconds(self) -> float:
@@ -184,42 +144,28 @@ class Period:
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """A loader's measurements: see `DataLoader.stats()`. Its `str()` is a table for reading.
+    """A loader's measurements: see `DataLoader.stats()`. Its `str()` is a table for reading."""
 
-    Attributes:
-        num_workers: of the last iterator; 0 without workers, and before the first `iter()`.
-        epoch: the epoch in progress, or else the last one.
-        total: all epochs of all iterators of this loader object.
-        processes: how many host these workers.
-        bytes_under_way: bytes of batches that the workers have sent and the trainer has not taken. The size of batches
-            that are still being built is not known.
-        bytes_held: bytes of the memory for batches that the trainer was given and still refers to: shared memory of the
-            workers, and reusable memory for batches from the network. Tensors of 64 KiB and less, and
-            pinned ones, have memory of their own and do not count. Both are 0 when an epoch has ended, unless workers
-            are persistent.
-        cpus: that this process may use.
-        cpu_use: the share of them, from 0 to 1, that all processes have used since the first batch of the epoch; None
-            if the system does not report it.
-        dynamic: whether `scheduling="dynamic"`.
-        in_order: whether batches are delivered in order.
-        iterable: whether the dataset is iterable-style.
-        prefetch_factor: batches of each worker that may be under way; None if the depth is automatic.
-        verdict: whether the loader or the trainer is the bottleneck, and what to do, in one sentence.
-    """
-
-    num_workers: int = 0
-    epoch: Period = Period()
-    total: Period = Period()
-    processes: int = 0
+    num_workers: int = 0  #: of the last iterator; 0 without workers, and before the first `iter()`.
+    epoch: Period = Period()  #: the epoch in progress, or else the last one.
+    total: Period = Period()  #: all epochs of all iterators of this loader object.
+    processes: int = 0  #: how many host these workers.
+    #: bytes of batches that the workers have sent and the trainer has not taken. The size of batches that are still
+    #: being built is not known.
     bytes_under_way: int = 0
+    #: bytes of the memory for batches that the trainer was given and still refers to: shared memory of the workers, and
+    #: reusable memory for batches from the network. Tensors of 64 KiB and less, and pinned ones, have memory of their
+    #: own and do not count. Both are 0 when an epoch has ended, unless workers are persistent.
     bytes_held: int = 0
-    cpus: float = 1.0
+    cpus: float = 1.0  #: that this process may use.
+    #: the share of them, from 0 to 1, that all processes have used since the first batch of the epoch; None if the
+    #: system does not report it.
     cpu_use: float | None = None
-    dynamic: bool = False
-    in_order: bool = True
-    iterable: bool = False
-    prefetch_factor: int | None = None
-    verdict: str = ""
+    dynamic: bool = False  #: whether `scheduling="dynamic"`.
+    in_order: bool = True  #: whether batches are delivered in order.
+    iterable: bool = False  #: whether the dataset is iterable-style.
+    prefetch_factor: int | None = None  #: batches of each worker that may be under way; None if the depth is automatic.
+    verdict: str = ""  #: whether the loader or the trainer is the bottleneck, and what to do, in one sentence.
 
     def __str__(self) -> str:
         epoch = self.epoch

@@ -24,17 +24,17 @@ TRAINER = 0  # the trainer's lane; worker w has lane 1 + w
 
 
 class _Built(NamedTuple):
-    """What a worker did for one batch; times are perf_counter() of its machine, in seconds."""
+    """A batch that a worker has sent."""
 
-    worker_id: int
     process: object  # equal for the same process of that worker
     received: float | None  # perf_counter() of this machine; None if the worker is on it
     batch: int
     indices: str
-    began: float
-    fetch: float
-    collate: float
-    transfer: float
+    spent: Spent
+
+    @property
+    def lane(self) -> int:
+        return 1 + int(self.spent.worker_id)
 
 
 class Trace:
@@ -58,9 +58,7 @@ class Trace:
             indices: of the task, as text.
             spent: on it, by that worker.
         """
-        worker_id, began, _, *parts = spent
-        received = None if near else perf_counter()
-        self._built.append(_Built(int(worker_id), process, received, batch, indices, began, *parts))
+        self._built.append(_Built(process, None if near else perf_counter(), batch, indices, spent))
 
     def write(self, path: Path, title: str) -> None:
         """Writes the file, replacing an existing one; compressed if its name ends with .gz."""
@@ -74,15 +72,15 @@ class Trace:
         built, trainer = list(self._built), list(self._of_trainer)
         yield _named("process_name", TRAINER, title)
         yield _named("thread_name", TRAINER, "trainer")
-        for worker_id in sorted({one.worker_id for one in built}):
-            yield _named("thread_name", 1 + worker_id, f"worker {worker_id}")
+        for lane in sorted({one.lane for one in built}):
+            yield _named("thread_name", lane, f"worker {lane - 1}")
         for what, batch, began, ended in trainer:
             yield _slice(what, TRAINER, began, ended, {"batch": batch})
-        for process in dict.fromkeys((one.worker_id, one.process) for one in built):
-            yield from _of_process([one for one in built if (one.worker_id, one.process) == process])
+        for process in dict.fromkeys((one.lane, one.process) for one in built):
+            yield from _of_process([one for one in built if (one.lane, one.process) == process])
 
 
-class _Recorder(Protocol):
+class _Traced(Protocol):
     def set_trace(self, trace: Trace | None) -> None:
         """Sets where to report events from now on."""
 
@@ -94,7 +92,7 @@ class Tracing:
     dropped or the program ends.
     """
 
-    def __init__(self, recorder: _Recorder, path: Path, title: str) -> None:
+    def __init__(self, recorder: _Traced, path: Path, title: str) -> None:
         self._recorder = weakref.ref(recorder)
         trace = Trace()
         recorder.set_trace(trace)
@@ -123,25 +121,23 @@ def _write(trace: Trace, path: Path, title: str, pid: int) -> None:
 
 def _of_process(built: list[_Built]) -> Iterable[dict[str, Any]]:
     # Another machine's clock: assumes that the fastest batch arrived at the moment when it was sent.
-    ahead = min((one.received - _end(one) for one in built if one.received is not None), default=0.0)
-    nexts = [one.began for one in built[1:]]
+    ahead = min(
+        (one.received - one.spent.began - one.spent.build for one in built if one.received is not None), default=0.0
+    )
+    nexts = [one.spent.began for one in built[1:]]
     for one, next_began in zip(built, [*nexts, float("inf")], strict=True):
-        told = {"batch": one.batch, **({"indices": one.indices} if one.indices else {})}
-        began = one.began
+        args = {"batch": one.batch, **({"indices": one.indices} if one.indices else {})}
+        began = one.spent.began
         for what in ("fetch", "collate", "transfer"):
             # Sending is reported with the next batch, so it could seem to end after that has begun.
-            ended = min(began + getattr(one, what), next_began)
-            yield _slice(what, 1 + one.worker_id, began + ahead, ended + ahead, told)
+            ended = min(began + getattr(one.spent, what), next_began)
+            yield _slice(what, one.lane, began + ahead, ended + ahead, args)
             began = ended
 
 
-def _end(one: _Built) -> float:
-    return one.began + one.fetch + one.collate + one.transfer
-
-
-def _slice(what: str, lane: int, began: float, ended: float, told: dict[str, Any]) -> dict[str, Any]:
+def _slice(what: str, lane: int, began: float, ended: float, args: dict[str, Any]) -> dict[str, Any]:
     times = {"ts": began * 1e6, "dur": (ended - began) * 1e6}
-    return {"ph": "X", "name": what, "pid": os.getpid(), "tid": lane, **times, "args": told}
+    return {"ph": "X", "name": what, "pid": os.getpid(), "tid": lane, **times, "args": args}
 
 
 def _named(what: str, lane: int, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Promise: a state from `state_of`, set by `set_state` in a generator that it suit
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,11 +23,6 @@ def engine(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator
     return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator
-
-
-def engines(generators: Iterable[Any]) -> set[int]:
-    """The identities of the objects that hold their states."""
-    return {id(engine(generator)) for generator in generators}
 
 
 def state_of(generator: Any) -> Any:
@@ -86,7 +82,7 @@ def suits(generator: Any, state: Any) -> bool:
 
 
 def distinct(found: Iterable[Any]) -> list[Any]:
-    """The generators to follow: each state once, without the global ones and those that do not reveal their state."""
+    """The generators to follow: each state once, without the global ones and those that hide their state."""
     chosen: dict[int, Any] = {}
     shared = {id(engine(obj)) for obj, *_ in global_generators()}
     for generator in found:
@@ -94,7 +90,9 @@ def distinct(found: Iterable[Any]) -> list[Any]:
         if key in shared or (key in chosen and not isinstance(generator, np.random.RandomState)):
             continue
         with contextlib.suppress(Exception):  # random.SystemRandom, or a class of the user's
-            state_of(generator)
+            state = state_of(generator)
+            if not kind_of(generator):
+                pickle.dumps(state)
             chosen[key] = generator
     return list(chosen.values())
 
@@ -108,17 +106,6 @@ def global_generators() -> tuple[tuple[Any, Any, str], ...]:
         (numpy._rand._bit_generator, numpy._rand, "_bit_generator"),
         (torch.default_generator, torch, "default_generator"),
     )
-
-
-def generator_types() -> set[type]:
-    """`KINDS` and all their current subclasses."""
-    return set().union(*map(with_subclasses, KINDS))
-
-
-def with_subclasses(kind: type) -> set[type]:
-    """This class and all its subclasses."""
-    below: list[type] = type.__subclasses__(kind)
-    return {kind}.union(*map(with_subclasses, below))
 
 
 def kind_of(generator: Any) -> str:

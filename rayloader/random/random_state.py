@@ -19,7 +19,7 @@ import torch
 from rayloader import _compat
 from rayloader.plain_state import bytes_of, text_of
 from rayloader.random.generator_kinds import set_state, state_of
-from rayloader.random.generators import Later
+from rayloader.random.placing import Located
 
 _Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
 
@@ -31,7 +31,7 @@ class RandomState(NamedTuple):
     torch: bytes | None = None
     numpy: _Numpy | None = None
     others: tuple[Any, ...] | None = None
-    later: tuple[Later, ...] | None = None  # of generators that were created in a worker; `Generators` restores them
+    located: tuple[Located, ...] | None = None  # of those found by their paths; who has these restores them
 
     @classmethod
     def capture(cls, others: list[Any], before: RandomState | None = None, *, only_torch: bool = False) -> RandomState:
@@ -68,7 +68,7 @@ class RandomState(NamedTuple):
             None if self.torch == before.torch else self.torch,
             self._numpy_since(before),
             None if _same(self.others, before.others) else self.others,
-            None if _same(self.later, before.later) else self.later,
+            None if _same(self.located, before.located) else self.located,
         )
 
     def equals(self, other: RandomState) -> bool:
@@ -77,7 +77,7 @@ class RandomState(NamedTuple):
             self.torch == other.torch
             and self.python == other.python
             and _same(self.others, other.others)
-            and _same(self.later, other.later)
+            and _same(self.located, other.located)
             and (self.numpy is other.numpy or self._numpy_since(other) is None)
         )
 
@@ -93,15 +93,15 @@ class RandomState(NamedTuple):
     def pack(self) -> tuple[Any, ...]:
         """Packs the states in plain, immutable types; 3.4 KB for each generator that is not None."""
         numpy = self.numpy[1] if self.numpy is not None else None
-        later = None if self.later is None else tuple(map(tuple, self.later))
-        return tuple(map(_pack, (self.python, self.torch, numpy, self.others, later)))
+        located = None if self.located is None else tuple(map(tuple, self.located))
+        return tuple(map(_pack, (self.python, self.torch, numpy, self.others, located)))
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> RandomState:
         """The inverse of `pack`; JSON has made lists of its tuples."""
-        python, torch_, numpy, others, later = map(_unpack, packed)
+        python, torch_, numpy, others, located = map(_unpack, packed)
         numpy = None if numpy is None else (b"", numpy)
-        return cls(python, torch_, numpy, others, None if later is None else tuple(Later(*one) for one in later))
+        return cls(python, torch_, numpy, others, None if located is None else tuple(Located(*one) for one in located))
 
 
 def _same(a: Any, b: Any) -> bool:

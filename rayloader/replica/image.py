@@ -11,9 +11,8 @@ NOTE [Sealed]. A private mapping sees later writes to pages of the file that it 
 unmaps the file and seals it against writing before its address is passed on.
 
 NOTE [Items]. An item is what an image stores in one piece: item 0 is the skeleton, then come the buffers that do not
-belong to a file, then the written pages of private mappings. The table, in the newest file, says for each buffer where
-it
-is: file or region, offset, bytes. Buffers that are assembled when they are read have the addresses -1, -2, ...
+belong to a file, then the written pages of private mappings. The table, in the newest file, says where each buffer is:
+file or region, offset, bytes. Buffers that are assembled when they are read have the addresses -1, -2, ...
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayloader.replica.opening import ImageAddress, Patch, Piece, address_of_buffer, libc
+from rayloader.replica.opening import ImageAddress, Piece, WrittenPages, address_of_buffer, libc
 from rayloader.transport.codec import Encoded
 from rayloader.transport.mapped import Held, Mappings, Region, written_pages
 from rayloader.transport.memory import check_room
@@ -115,7 +114,7 @@ class Image:
             regions=tuple(new.regions),
             skeleton=piece(0),
             table=Piece(len(files) - 1, table_offset, table.nbytes),
-            patches=tuple(Patch(region, start, piece(item)) for region, start, item in new.patches),
+            patches=tuple(WrittenPages(region, start, piece(item)) for region, start, item in new.patches),
         )
         return cls(tuple(files), address, _Record(new, origins))
 

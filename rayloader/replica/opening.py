@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rayloader.errors import ReplicaError
+from rayloader.errors import ReplicaError, add_note
+from rayloader.transport import codec
 from rayloader.transport.mapped import Region, open_region, open_storage
-from rayloader.transport.memory import check_room
+from rayloader.transport.memory import check_room, no_collection
 from rayloader.transport.memory_file import FileAddress, open_file
 from rayloader.transport.raw import memory
 
@@ -49,7 +50,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class WrittenPages:
     """Pages of a private mapping that the driver had written: they replace those of the region, at `start`."""
 
     region: int
@@ -65,7 +66,7 @@ class ImageAddress:
     regions: tuple[Region, ...]
     skeleton: Piece
     table: Piece  # rows of int64: file, or number of files plus region; offset; bytes
-    patches: tuple[Patch, ...]
+    patches: tuple[WrittenPages, ...]
 
     @property
     def name(self) -> str:
@@ -133,6 +134,23 @@ def open_image(
         for number, offset, nbytes in table
     ]
     return _cut(parts, address.skeleton), buffers
+
+
+def decode(
+    skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], carried: Sequence[Any], name: str = "dataset"
+) -> Any:
+    """As `codec.decode`, with a note below an error of unpickling; `name` is the user's for the object."""
+    with no_collection():
+        try:
+            return codec.decode(skeleton, buffers, carried)
+        except Exception as error:  # the user's objects may raise anything
+            add_note(
+                error,
+                f"The {name} cannot be opened in the worker. Workers must be able to import the modules of its classes "
+                "and functions, and its classes must allow what unpickling does (see __getnewargs__, __reduce__). Or "
+                "create the object at fault in worker_init_fn or lazily on first use, and drop it in __getstate__",
+            )
+            raise
 
 
 def _cut(parts: Sequence[memoryview], piece: Piece) -> memoryview:

@@ -1,39 +1,23 @@
-"""The user's position in a loader's stream: saved as a state, and loaded again.
+"""Saves and loads the user's position in a loader's stream, and refuses a state that does not fit.
 
-Promise: a state consists of types that JSON knows (except for the results of a dataset's or sampler's own
-`state_dict`), and contains everything needed to continue the same stream: the generators of this process from before
-the epoch, how much of it the user has taken, and a snapshot of each worker. A state that does not fit is refused.
+Promise: a state contains everything needed to continue the same stream: the generators of this process from before
+the epoch, how much of it the user has taken, and a snapshot of each worker. What does not fit changes nothing.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
-import operator
-import reprlib
 import warnings
 from typing import Any
 
 from rayloader.errors import StateError
-from rayloader.random.random_state import RandomState
 from rayloader.resume import local_state
-from rayloader.resume.local_state import pack_object, unpack_object
-from rayloader.resume.position import Checksums, Position, Start
-from rayloader.resume.samplers import RANK, Moment, Samplers, pack_attributes
-from rayloader.resume.seal import Parts, check_seal, checksum, sealed
+from rayloader.resume.position import Checksums, Position
+from rayloader.resume.samplers import RANK, Samplers
 from rayloader.resume.snapshot import WorkerState
-from rayloader.resume.worker_parts import new_worker
+from rayloader.resume.state import EpochBegin, Fits, SavedPlace, SavedWorker, Start, State, WorkerStart
 from rayloader.sampling import redeal
 from rayloader.sampling.sharding import order_of
-
-FORMAT, VERSION = "rayloader", 11
-KEYS = {"format", "version", "num_workers", "fits", "now", "sampler", "process", "position", "redeal", "seal"}
-# Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
-# that are not dispatched to other processes yet.
-TAKEN = "_num_yielded"
-# What a state and a loader must have in common: other values of these mean another stream.
-_FITS = ("batch_size", "drop_last", "seeding", "scheduling", "in_order")
-_FITTING = operator.attrgetter(*_FITS)
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -47,69 +31,48 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     Raises:
         StateError: the state of the dataset or the sampler could not be saved.
     """
-    packed, stateful = None, False
     if position is None:
-        parts, samplers = Parts(), Samplers(loader)
-    else:
-        parts, samplers = position.parts, position.samplers_of(loader)
-        with position.lock:
-            stateful = position.stateful
-            if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
-                packed = position.pack()
-    fits = samplers, _length(loader), loader._dataset_kind, loader._ranks, *_FITTING(loader)
-    state = {
-        "format": FORMAT,
-        "version": VERSION,
-        "num_workers": num_workers if packed is None else position.num_workers,  # type: ignore[union-attr]
-        "fits": parts.part("fits", fits, lambda: _fits(loader, samplers), operator.eq),
-        **_program(loader, samplers, parts, stateful=stateful, asked=position is not None),
-        "position": packed,
-        "redeal": None,
-        TAKEN: _taken(packed),
-    }
-    return sealed(state, KEYS)
+        return _state(loader, Samplers(loader), num_workers).pack()
+    samplers, place = position.samplers_of(loader), None
+    with position.lock:
+        stateful = position.stateful
+        if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
+            place, num_workers = position.state(), position.num_workers
+    state = _state(loader, samplers, num_workers, place, stateful=stateful, asked=True)
+    return state.pack(position.parts)
 
 
-def _taken(position: dict[str, Any] | None) -> int:
-    return 0 if position is None or position["finished"] else position["delivered"]
-
-
-def still(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+def still(loader: Any, state: State) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
-    sampler = state["sampler"]
-    program = _program(loader, Samplers(loader), Parts(), stateful=sampler["tells"], asked=sampler["asked"])
-    return sealed({**copy.deepcopy(state), **program}, KEYS)
+    told = state.sampler
+    program = _state(loader, Samplers(loader), state.num_workers, stateful=told.tells, asked=told.asked)
+    return state._replace(now=program.now, sampler=program.sampler, process=program.process).pack()
 
 
-def _program(loader: Any, samplers: Samplers, parts: Parts, *, stateful: bool, asked: bool) -> dict[str, Any]:
-    """The program's own part: the current generators and samplers; without workers the dataset too."""
-    own, now, tells = samplers.own_state(), samplers.random(), stateful or samplers.is_stateful(None)
+def _state(
+    loader: Any,
+    samplers: Samplers,
+    num_workers: int,
+    place: SavedPlace | None = None,
+    *,
+    stateful: bool = False,
+    asked: bool = False,
+) -> State:
+    """The state of a loader at this place; see `SamplerState` for the last two."""
+    own = samplers.own_state()
     if own.error:
         raise StateError(f"the sampler could not save its state:\n{own.error}")
-    return {
-        "now": parts.part("now", now, now.pack, RandomState.equals),
-        "sampler": parts.part(
-            "sampler",
-            (own.sampler, samplers, tells),
-            lambda: {
-                "own": pack_object(own.sampler),
-                "attributes": pack_attributes(samplers.attributes()),
-                "progress": samplers.progress(),
-                "tells": tells,
-                "asked": asked,
-            },
-            operator.eq,
-        ),
-        "process": None if loader.num_workers else local_state.capture(loader, parts),
-    }
+    return State(
+        num_workers,
+        _fits(loader, samplers),
+        samplers.random(),
+        samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None), asked=asked),
+        None if loader.num_workers else local_state.capture(loader),
+        place,
+    )
 
 
-def _now(state: dict[str, Any]) -> Moment:
-    """The state of the samplers when the state was saved."""
-    return Moment.unpack((state["now"], state["sampler"]["attributes"]))
-
-
-def load(loader: Any, state: Any) -> dict[str, Any]:
+def load(loader: Any, packed: Any) -> State:
     """Restores everything that is the program's own; see NOTE [What a state moves].
 
     Returns:
@@ -118,28 +81,23 @@ def load(loader: Any, state: Any) -> dict[str, Any]:
     Raises:
         StateError: the state does not fit the loader.
     """
-    if isinstance(state, list):
-        state = redealt(loader, state)
-    progress = check_state(loader, state)
-    _check_workers(loader, state, loader.num_workers)
-    samplers, own = Samplers(loader), unpack_object(state["sampler"]["own"])
-    if loader.num_workers == 0 and state["process"] is not None:
-        local_state.restore(loader, state["process"])
-    is_between = is_between_epochs(state)
-    if is_between:
-        samplers.load_between_epochs(own)
+    samplers = Samplers(loader)
+    if isinstance(packed, list):
+        state = redealt(loader, samplers, [State.load(one) for one in packed])
     else:
-        samplers.load(own)
-    samplers.restore(_now(state), progress)
-    if is_between and state["sampler"]["asked"] and not state["sampler"]["tells"]:
+        state = State.load(packed)
+    progress = _check(loader, samplers, state)
+    _check_workers(loader, state, loader.num_workers)
+    if loader.num_workers == 0 and state.process is not None:
+        local_state.restore(loader, state.process)
+    if state.is_between_epochs:
+        samplers.load_between_epochs(state.sampler.own)
+    else:
+        samplers.load(state.sampler.own)
+    samplers.restore(state.moment, progress)
+    if state.is_between_epochs and state.sampler.asked and not state.sampler.tells:
         _warn_of_more(loader, samplers)
-    accepted: dict[str, Any] = copy.deepcopy(state)
-    return accepted
-
-
-def is_between_epochs(state: dict[str, Any]) -> bool:
-    """Whether the next `iter()` begins an epoch."""
-    return state["redeal"] is None and (state["position"] is None or state["position"]["finished"])
+    return state
 
 
 def _warn_of_more(loader: Any, samplers: Samplers) -> None:
@@ -154,7 +112,7 @@ def _warn_of_more(loader: Any, samplers: Samplers) -> None:
         )
 
 
-def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tuple[dict[str, Any] | None, int]:
+def goes_on(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPlace | None, int]:
     """The part of a state's position that a loader of `num_workers` continues, and with how many workers.
 
     The rest of an epoch depends on the workers that began it. The next epoch has new workers, of the loader's own
@@ -163,105 +121,97 @@ def goes_on(loader: Any, state: dict[str, Any] | None, num_workers: int) -> tupl
     """
     if state is not None:
         _check_workers(loader, state, num_workers)
-    position = state["position"] if state is not None else None
-    if state is None or position is None or (position["finished"] and not loader.persistent_workers):
+    if state is None or (place := state.position) is None or (place.finished and not loader.persistent_workers):
         return None, num_workers
-    if state["num_workers"] == num_workers:
-        return position, num_workers
-    is_map = state["fits"]["dataset_kind"] == "map"
-    if loader.seeding == "batch" and is_map and not any(worker["remembers"] for worker in position["workers"]):
-        epoch = position["begin"]["epoch"]
-        new = WorkerState(epoch=epoch) if epoch and not position["finished"] else None
-        workers: list[Any] = [new_worker(new) for _ in range(num_workers)]
-        return {**position, "workers": workers, "next_worker": position["next_task"] % max(1, num_workers)}, num_workers
-    return (None, num_workers) if position["finished"] else (position, state["num_workers"])
+    if state.num_workers == num_workers:
+        return place, num_workers
+    if loader.seeding == "batch" and state.fits.dataset_kind == "map" and not place.remembers:
+        epoch = place.begin.epoch
+        new = SavedWorker(WorkerStart(WorkerState(epoch=epoch) if epoch and not place.finished else None))
+        next_worker = place.next_task % max(1, num_workers)
+        return place._replace(workers=(new,) * num_workers, next_worker=next_worker), num_workers
+    return (None, num_workers) if place.finished else (place, state.num_workers)
 
 
-def _check_workers(loader: Any, state: dict[str, Any], num_workers: int) -> None:
+def _check_workers(loader: Any, state: State, num_workers: int) -> None:
     """Raises StateError if a state with workers is for a loader without, or vice versa, and that matters.
 
     Without workers the samples draw from the program's own generators.
     """
-    if bool(state["num_workers"]) == bool(num_workers):
+    if bool(state.num_workers) == bool(num_workers):
         return
-    what = f"the state is of a loader with num_workers={state['num_workers']}, this one has {num_workers}"
+    what = f"the state is of a loader with num_workers={state.num_workers}, this one has {num_workers}"
     remedy = "create the loader with workers, or without, like the one that was saved"
     if loader.seeding != "batch":
         raise StateError(
             f"{what}: without workers the samples draw from the program's own random generators, and with workers each "
             f'worker has a stream of its own; {remedy}. With seeding="batch" both give the same batches'
         )
-    position, process = state["position"], state["process"]
-    past = any(worker["remembers"] for worker in position["workers"]) if position is not None else False
-    if process is not None:
-        past = past or local_state.depends_on_the_past(process)
-    if state["fits"]["dataset_kind"] == "iterable" or past:
+    remembers = any(part is not None and part.remembers for part in (state.position, state.process))
+    if state.fits.dataset_kind == "iterable" or remembers:
         raise StateError(
             f"{what}: its dataset is a stream, or has a state or random generators of its own, which the process that "
             f"does the work has; {remedy}"
         )
 
 
-def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
+def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
     """One state for this rank, from those of all ranks, whose number may have been different.
 
     Raises:
         StateError: they do not belong together, or not to this loader.
     """
-    samplers = Samplers(loader)
-    part, own = samplers.part, _ranks(loader, samplers)
-    if not own:
+    part, own = samplers.part, _fits(loader, samplers)
+    if own.num_replicas is None or own.rank is None:
         raise StateError(
             "a list of states is for a loader that is one rank's, with num_replicas and rank, or with torch's "
             "DistributedSampler; load the one state of this loader"
         )
     for state in states:
-        check_state(loader, state, any_rank=True)
-    states = sorted(states, key=lambda state: state["fits"]["rank"])
-    worlds = {state["fits"]["num_replicas"] for state in states}
-    if worlds != {len(states)} or [state["fits"]["rank"] for state in states] != list(range(len(states))):
-        raise StateError(
-            f"a list must hold one state of each rank, got ranks {[state['fits']['rank'] for state in states]} of "
-            f"{sorted(worlds)}"
-        )
-    if len(states) == own["num_replicas"]:
-        return states[own["rank"]]  # type: ignore[no-any-return]
+        _check(loader, samplers, state, any_rank=True)
+    states = sorted(states, key=lambda state: state.fits.rank or 0)
+    ranks, worlds = [state.fits.rank for state in states], {state.fits.num_replicas for state in states}
+    if worlds != {len(states)} or ranks != [*range(len(states))]:
+        raise StateError(f"a list must hold one state of each rank, got ranks {ranks} of {sorted(worlds, key=str)}")
+    if len(states) == own.num_replicas:
+        return states[own.rank]
     is_outermost = part is not None and (part is loader.sampler or part is samplers.index_sampler)
-    if loader._dataset_kind or not is_outermost or any(state["sampler"]["tells"] for state in states):
+    if loader._dataset_kind or not is_outermost or any(state.sampler.tells for state in states):
         raise StateError(
-            f"the states are of {len(states)} ranks, and this loader is one of {own['num_replicas']}: the number can "
+            f"the states are of {len(states)} ranks, and this loader is one of {own.num_replicas}: the number can "
             "change where the loader itself divides a sampler's samples or batches (num_replicas and rank, or "
             "torch's DistributedSampler), and the sampler has no state_dict(). Other loaders, those of iterable "
             "datasets too, continue only with as many ranks"
         )
-    positions = [state["position"] for state in states]
-    state = make_state(loader, None, states[0]["num_workers"])
     # A rank that has read the sampler knows what it has drawn from its generators, which is the same in all ranks.
-    lead = next((rank for rank, position in enumerate(positions) if position is not None and position["draws"]), 0)
-    state["now"], state["sampler"]["attributes"] = samplers.of_this_rank(_now(states[lead])).pack()
-    for name in ("progress", "asked"):
-        state["sampler"][name] = states[lead]["sampler"][name]
-    if all(position is None or position["finished"] for position in positions):
-        return sealed(state, KEYS)
-    if any(position is None for position in positions) or len({checksum(_epoch_of(p)) for p in positions}) > 1:
+    lead = next((state for state in states if state.position is not None and state.position.draws), states[0])
+    now = samplers.of_this_rank(lead.moment)
+    state = _state(loader, samplers, states[0].num_workers)
+    state = state._replace(now=now.random, sampler=lead.sampler._replace(own=None, attributes=now.attributes))
+    places = [state.position for state in states if state.position is not None]
+    if all(place.finished for place in places):
+        return state
+    epochs = [(place.begin.starts[0].moment.epoch, place.begin.stages) for place in places]
+    if len(places) < len(states) or any(epoch != epochs[0] for epoch in epochs):
         raise StateError("the states are of different epochs; save them at the same step of every rank")
-    assert part is not None
-    _, stages = _epoch_of(positions[lead])
-    if not stages and not any(position["draws"] for position in positions):
-        return sealed(state, KEYS)  # the epoch begins when the sampler is read
-    first = Start.unpack(positions[lead]["begin"]["starts"][0])
+    if not epochs[0][1] and not any(place.draws for place in places):
+        return state  # the epoch begins when the sampler is read
+    assert lead.position is not None
+    return state._replace(redeal=_rest(loader, samplers, lead.position, places))
+
+
+def _rest(loader: Any, samplers: Samplers, lead: SavedPlace, places: list[SavedPlace]) -> EpochBegin:
+    """What no rank has taken, from the places of all; raises StateError unless they have drawn the same order."""
+    part: Any = samplers.part
+    size, stages = loader.batch_size, lead.begin.stages
+    first = lead.begin.starts[0]
     start = samplers.of_this_rank(first.drawing or first.moment)
     with samplers.at(start):
         order = order_of(part)
-    size = loader.batch_size
-    for rank, position in enumerate(positions):
-        expected = {
-            position["next_task"]: position["checksum"],
-            position["drawn"]: position["drawn_checksum"],
-        }
+    for rank, place in enumerate(places):
+        expected = {place.next_task: place.checksum, place.drawn: place.drawn_checksum}
         checksums = Checksums(expected)
-        before = [redeal.Stage(taken) for taken in stages]
-        share = redeal.share(order, before, len(states), rank, drop_last=part.drop_last)
+        share = redeal.share(order, stages, len(places), rank, drop_last=part.drop_last)
         for indices in itertools.islice(redeal.in_batches(share, size, drop_last=loader.drop_last), max(expected)):
             checksums.add(indices)
         if not checksums.as_expected:
@@ -270,72 +220,48 @@ def redealt(loader: Any, states: list[Any]) -> dict[str, Any]:
                 "create dataset and sampler (seed, shuffle, drop_last) like those that were saved. If they are alike, "
                 "the ranks had drawn different orders, by generators of the sampler that were seeded differently"
             )
+    size = size or 1
     taken = [
-        [(0, p["next_task"] * (size or 1)), *((t * (size or 1), (t + 1) * (size or 1)) for t in p["ahead"])]
-        for p in positions
+        [(0, place.next_task * size), *((task * size, (task + 1) * size) for task in place.ahead)] for place in places
     ]
-    return sealed({**state, "redeal": {"start": start.pack(), "stages": [*stages, taken]}}, KEYS)
+    return EpochBegin(starts=(Start(start),), stages=(*stages, redeal.Stage(taken)))
 
 
-def _epoch_of(position: dict[str, Any]) -> tuple[int | None, list[list[redeal.Ranges]]]:
-    begin = position["begin"]
-    return Start.unpack(begin["starts"][0]).moment.epoch, begin["stages"]
-
-
-def check_state(loader: Any, state: Any, *, any_rank: bool = False) -> list[list[str]]:
+def _check(loader: Any, samplers: Samplers, state: State, *, any_rank: bool = False) -> list[list[str]]:
     """Raises StateError unless the state fits the loader; with `any_rank` it may be another rank's.
 
     Returns:
         For each of the loader's samplers, the attributes that the state restores.
     """
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise StateError(f"this is not a state of a rayloader.DataLoader: {reprlib.repr(state)}")
-    if state.get("version") != VERSION:
-        raise StateError(
-            f"the state has version {state.get('version')!r}, this rayloader reads {VERSION}; use the one that wrote it"
-        )
-    check_seal(state, KEYS, TAKEN)
-    taken = _taken(state["position"])
-    if (dispatched := state[TAKEN]) != taken:
-        raise StateError(
-            f"the state says that {taken} batches were taken, and {TAKEN}={dispatched!r} dispatched: with "
-            "dispatch_batches=True (Accelerate's default for iterable datasets) one process fetches the batches of "
-            "all; use dispatch_batches=False, or save between two epochs"
-        )
-    samplers = Samplers(loader)
-    saved, own = state["fits"], _fits(loader, samplers)
-    for name, value in own.items():
-        if saved.get(name) != value and not (any_rank and name in RANK):
+    saved = state.fits._asdict()
+    for name, value in _fits(loader, samplers)._asdict().items():
+        if saved[name] != value and not (any_rank and name in RANK):
             raise StateError(
-                f"the state is of a loader with {name}={saved.get(name)!r}, this one has {value!r}: its batches would "
+                f"the state is of a loader with {name}={saved[name]!r}, this one has {value!r}: its batches would "
                 "not be the rest of the same stream; create the loader like the one that was saved"
                 + (", or load the list of all ranks' states" if name in RANK else "")
             )
-    sampler = state["sampler"]
-    return samplers.check(_now(state), sampler["progress"], tells=sampler["tells"], any_rank=any_rank)
+    return samplers.check(state.moment, state.sampler, any_rank=any_rank)
 
 
-def _fits(loader: Any, samplers: Samplers) -> dict[str, Any]:
-    kind = "iterable" if loader._dataset_kind else "map"
-    fits = {name: getattr(loader, name) for name in _FITS}
-    ranks = _ranks(loader, samplers)
-    return {
-        **fits,
-        "dataset_kind": kind,
-        "dataset_length": _length(loader),
-        "sampler": samplers.name,
-        **ranks,
-    }
+def _fits(loader: Any, samplers: Samplers) -> Fits:
+    ranks: Any = samplers.part if samplers.part is not None else loader._ranks
+    return Fits(
+        loader.batch_size,
+        loader.drop_last,
+        loader.seeding,
+        loader.scheduling,
+        loader.in_order,
+        "iterable" if loader._dataset_kind else "map",
+        _length(loader),
+        samplers.name,
+        None if ranks is None else ranks.num_replicas,
+        None if ranks is None else ranks.rank,
+    )
 
 
 def _length(loader: Any) -> int | None:
     try:
-        return len(loader.dataset) if not loader._dataset_kind else None
+        return None if loader._dataset_kind else len(loader.dataset)
     except TypeError:  # a map-style dataset need not have a length
         return None
-
-
-def _ranks(loader: Any, samplers: Samplers) -> dict[str, int]:
-    """The loader's rank and number of ranks; empty if it is not one of several."""
-    told: Any = samplers.part if samplers.part is not None else loader._ranks
-    return {} if told is None else {name: getattr(told, name) for name in RANK}

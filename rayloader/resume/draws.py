@@ -26,13 +26,8 @@ class Drawn(NamedTuple):
 
     @property
     def indices(self) -> Any:
-        """The sampler's object, created again."""
-        return decoded(self.encoded)
-
-
-def decoded(encoded: codec.Encoded) -> Any:
-    """The encoded object, created again in memory of its own."""
-    return codec.decode(encoded.skeleton, raw.writable_copies(encoded.buffers), encoded.carried)
+        """The sampler's object, created again in memory of its own."""
+        return codec.decode(self.encoded.skeleton, raw.writable_copies(self.encoded.buffers), self.encoded.carried)
 
 
 def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:

@@ -6,28 +6,18 @@ lost one; a worker that starts from `base` and rebuilds the tasks in `replay` re
 NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuilds a delivered batch: the digests
 of the two must be equal. So `state` and `base` are snapshots from before the last task
 that was answered, or taken, and at least that one is rebuilt. If nothing of an epoch was answered, or taken,
-it is one of the previous epoch: the snapshot of the epoch's start proves nothing. A dataset with a state of its own is
-trusted; and for a stream that has ended nothing can be built.
+it is one of the previous epoch: the snapshot of the epoch's start proves nothing. With a state of the dataset's own it
+may be used all the same; and for a stream that has ended nothing can be built.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rayloader.resume.snapshot import WorkerState
-from rayloader.transport.codec import Encoded
-
-
-@dataclass(slots=True)
-class Told:
-    """A task that the worker was given."""
-
-    task_id: int
-    indices: Encoded
-    digest: int | None = None  # of the batch that it answered; None: it has not
+from rayloader.task import Task
 
 
 class Resumed(NamedTuple):
@@ -43,14 +33,14 @@ class Before(NamedTuple):
     """Where a worker was in an epoch before the current one, and how it came from there to the start of this one."""
 
     state: WorkerState | None = None
-    entries: tuple[Told | Resumed, ...] = ()
+    entries: tuple[Task | Resumed, ...] = ()
     shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
 
     @property
     def proves(self) -> bool:
         """Whether that can be repeated, and a delivered batch is rebuilt on the way."""
         error = "" if self.state is None else self.state.error
-        known = [entry for entry in self.entries if isinstance(entry, Told) and entry.digest is not None]
+        known = [entry for entry in self.entries if isinstance(entry, Task) and entry.digest is not None]
         return not error and bool(known)
 
 
@@ -63,9 +53,9 @@ class Journal:
     def __init__(self) -> None:
         self.base: WorkerState | None = None  # newest snapshot that the user has passed; None: as `start` makes it
         self._snapshots: deque[WorkerState] = deque()  # after `base`, oldest first
-        self._told: dict[int, Told] = {}  # after `base`, by task, ascending
+        self._given: dict[int, Task] = {}  # tasks after `base`, ascending
         # Those that the user has taken. Only added to: to remove some, another dict takes its place.
-        self.replay: dict[int, Told] = {}
+        self.replay: dict[int, Task] = {}
         self._last_answered = -1
         self.last_taken = -1  # task
         self._before = _NOTHING  # dropped once this epoch has something to prove
@@ -104,16 +94,16 @@ class Journal:
         return self._snapshots[-1] if self._snapshots else self.base
 
     @property
-    def entries(self) -> list[Told | Resumed]:
+    def entries(self) -> list[Task | Resumed]:
         """The calls after `state`."""
         return [*self._before.entries, *self.tasks] if self._starts_before else [*self.tasks]
 
     @property
-    def tasks(self) -> list[Told]:
+    def tasks(self) -> list[Task]:
         """The tasks in `entries` that are of the current epoch."""
         state = None if self._starts_before else self.state
         done = -1 if state is None else state.last_task
-        return [told for told in self._told.values() if told.task_id > done]
+        return [task for task in self._given.values() if task.task_id > done]
 
     @property
     def remembers(self) -> bool:
@@ -121,19 +111,19 @@ class Journal:
         state = self.newest
         if state is None:
             return bool(self.replay)  # it has not reported what its dataset holds
-        return bool(state.dataset or state.iterator or state.random.others or state.random.later)
+        return bool(state.dataset or state.iterator or state.random.others or state.random.located)
 
-    def told(self, task: Told) -> None:
-        """The worker was given another task or epoch."""
-        self._told[task.task_id] = task
+    def given(self, task: Task) -> None:
+        """The worker was given another task."""
+        self._given[task.task_id] = task
 
-    def untell(self, from_task: int) -> bool:
-        """Goes back to before it was told this task of the current epoch, or a later one; returns whether it was."""
-        kept = {task_id: told for task_id, told in self._told.items() if task_id < from_task}
-        if len(kept) == len(self._told):
+    def take_back(self, from_task: int) -> bool:
+        """Goes back to before it was given this task of the current epoch, or a later one; returns whether it was."""
+        kept = {task_id: task for task_id, task in self._given.items() if task_id < from_task}
+        if len(kept) == len(self._given):
             return False
-        self._told = kept
-        self.replay = {task_id: told for task_id, told in self.replay.items() if task_id < from_task}
+        self._given = kept
+        self.replay = {task_id: task for task_id, task in self.replay.items() if task_id < from_task}
         self._snapshots = deque(state for state in self._snapshots if state.last_task < from_task)
         self._last_answered = min(self._last_answered, from_task - 1)
         return True
@@ -148,7 +138,7 @@ class Journal:
         self._shared_seed = resumed.shared_seed
         self.begun = False
         self._snapshots.clear()
-        self._told.clear()
+        self._given.clear()
         self.replay = {}
         self._last_answered = self.last_taken = -1
 
@@ -161,8 +151,8 @@ class Journal:
 
     def answered(self, task_id: int, digest: int) -> None:
         """The worker has built this task."""
-        if (told := self._told.get(task_id)) is not None:
-            told.digest = digest
+        if (task := self._given.get(task_id)) is not None:
+            task.digest = digest
         self._last_answered = max(self._last_answered, task_id)
 
     def reached(self, state: WorkerState) -> None:
@@ -176,15 +166,15 @@ class Journal:
 
     def exhausted(self) -> None:
         """The worker's stream has ended: its remaining tasks will not be built."""
-        self._told = {task_id: told for task_id, told in self._told.items() if told.digest is not None}
+        self._given = {task_id: task for task_id, task in self._given.items() if task.digest is not None}
 
     def taken(self, task_id: int) -> None:
         """The user has this task's batch; a worker's batches are taken in the order in which it built them.
 
         Calling it twice does no harm, not even after an interrupt in the middle of it, see `_advance`.
         """
-        if (told := self._told.get(task_id)) is not None:
-            self.replay[task_id] = told
+        if (task := self._given.get(task_id)) is not None:
+            self.replay[task_id] = task
         self.last_taken = task_id
         self._before = _NOTHING
         self._advance()
@@ -193,12 +183,12 @@ class Journal:
         """The worker continues from the start of an epoch of another run, of which the user had taken nothing."""
         self._before, self.begun = before, False
 
-    def starts_at(self, base: WorkerState | None, replay: Iterable[Told]) -> None:
+    def starts_at(self, base: WorkerState | None, replay: Iterable[Task]) -> None:
         """The worker continues from where another run's was, with the tasks that the user had taken since."""
         self.base = base
-        for told in replay:
-            self._told[told.task_id] = self.replay[told.task_id] = told
-            self._last_answered = self.last_taken = told.task_id
+        for task in replay:
+            self._given[task.task_id] = self.replay[task.task_id] = task
+            self._last_answered = self.last_taken = task.task_id
 
     def _advance(self) -> None:
         # Python lets signal handlers run when a call returns: none comes between steps that belong together here.
@@ -206,10 +196,10 @@ class Journal:
             self.base = self._snapshots[0]
             del self._snapshots[0]
         done = -1 if self.base is None else self.base.last_task
-        if self._told and next(iter(self._told)) <= done:
-            self._told = {task_id: told for task_id, told in self._told.items() if task_id > done}
+        if self._given and next(iter(self._given)) <= done:
+            self._given = {task_id: task for task_id, task in self._given.items() if task_id > done}
         if self.replay and next(iter(self.replay)) <= done:
-            self.replay = {task_id: told for task_id, told in self.replay.items() if task_id > done}
+            self.replay = {task_id: task for task_id, task in self.replay.items() if task_id > done}
 
 
 def _is_before(state: WorkerState, task_id: int) -> bool:

@@ -1,113 +1,103 @@
 """The state of a loader without workers, besides its samplers: the objects that do the work in this process.
 
 Promise: independent of Ray. `capture` and `restore` handle the program's own generators and dataset between two
-batches; `Stream` is the iterator of an iterable dataset in the middle of an epoch.
+batches.
 """
 
 from __future__ import annotations
 
-import pickle
+import sys
 import traceback
-from dataclasses import dataclass
+import warnings
 from typing import Any
 
-import cloudpickle
-
-from rayloader import plain_state
 from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
-from rayloader.random.generator_kinds import distinct, suit
-from rayloader.random.generators import find_generators
-from rayloader.random.named_generators import NamedGenerators
+from rayloader.namespaces import namespace_of
+from rayloader.own_modules import is_own_module, own_modules
+from rayloader.random.generator_kinds import set_state
+from rayloader.random.placing import Located, import_modules, located
 from rayloader.random.random_state import RandomState
-from rayloader.resume.seal import Parts
+from rayloader.random.search import Found, in_words, search
 from rayloader.resume.snapshot import dump_state, has_state, load_state
+from rayloader.resume.state import Process
 
 
-def generators_of(loader: Any, parts: Parts | None = None) -> list[Any]:
-    """The random generators that the user's objects hold, and those that the program's code behind them names.
-
-    Args:
-        loader: whose dataset and `collate_fn` they are.
-        parts: of earlier states: generators that code names are searched again only after a change.
-    """
-    objects = loader.dataset, loader.collate_fn
-    named = (parts or Parts()).once("named", lambda: NamedGenerators(*objects))
-    return distinct([*find_generators(objects), *named.look()])
+def held_in(loader: Any) -> list[Found]:
+    """The random generators that a loader's dataset and `collate_fn` hold, and those of the program's modules."""
+    main = sys.modules.get("__main__")
+    own = [("__main__", namespace_of(main))] if main is not None and is_own_module(main) else []
+    return search(_objects_of(loader), [*own_modules(), *own])
 
 
-def capture(loader: Any, parts: Parts) -> dict[str, Any]:
+def _objects_of(loader: Any) -> dict[str, Any]:
+    return {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """These generators, without the paths to them."""
+    return [one.generator for one in held_in(loader)]
+
+
+def capture_random(loader: Any) -> RandomState:
+    """The states of the global generators, and of these."""
+    return RandomState.capture([])._replace(located=located(held_in(loader)))
+
+
+def restore_random(loader: Any, random: RandomState) -> None:
+    """Restores them, as far as they are there."""
+    random.restore([])
+    for one, generator in _here(loader, random):
+        if one.is_like(generator):
+            set_state(generator, one.state)
+
+
+def _here(loader: Any, random: RandomState) -> list[tuple[Located, Any]]:
+    """The saved generators, each with the one at its place; None if there is none."""
+    import_modules(random.located or ())
+    here = {path: one.generator for one in held_in(loader) for path in one.paths}
+    return [(one, next((here[path] for path in one.paths if path in here), None)) for one in random.located or ()]
+
+
+def _check(loader: Any, random: RandomState) -> None:
+    """Raises StateError if the dataset and `collate_fn` hold other generators than those that were saved."""
+    unlike = [one.paths[0] for one, generator in _here(loader, random) if not one.is_like(generator)]
+    saved = {path for one in random.located or () for path in one.paths}
+    new = [path for found in held_in(loader) for path in found.paths if path not in saved]
+    if held := [path for path in (*unlike, *new) if path[0][0] == "object"]:
+        raise StateError(
+            f"the state does not fit the random generators of dataset and collate_fn: {in_words(held[0])} is missing "
+            "here or in the state, or of another kind; create both like those that were saved, with all their "
+            "generators (one that an object creates only on first use does not exist yet: create it before "
+            "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
+        )
+    if unlike:
+        warnings.warn(
+            f"the state has the random generator {in_words(unlike[0])}, which is missing here, or of another kind: if "
+            "batches depend on it, they are others than those of the saved run; create it before load_state_dict()",
+            stacklevel=5,
+        )
+
+
+def capture(loader: Any) -> Process:
     """The generators, global ones and the dataset's, and the dataset's own state.
-
-    Args:
-        loader: whose dataset it is.
-        parts: of earlier states.
 
     Raises:
         StateError: the dataset's state could not be saved.
     """
-    random = RandomState.capture(generators_of(loader, parts))
-    packed = parts.part("process", random, random.pack, RandomState.equals)
-    return {"random": packed, "dataset": pack_object(told_by(loader.dataset))}
+    return Process(capture_random(loader), told_by(loader.dataset))
 
 
-def restore(loader: Any, packed: dict[str, Any]) -> None:
+def restore(loader: Any, saved: Process) -> None:
     """Restores them.
 
     Raises:
-        StateError: the dataset holds other generators than the one that was saved.
+        StateError: the dataset and `collate_fn` hold other generators than those that were saved.
     """
-    generators, random = generators_of(loader), RandomState.unpack(packed["random"])
-    if random.others is not None and not suit(generators, random.others):
-        raise StateError(
-            f"the state is of a dataset and collate_fn with {len(random.others)} random generators of their own, these "
-            f"have {len(generators)}, or others; create them like those that were saved, with all their generators "
-            "(one that a module, class or object creates only on first use does not exist yet: create it before "
-            "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
-        )
-    random.restore(generators)
+    _check(loader, saved.random)
+    restore_random(loader, saved.random)
     with loading(loader.dataset):
-        load_state(loader.dataset, unpack_object(packed["dataset"]))
-
-
-def depends_on_the_past(packed: dict[str, Any]) -> bool:
-    """Whether batches that are seeded one by one depend on earlier batches."""
-    return packed["dataset"] is not None or bool(RandomState.unpack(packed["random"]).others)
-
-
-@dataclass(slots=True)
-class Stream:
-    """The iterator of the dataset, with what a resumption must know about it.
-
-    Attributes:
-        begin: the generators before it was created; None if it need not be read again.
-        iterator: if it has a state; None if it has none, or if a state was loaded and no iterator created from it yet.
-        told: the state of such an iterator when the loader's state was saved.
-        digest: of the batches of a stream that must be read again.
-        ended: whether it has ended in the middle of the last batch.
-    """
-
-    begin: RandomState | None = None
-    iterator: Any = None
-    told: bytes | None = None
-    digest: int = 0
-    ended: bool = False
-
-    def pack(self, parts: Parts) -> dict[str, Any]:
-        """The stream as part of a state; `parts`: of the states of the same position."""
-        told = self.told if self.iterator is None else told_by(self.iterator)
-        return {
-            "begin": None if self.begin is None else parts.part("begin", self.begin, self.begin.pack),
-            "told": pack_object(told),
-            "digest": self.digest,
-            "ended": self.ended,
-        }
-
-    @classmethod
-    def unpack(cls, packed: dict[str, Any]) -> Stream:
-        """The inverse of `pack`."""
-        begin = None if packed["begin"] is None else RandomState.unpack(packed["begin"])
-        return cls(begin, None, unpack_object(packed["told"]), packed["digest"], packed["ended"])
+        load_state(loader.dataset, saved.dataset)
 
 
 def told_by(obj: Any) -> bytes | None:
@@ -118,13 +108,3 @@ def told_by(obj: Any) -> bytes | None:
         return dump_state(obj)
     except Exception:  # the user's own
         raise StateError(f"{type(obj).__name__} could not save its state:\n{traceback.format_exc()}") from None
-
-
-def pack_object(told: bytes | None) -> dict[str, Any] | None:
-    """An object's own state, as part of a state."""
-    return None if told is None else {"state": plain_state.pack(pickle.loads(told))}
-
-
-def unpack_object(packed: dict[str, Any] | None) -> bytes | None:
-    """The inverse of `pack_object`."""
-    return None if packed is None else cloudpickle.dumps(plain_state.unpack(packed["state"]))

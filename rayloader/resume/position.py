@@ -9,57 +9,26 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 import pickle
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from rayloader import plain_state, skipping
+from rayloader import skipping
 from rayloader.errors import StateError
-from rayloader.resume import worker_parts
-from rayloader.resume.draws import drawn
+from rayloader.resume.draws import Drawn, drawn
 from rayloader.resume.journal import Journal
-from rayloader.resume.local_state import Stream, pack_object, unpack_object
-from rayloader.resume.samplers import Moment, OwnState, Samplers
-from rayloader.resume.seal import Part, Parts, are_same
+from rayloader.resume.local_state import told_by
+from rayloader.resume.samplers import Samplers
+from rayloader.resume.seal import Parts
 from rayloader.resume.snapshot import has_state
-from rayloader.resume.worker_parts import WorkerParts, replayed
+from rayloader.resume.state import EpochBegin, OwnState, Replay, SavedPlace, SavedWorker, Start, Stream, WorkerStart
 from rayloader.sampling import redeal
+from rayloader.task import Task
 from rayloader.transport import codec
-
-
-class Start(NamedTuple):
-    """A point of an epoch from which the sampler can be read again: before its first draw, or after that.
-
-    The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
-    others only from one saved in the middle of an epoch.
-    """
-
-    moment: Moment
-    own: OwnState = OwnState()
-    first: Any = None  # after the first draw: its result
-    checksum: int = 0  # of that
-    drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
-
-    def pack(self) -> tuple[Any, ...]:
-        """The point as part of a state."""
-        own = pack_object(self.own.sampler), pack_object(self.own.iterator)
-        drawing = None if self.drawing is None else self.drawing.pack()
-        return self.moment.pack(), own, plain_state.pack(self.first), self.checksum, drawing
-
-    @classmethod
-    def unpack(cls, packed: tuple[Any, ...]) -> Start:
-        """The inverse of `pack`."""
-        moment, own, first, checksum, drawing = packed
-        sampler, iterator = map(unpack_object, own)
-        return cls(
-            Moment.unpack(moment),
-            OwnState(sampler, iterator),
-            plain_state.unpack(first),
-            checksum,
-            None if drawing is None else Moment.unpack(drawing),
-        )
 
 
 class Checksums:
@@ -105,20 +74,53 @@ class DrawnAgain(Iterator[Any]):
         return next(self._indices)
 
 
+class _LastWorker:
+    """One worker as it was in the last state: what has not changed since is the same object in the next."""
+
+    def __init__(self) -> None:
+        self._made_of: tuple[Any, ...] = (self,) * 4
+        self._worker = SavedWorker()
+        self._count = 0  # tasks to be built again
+
+    def of(self, journal: Journal, *, is_compared: bool) -> SavedWorker:
+        """The worker with this journal; `is_compared`: its stream is read again from the start, and compared."""
+        if not journal.begun:
+            raise StateError(
+                "the iterator was dropped before its workers had reported their state; save while iterating"
+            )
+        before, tasks = None if is_compared else journal.before, journal.replay
+        made_of, known = (journal.base, before, journal.newest, tasks), self._made_of
+        if len(tasks) == self._count and all(map(operator.is_, made_of, known)):
+            return self._worker
+        (start, _, replay), count = self._worker, self._count
+        if journal.base is not known[0] or before is not known[1]:
+            start = WorkerStart(journal.base, before)
+            if journal.base is not None and journal.base.error:
+                raise StateError(f"a worker's dataset could not save its state:\n{journal.base.error}")
+        if tasks is not known[3]:
+            replay, count = Replay(), 0
+        newest_first = itertools.islice(reversed(tasks.values()), len(tasks) - count)
+        worker = SavedWorker(start, journal.remembers, replay.plus([*newest_first][::-1]))
+        count = len(tasks)
+        self._worker, self._made_of, self._count = worker, made_of, count  # no interrupt comes in between
+        return worker
+
+
 class Position:
     """The position of one iterator's user; kept up to date by the epoch, under `lock`."""
 
     def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
         self.lock = threading.RLock()  # taken and released in C: no interrupt comes in between, unlike with a Condition
-        self.handed: Any = None  # the epoch's `Delivery` whose batch the user was given last
+        self.handed: Any = None  # the `Task` whose batch the user was given last
         self.samplers = self._samplers_now = samplers
         self.base_seed = base_seed
         self.shared_seed: int | None = None
         self.num_workers = num_workers
         self.iterable = iterable
-        self.journals = [Journal() for _ in range(num_workers)]  # the slots' own, for a position outlives its crew
+        self.journals = [Journal() for _ in range(num_workers)]  # the workers' own, for a position outlives its fleet
         self.parts = Parts()  # of the last state
-        self._workers = [WorkerParts() for _ in range(num_workers)]
+        self._workers = [_LastWorker() for _ in range(num_workers)]
+        self._begin = EpochBegin()
         self.epoch = 0  # epochs of these workers before this one
         self._forget_epoch()
 
@@ -153,10 +155,9 @@ class Position:
         self.error = ""  # why the position can't be saved
         self._draws = 0  # from the sampler, including the one that found its end
 
-    def redeals(self, packed: dict[str, Any]) -> Any:
+    def redeals(self, begin: EpochBegin) -> Any:
         """The epoch was begun by other ranks: returns the iterator over this rank's share of the rest."""
-        self.stages = tuple(redeal.Stage(taken) for taken in packed["stages"])
-        self.starts = (Start(Moment.unpack(packed["start"])),)
+        self.starts, self.stages = begin.starts, begin.stages
         with self.samplers.at(self.starts[0].moment):
             return self.samplers.iterator(self.stages)
 
@@ -205,7 +206,7 @@ class Position:
         """Counts the batch that was handed over last, if it is not counted yet."""
         with self.lock:
             if self.handed is not None and not self.handed.counted:
-                task = self.handed.task
+                task = self.handed
                 self.taken(task.worker_id, task.task_id, task.indices.checksum)
                 self.handed.counted = True
 
@@ -245,57 +246,45 @@ class Position:
             self._samplers_now = Samplers(loader)
         return self._samplers_now
 
-    def pack(self) -> dict[str, Any]:
-        """The position, as part of a state, with a `Part` wherever much stays the same."""
+    def state(self) -> SavedPlace:
+        """The position, for a state.
+
+        Raises:
+            StateError: it can't be saved.
+        """
         self.settle()
-        if not all(journal.begun for journal in self.journals):
-            raise StateError(
-                "the iterator was dropped before its workers had reported their state; save while iterating"
-            )
         if self.error:
             raise StateError(f"the position in the epoch can't be saved: {self.error}")
-        for start in self.starts:
-            if start.own.error:
-                raise StateError(f"the sampler could not save its state:\n{start.own.error}")
+        begin = self.base_seed, self.shared_seed, self.epoch, self.starts, self.stages
+        if not all(map(operator.is_, begin, self._begin)):
+            if errors := [start.own.error for start in self.starts if start.own.error]:
+                raise StateError(f"the sampler could not save its state:\n{errors[0]}")
+            self._begin = EpochBegin(*begin)
         draws = int(min(self._draws, self.drawn_by_torch))
         last = max(draws, self.next_task) - 1
         while last >= self.next_task and last not in self._checksums:
             last -= 1
-        return {
-            "begin": self.parts.part(
-                "begin",
-                (self.base_seed, self.shared_seed, self.epoch, self.starts, self.stages),
-                self._pack_begin,
-                are_same,
-            ),
-            "next_task": self.next_task,
-            "next_worker": self.next_worker,
-            "delivered": self.delivered,
-            "ahead": sorted(self._ahead),
-            "checksum": self.checksum,
-            "skipped": self.skipped,
-            "finished": self.finished,
-            "draws": draws,
-            "drawn": last + 1,
-            "drawn_checksum": self._checksums.get(last, self.checksum),
-            "stream": None if self.stream is None else self.stream.pack(self.parts),
-            "workers": [
-                parts.of(journal, iterable=self.iterable)
-                for parts, journal in zip(self._workers, self.journals, strict=True)
-            ],
-        }
+        stream = self.stream
+        if stream is not None and stream.iterator is not None:
+            stream = replace(stream, iterator=None, told=told_by(stream.iterator))
+        pairs = zip(self._workers, self.journals, strict=True)
+        return SavedPlace(
+            self._begin,
+            stream,
+            tuple([worker.of(journal, is_compared=self.iterable) for worker, journal in pairs]),
+            tuple(sorted(self._ahead)),
+            next_task=self.next_task,
+            next_worker=self.next_worker,
+            delivered=self.delivered,
+            checksum=self.checksum,
+            skipped=self.skipped,
+            finished=self.finished,
+            draws=draws,
+            drawn=last + 1,
+            drawn_checksum=self._checksums.get(last, self.checksum),
+        )
 
-    def _pack_begin(self) -> dict[str, Any]:
-        """The part that stays the same from the epoch's first draw on."""
-        return {
-            "base_seed": self.base_seed,
-            "shared_seed": self.shared_seed,
-            "epoch": self.epoch,
-            "starts": Part(tuple(start.pack() for start in self.starts)),
-            "stages": Part(tuple(stage.taken for stage in self.stages)),
-        }
-
-    def unpack(self, packed: dict[str, Any]) -> Any:
+    def unpack(self, saved: SavedPlace) -> Any:
         """Moves this position, of a new iterator, to where another one was.
 
         Returns:
@@ -304,26 +293,32 @@ class Position:
         Raises:
             StateError: the sampler does not reproduce its indices.
         """
-        begin = packed["begin"]
-        for name in ("base_seed", "shared_seed", "epoch"):
-            setattr(self, name, begin[name])
-        for name in ("next_task", "next_worker", "delivered", "skipped", "finished"):
-            setattr(self, name, packed[name])
-        self._ahead = dict.fromkeys(packed["ahead"], packed["checksum"])
-        self.stages = tuple(redeal.Stage(taken) for taken in begin["stages"])
-        self.starts = tuple(Start.unpack(start) for start in begin["starts"])
+        begin = saved.begin
+        self.base_seed, self.shared_seed, self.epoch = begin.base_seed, begin.shared_seed, begin.epoch
+        self.starts, self.stages = begin.starts, begin.stages
+        self.next_task, self.next_worker = saved.next_task, saved.next_worker
+        self.delivered, self.skipped, self.finished = saved.delivered, saved.skipped, saved.finished
+        self._ahead = dict.fromkeys(saved.ahead, saved.checksum)
         self.stateful = any(start.own != OwnState() for start in self.starts)
-        told: dict[int, codec.Encoded | None]
-        told = {task_id: None for worker in packed["workers"] for task_id, _ in replayed(worker)}
-        iterator = iter(()) if self.finished and not told else self._draw_again(packed, told)
-        for journal, worker in zip(self.journals, packed["workers"], strict=True):
-            worker_parts.begin(journal, worker, told, self.next_task)
+        replays = [worker.replay.tasks for worker in saved.workers]
+        told: dict[int, codec.Encoded | None] = {task_id: None for replay in replays for task_id, _ in replay}
+        iterator = iter(()) if self.finished and not told else self._draw_again(saved, told)
+        for journal, worker, replay in zip(self.journals, saved.workers, replays, strict=True):
+            base = worker.start.state
+            if base is not None:  # later tasks come after what it has built, whatever their numbers
+                base = base._replace(last_task=min(base.last_task, self.next_task - 1))
+            # Without order a worker may be ahead of what was drawn again; then nothing depends on its earlier batches.
+            known = [(task_id, told[task_id], digest) for task_id, digest in replay]
+            again = [Task(number, Drawn(indices, 0), digest=digest) for number, indices, digest in known if indices]
+            journal.starts_at(base, again)
+            if worker.start.before is not None:
+                journal.starts_before(worker.start.before)
         return iterator
 
-    def _draw_again(self, packed: dict[str, Any], told: dict[int, codec.Encoded | None]) -> Any:
+    def _draw_again(self, saved: SavedPlace, told: dict[int, codec.Encoded | None]) -> Any:
         """The sampler's iterator at the position; fills in the indices for the tasks in `told`. See `samplers.py`."""
-        expected = {self.next_task: packed["checksum"], packed["drawn"]: packed["drawn_checksum"]}
-        self._draws, self.checksum = packed["draws"], packed["checksum"]
+        expected = {self.next_task: saved.checksum, saved.drawn: saved.drawn_checksum}
+        self._draws, self.checksum = saved.draws, saved.checksum
         for start in self.starts:
             with self.samplers.at(start.moment):
                 iterator = self._iterator_at(start)

@@ -1,4 +1,4 @@
-"""The state in a sampler: its attributes, and the random generators that its code names.
+"""The state in a sampler: its attributes, and the random generators of its classes.
 
 Promise: no code of the user's runs. Torch's own samplers, which are often read, cost a few microseconds.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import Any
 
-from rayloader.namespaces import is_a, names_in
+from rayloader.namespaces import functions_of, is_a, names_in, namespace_of, slots_of
 from rayloader.random.generator_kinds import KINDS
-from rayloader.random.object_paths import functions_of, held_by, named_by, slots_of
 
 DATA = ("data_source", "dataset")  # names of the attributes for what samplers sample from
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes have no state
@@ -47,25 +47,12 @@ def own_classes(sampler: Any) -> list[type]:
 
 
 def named_generators(sampler: Any) -> list[Any]:
-    """The generators that a sampler does not hold itself, but that its methods can name.
-
-    They are attributes of its classes; cells, defaults and module globals of its methods, and attributes of the modules
-    among these; and attributes of the dataset whose names are in the methods' code.
-    """
-    if not (classes := own_classes(sampler)):
-        return []
+    """The generators that a sampler does not hold itself: attributes of its classes, and globals that these name."""
     found: list[Any] = []
-    names: set[str] = set()
-    for kind in classes:
-        for value in list(vars(kind).values()):
-            found.append(value)
-            for function in functions_of(value):
-                found += held_by(function)
-                found += named_by(function)
-                names.update(names_in(function.__code__))
-    held = attributes_of(sampler)
-    for data in (held[name] for name in DATA if name in held):
-        found += [value for name, value in attributes_of(data).items() if name in names]
+    for kind in own_classes(sampler):
+        members, contents = list(vars(kind).values()), namespace_of(sys.modules.get(kind.__module__))
+        names = {name for member in members for one in functions_of(member) for name in names_in(one.__code__)}
+        found += [*members, *(value for name, value in list(contents.items()) if name in names)]
     return [value for value in found if is_a(value, KINDS)]
 
 

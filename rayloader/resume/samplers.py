@@ -17,25 +17,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 import pickle
 import traceback
 import types
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from rayloader.errors import StateError
 from rayloader.random.generator_kinds import KINDS, distinct, suit
-from rayloader.random.generators import find_generators
 from rayloader.random.random_state import RandomState
+from rayloader.random.search import search
 from rayloader.resume.draws import drawn
 from rayloader.resume.sampler_parts import DATA, attributes_of, named_generators, own_classes, set_attributes
-from rayloader.resume.seal import are_same
 from rayloader.resume.snapshot import dump_state, has_state
+from rayloader.resume.state import Moment, OwnState, SamplerState
 from rayloader.sampling import redeal
 from rayloader.sampling.prefetch import QUIET_SAMPLERS
 from rayloader.sampling.sharding import Shard, chain_of, order_of, part_of
@@ -46,52 +47,12 @@ RANK = ("num_replicas", "rank")
 _OF_RANK = (*RANK, "num_samples", "total_size")
 _DISTRIBUTED = (*RANK, "seed", "shuffle", "drop_last")
 _END = object()
+_NO_STATE = OwnState()
 _MOST_COPIED = 100_000  # how many objects a sampler may hold to be copied for this check
 _ASKED_FOR = 100  # how many batches of two orders are compared: few samples have the same order by chance
 
 # Simple attributes of samplers when a loader first had them, by id: those changed since are the sampler's progress.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
-
-
-class Moment(NamedTuple):
-    """The state of a loader's samplers at one moment, apart from their own `state_dict`.
-
-    Attributes:
-        random: the generators that the samplers and the base seed draw from.
-        attributes: simple ones (numbers, strings, booleans, None) of each sampler, the outermost first.
-    """
-
-    random: RandomState
-    attributes: list[dict[str, Any]]
-
-    def pack(self) -> tuple[Any, ...]:
-        """Packs it in plain, immutable types."""
-        return self.random.pack(), pack_attributes(self.attributes)
-
-    @classmethod
-    def unpack(cls, packed: tuple[Any, ...]) -> Moment:
-        """The inverse of `pack`."""
-        random, attributes = packed
-        return cls(RandomState.unpack(random), [dict(simple) for simple in attributes])
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch of the outermost sampler that has one."""
-        epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
-        return epochs[0] if epochs else None
-
-
-def pack_attributes(attributes: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """Packs the attributes of a `Moment` in plain, immutable types."""
-    return tuple(tuple(simple.items()) for simple in attributes)
-
-
-class OwnState(NamedTuple):
-    """The result of `state_dict` of a sampler, and of its iterator; or why there is none."""
-
-    sampler: bytes | None = None
-    iterator: bytes | None = None
-    error: str = ""
 
 
 class Samplers:
@@ -118,6 +79,7 @@ class Samplers:
         self._is_shallow = True  # no sampler holds objects that may hold generators
         self._generators = self._find_generators()
         self.name = " of ".join(type(sampler).__name__ for sampler in self._chain)  # names the kinds of samplers
+        self._last_state: SamplerState | None = None
 
     def are_of(self, loader: Any) -> bool:
         """Whether that loader's samplers are still these, and neither their attributes nor the loader's have changed.
@@ -127,7 +89,7 @@ class Samplers:
         if not self._is_shallow:
             return False
         contents = self._contents(loader)
-        return len(contents) == len(self._seen) and are_same(contents, self._seen)
+        return len(contents) == len(self._seen) and all(map(operator.is_, contents, self._seen))
 
     def _contents(self, loader: Any) -> list[Any]:
         """Everything that is looked at here, except for what is inside of a sampler's attributes."""
@@ -155,10 +117,10 @@ class Samplers:
     def of_this_rank(self, moment: Moment) -> Moment:
         """A moment of another rank's samplers, converted for these: only what all ranks share is taken from it."""
         own = self.capture()
-        attributes = [
+        attributes = tuple(
             {**theirs, **{name: value for name, value in ours.items() if name in _OF_RANK}}
             for theirs, ours in zip(moment.attributes, own.attributes, strict=True)
-        ]
+        )
         others = moment.random.others
         if others and self._keeps_generator:
             others = own.random.others[:1] + others[1:]  # type: ignore[index]
@@ -179,7 +141,7 @@ class Samplers:
             attributes = attributes_of(sampler).items()
             inner = {k: v for k, v in attributes if type(v) not in _SIMPLE and not self._is_searched(k, v)}
             if inner:  # torch's own have none, and some frameworks make a state before every batch
-                found += find_generators(inner)
+                found += [one.generator for one in search(inner)]
                 self._is_shallow &= all(isinstance(value, KINDS) for value in inner.values())
             found += named_generators(sampler)
         return distinct(found)
@@ -201,9 +163,9 @@ class Samplers:
         """The generators that `iter()` and the samplers draw from, and the samplers' attributes."""
         return Moment(self.random(), self.attributes())
 
-    def attributes(self) -> list[dict[str, Any]]:
+    def attributes(self) -> tuple[dict[str, Any], ...]:
         """The current simple attributes of each sampler."""
-        return [_simple(sampler) for sampler in self._chain]
+        return tuple(_simple(sampler) for sampler in self._chain)
 
     def random(self) -> RandomState:
         """The current states of the generators that `iter()` and the samplers draw from."""
@@ -216,10 +178,10 @@ class Samplers:
 
     def restore(self, moment: Moment, progress: list[list[str]]) -> None:
         """Restores the generators, and the attributes that `progress` names for each sampler."""
-        changed = [
+        changed = tuple(
             {name: value for name, value in simple.items() if name in names or (makes and name == "generator")}
             for simple, names, makes in zip(moment.attributes, progress, self._makes_generator, strict=True)
-        ]
+        )
         self.move_to(Moment(moment.random, changed))
 
     @contextlib.contextmanager
@@ -261,22 +223,22 @@ class Samplers:
                 "generators from the beginning, or give the sampler state_dict() and load_state_dict()"
             )
 
-    def check(self, saved: Moment, progress: list[list[str]], *, tells: bool, any_rank: bool) -> list[list[str]]:
+    def check(self, saved: Moment, sampler_state: SamplerState, *, any_rank: bool) -> list[list[str]]:
         """Raises StateError if the saved samplers were created with other arguments than these.
 
         An attribute that has changed in neither of the two runs, and differs, is an argument.
 
         Args:
             saved: what the samplers were when the state was saved.
-            progress: as it was there.
-            tells: whether a state_dict of the sampler, or of its iterator, contains its state.
+            sampler_state: the rest of the state that is about them.
             any_rank: whether the state may be another rank's.
 
         Returns:
-            The progress, there or here.
+            For each sampler, the attributes that have changed, there or here.
         """
         self._has_made(saved)
         self._check_generators(saved)
+        progress, tells = sampler_state.progress, sampler_state.tells
         both = [sorted({*theirs, *ours}) for theirs, ours in zip(progress, self.progress(), strict=True)]
         for sampler, simple, moves in zip(self._chain, saved.attributes, both, strict=True):
             own = _simple(sampler)
@@ -335,9 +297,16 @@ class Samplers:
         """Whether the sampler, or its iterator, has a state_dict."""
         return has_state(iterator) or self._stateful is not None
 
+    def state(self, own: bytes | None, *, tells: bool, asked: bool) -> SamplerState:
+        """The samplers, for a state; the last one as long as `are_of` says that nothing has changed since."""
+        last = self._last_state
+        if last is None or (last.own, last.tells, last.asked) != (own, tells, asked):
+            self._last_state = last = SamplerState(own, self.attributes(), self.progress(), tells, asked)
+        return last
+
     def own_state(self) -> OwnState:
         """The sampler's own state."""
-        return OwnState(**_told(self._stateful, "sampler"))
+        return _NO_STATE if self._stateful is None else OwnState(**_told(self._stateful, "sampler"))
 
     def with_iterator(self, own: OwnState, iterator: Any) -> OwnState:
         """That state, and the one of its iterator if that is another object."""
@@ -396,8 +365,6 @@ def note_first_attributes(loader: Any) -> None:
 
 
 def _told(obj: Any, name: str) -> dict[str, Any]:
-    if obj is None:
-        return {}
     try:
         return {name: dump_state(obj)}
     except Exception:  # the user's state_dict() may raise anything, and its result may be impossible to copy

@@ -1,10 +1,10 @@
 """The state of a worker at the end of a call, so that another process can continue from there.
 
 Promise: a worker that was restored from a snapshot builds the same batches as the original, as far as
-they depend on random generators (the global ones, and those of generators.py), on the dataset's own `state_dict`, and
+they depend on random generators (the global ones, and those of `Generators`), on the dataset's own `state_dict`, and
 for iterable datasets on how far they were read. State that cannot be restored is an error, never a guess.
 
-NOTE [One percent]. A snapshot costs the user's `state_dict`, and a search of all objects for new generators.
+NOTE [One percent]. A snapshot costs the user's `state_dict`, and a search for new generators.
 So the next one is taken only when the worker has worked a hundred times as long as the last one took. Batches built
 in between are rebuilt when another process continues. If a snapshot of a dataset of the same class was expensive, the
 first one of an epoch waits in the same way. Programs that never save a state do not pay for one. A worker that is told
@@ -103,7 +103,7 @@ def _takes(method: Any, *arguments: Any) -> bool:
     return True
 
 
-class Recorder:
+class SnapshotTaker:
     """Takes one worker's snapshots, each as the difference from the last.
 
     Args:
@@ -115,14 +115,13 @@ class Recorder:
     def __init__(self, dataset: Any, generators: Generators, seeded: RandomState) -> None:
         self._dataset = dataset
         self._generators = generators
-        self._seeded = self._random = seeded._replace(later=())  # as last sent
+        self._seeded = self._random = seeded._replace(located=())  # as last sent
         self._begin: RandomState | None = None  # not sent yet
         self._states: dict[str, bytes] = {}  # as last sent
         self._share = SHARE
         self._kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         self._cost = _dear.get(self._kind, 0.0)  # seconds that the last snapshot took
         self._worked = 0.0  # seconds since then
-        self._waited = False  # for the next call, to see which new generators last
 
     def worked(self, seconds: float) -> None:
         """Adds the worker's working time."""
@@ -137,10 +136,10 @@ class Recorder:
         """The worker will soon continue in another process."""
         self._share = HURRIED_SHARE
 
-    def capture(self, *, look: bool = True, new_last: bool = True) -> RandomState:
+    def capture(self, *, look: bool = True) -> RandomState:
         """The current states of the generators; `look`: also searches for later ones."""
         random = RandomState.capture(self._generators.given, self._random)
-        return random._replace(later=self._generators.look(new_last=new_last) if look else self._random.later)
+        return random._replace(located=self._generators.look() if look else self._random.located)
 
     def restore(self, random: RandomState) -> None:
         """Restores the generators from a snapshot.
@@ -157,11 +156,11 @@ class Recorder:
             )
         self._random = random
         random._replace(others=random.others or None).restore(given)
-        self._generators.put_back(random.later or ())
+        self._generators.put_back(random.located or ())
 
     def is_at(self, random: RandomState) -> bool:
         """Whether the generators, except for later ones, are in a snapshot's state."""
-        return self.capture(look=False)._replace(later=None).since(random.over(self._seeded)) == RandomState()
+        return self.capture(look=False)._replace(located=None).since(random.over(self._seeded)) == RandomState()
 
     def forget(self) -> None:
         """Earlier snapshots may not have arrived: the next one is complete."""
@@ -170,28 +169,14 @@ class Recorder:
 
     def iterator_begins(self) -> None:
         """The iterator of an epoch is about to be created."""
-        # A stream that is read again is compared as a whole: it does not matter whether a generator lasts.
-        self._begin = self.capture(new_last=False).since(self._seeded)
+        self._begin = self.capture().since(self._seeded)
 
-    def snapshot_if_settled(self, iterator: Any, **position: Any) -> WorkerState | None:
-        """Like `snapshot`, but None, once, if there are new generators: after the next call it shows which last."""
+    def snapshot(self, iterator: Any, **position: Any) -> WorkerState:
+        """The current state, if it differs from the last one."""
         began, began_cpu = time.perf_counter(), time.thread_time()
-        random = self.capture() if self._looks(iterator) else None
-        looked = time.perf_counter() - began
-        if random is not None and not self._generators.settled and not self._waited:
-            self._waited = True
-            return None
-        self._waited = False
-        state = self.snapshot(iterator, random, **position)
-        self._cost += looked
-        if time.thread_time() - began_cpu > DEAR_S:
-            _dear[self._kind] = self._cost
-        return state
-
-    def snapshot(self, iterator: Any, random: RandomState | None = None, **position: Any) -> WorkerState:
-        """The current state, if it differs from the last one; `random`: what was captured just now."""
-        began = time.perf_counter()
-        before, self._random = self._random, random or self.capture(look=self._looks(iterator))
+        # A stream without state, which is read again from its start, recreates its generators.
+        looks = iterator is None or has_state(iterator) or has_state(self._dataset)
+        before, self._random = self._random, self.capture(look=looks)
         state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
         self._begin = None
         dataset = None if iterator is self._dataset else self._dataset
@@ -202,11 +187,9 @@ class Recorder:
         except Exception:  # the user's state_dict() may raise anything
             state = state._replace(error=traceback.format_exc())
         self._cost, self._worked = time.perf_counter() - began, 0.0
+        if time.thread_time() - began_cpu > DEAR_S:
+            _dear[self._kind] = self._cost
         return state
-
-    def _looks(self, iterator: Any) -> bool:
-        """Whether to search for new generators; a stream without state, read again from its start, recreates them."""
-        return iterator is None or has_state(iterator) or has_state(self._dataset)
 
     def _changed(self, name: str, obj: Any) -> bytes | None:
         if not has_state(obj):

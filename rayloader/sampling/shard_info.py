@@ -21,23 +21,14 @@ logger = logging.getLogger("rayloader")
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which part of the data is this worker's; see `get_shard_info`.
+    """Which part of the data is this worker's; see `get_shard_info`."""
 
-    Attributes:
-        index: of the part, from 0: `rank * num_workers + worker_id`.
-        count: how many parts there are: `num_replicas * num_workers`.
-        rank: of this process among those that train together.
-        num_replicas: how many ranks there are.
-        worker_id: of this worker among those of its loader; 0 without workers.
-        num_workers: how many workers the loader has; 1 without workers.
-    """
-
-    index: int
-    count: int
-    rank: int
-    num_replicas: int
-    worker_id: int
-    num_workers: int
+    index: int  #: of the part, from 0: `rank * num_workers + worker_id`.
+    count: int  #: how many parts there are: `num_replicas * num_workers`.
+    rank: int  #: of this process among those that train together.
+    num_replicas: int  #: how many ranks there are.
+    worker_id: int  #: of this worker among those of its loader; 0 without workers.
+    num_workers: int  #: how many workers the loader has; 1 without workers.
 
 
 def get_shard_info() -> ShardInfo:
@@ -110,8 +101,8 @@ class Reader:
         several = self._ranks is not None and self._ranks[1] > 1
         if not several or self.asked or self._worker_id or isinstance(dataset, IterDataPipe):
             return
-        if type(dataset).__qualname__ not in _told_of:
-            _told_of.add(type(dataset).__qualname__)
+        if type(dataset).__qualname__ not in _warned_of:
+            _warned_of.add(type(dataset).__qualname__)
             logger.warning(
                 "rayloader: the loader has num_replicas, and its iterable dataset %s did not ask for its part by "
                 "get_shard_info(), so that all ranks read the same; let its __iter__ read the part that "
@@ -127,7 +118,7 @@ class Reader:
         return undo
 
 
-_told_of: set[str] = set()  # kinds of datasets
+_warned_of: set[str] = set()  # kinds of datasets
 _local: Reader | None = None
 _working: tuple[Any, Reader] | None = None
 

@@ -23,14 +23,13 @@ import ray
 from rayloader.errors import StateError, add_note
 from rayloader.inherit.process_state import Baseline
 from rayloader.protocol import CARRY
-from rayloader.replica import unopenable, unpicklable
+from rayloader.replica import opening, unpicklable
 from rayloader.replica.opening import open_image
-from rayloader.sharing.ledger import Place, Room
-from rayloader.sharing.messages import Kind, Pipeline, Produced
+from rayloader.sharing.ledger import Place, PlacesLeft
+from rayloader.sharing.messages import Kind, Pipeline, Produced, packed_content
 from rayloader.start import session
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off, to_wire
-from rayloader.transport.line import packed
 from rayloader.transport.memory_file import MemoryFileError
 from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import TcpLine
@@ -77,7 +76,7 @@ class HostedLoader:
             opened = open_image(pipeline.image, here=here, contents=contents)
         except MemoryFileError:
             return False
-        self._loader = loader = unopenable.decode(*opened, pipeline.carried, ("loader",))
+        self._loader = loader = opening.decode(*opened, pipeline.carried, "loader")
         self.pinning = bool(loader.pin_memory), loader.pin_memory_device
         loader.pin_memory = False  # the consumers pin batches
         loader.prefetch_bytes += self._kept_bytes  # which the loader counts as its user's
@@ -106,7 +105,7 @@ class HostedLoader:
         return None
 
     def produce(
-        self, front: Place, lowest: Place, room: Room, give: Callable[[tuple[Produced, int] | None], object]
+        self, front: Place, lowest: Place, room: PlacesLeft, give: Callable[[tuple[Produced, int] | None], object]
     ) -> None:
         """Gives the consumers' batches from the front on, and the bytes of each; None after the last batch.
 
@@ -153,9 +152,10 @@ class HostedLoader:
             return self._as_error(error)
         if self._copies is not None:
             encoded = encoded._replace(buffers=[self._copies.copy(buffer) for buffer in encoded.buffers])
-        wire = to_wire(encoded)
-        content = (Kind.BY_CALL.value, None) if encoded.carried else (Kind.BATCH.value, wire)
-        return Produced(Kind.BATCH, wire, packed(content, TcpLine.apart)), encoded.nbytes
+        wire = to_wire(encoded).fields
+        by_call = bool(encoded.carried)
+        content = packed_content(Kind.BY_CALL) if by_call else packed_content(Kind.BATCH, wire, TcpLine.apart)
+        return Produced(Kind.BATCH, wire, content), encoded.nbytes
 
     def _as_error(self, error: Exception) -> tuple[Produced, int]:
         if self._loader.num_workers == 0:  # with workers, the traceback is in the text already
@@ -166,4 +166,4 @@ class HostedLoader:
             pickle.loads(pickled)
         except Exception:  # the pickling of its type may raise anything
             pickled = pickle.dumps(RuntimeError(text))
-        return Produced(Kind.ERROR, pickled, packed((Kind.ERROR.value, pickled), None)), len(pickled)
+        return Produced(Kind.ERROR, pickled, packed_content(Kind.ERROR, pickled)), len(pickled)

@@ -22,7 +22,7 @@ class Place(NamedTuple):
     number: int
 
 
-class Room(NamedTuple):
+class PlacesLeft(NamedTuple):
     """How many more batches may be kept, or fewer, once they have so many bytes."""
 
     batches: int
@@ -30,6 +30,8 @@ class Room(NamedTuple):
 
 
 START, NOWHERE = Place(0, 0), Place(-1, 0)
+# Takes the place of a batch after the last of an epoch.
+END: Any = object()
 
 
 class Step(Enum):
@@ -38,12 +40,6 @@ class Step(Enum):
     BEGIN = "begin the next epoch"
     PRODUCE = "produce a batch"
     WAIT = "wait for the consumers"
-
-
-class End(Enum):
-    """Takes the place of a batch after the last of an epoch."""
-
-    END = "end"
 
 
 class Passed(Exception):
@@ -55,12 +51,6 @@ class _Consumer:
     place: Place = START
     asked: Place = NOWHERE  # the last batch that it has requested; it takes them in order
     gone: str = ""  # why it no longer reads
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    batch: Any
-    nbytes: int
 
 
 class Ledger:
@@ -75,7 +65,7 @@ class Ledger:
     def __init__(self, consumers: int, buffer: int, buffer_bytes: int) -> None:
         self._consumers = [_Consumer() for _ in range(consumers)]
         self._buffer, self._buffer_bytes = buffer, buffer_bytes
-        self._kept: dict[Place, _Kept] = {}  # in order, without gaps within an epoch
+        self._kept: dict[Place, tuple[Any, int]] = {}  # batch and bytes; in order, without gaps within an epoch
         self._nbytes = 0
         self._front = NOWHERE
         self._lengths: dict[int, int] = {-1: 0}  # of finished epochs, as far back as some consumer reads
@@ -93,9 +83,9 @@ class Ledger:
         return min((consumer.place for consumer in self._reading()), default=self._front)
 
     @property
-    def room(self) -> Room:
+    def room(self) -> PlacesLeft:
         """What may be produced before the next `step`, which may say more."""
-        return Room(self._buffer - len(self._kept), self._buffer_bytes - self._nbytes)
+        return PlacesLeft(self._buffer - len(self._kept), self._buffer_bytes - self._nbytes)
 
     def step(self) -> Step:
         """What to do next."""
@@ -113,7 +103,7 @@ class Ledger:
 
     def add(self, batch: Any, nbytes: int) -> None:
         """Adds the batch at the front, which was produced."""
-        self._kept[self._front] = _Kept(batch, nbytes)
+        self._kept[self._front] = batch, nbytes
         self._nbytes += nbytes
         self._front = self._front._replace(number=self._front.number + 1)
         self._forget()
@@ -138,10 +128,6 @@ class Ledger:
         place = self._consumers[rank].place
         return Place(place.epoch + 1, 0) if self._lengths.get(place.epoch) == place.number else place
 
-    def why_gone(self, rank: int) -> str:
-        """Why a consumer no longer reads; empty if it does."""
-        return self._consumers[rank].gone
-
     def gone(self) -> dict[int, str]:
         """The consumers that no longer read, and why."""
         return {rank: consumer.gone for rank, consumer in enumerate(self._consumers) if consumer.gone}
@@ -158,13 +144,12 @@ class Ledger:
         consumer.asked = max(consumer.asked, place)
 
     def find(self, place: Place) -> Any:
-        """The batch at a place; `End.END` after the last of its epoch, None if it is not produced yet."""
-        kept = self._kept.get(place)
-        if kept is not None:
-            return kept.batch
+        """The batch at a place; `END` after the last of its epoch, None if it is not produced yet."""
+        if place in self._kept:
+            return self._kept[place][0]
         length = self._lengths.get(place.epoch, self._front.number)
         is_over = place.epoch in self._lengths or place.epoch < self._front.epoch
-        return End.END if (is_over and place.number >= length) or place < self.lowest else None
+        return END if (is_over and place.number >= length) or place < self.lowest else None
 
     def seek(self, rank: int, place: Place) -> None:
         """A consumer continues at this place, as if it had taken everything before it and nothing after it.
@@ -194,14 +179,14 @@ class Ledger:
     def _forget(self) -> None:
         lowest = self.lowest
         while self._kept and (oldest := next(iter(self._kept))) < lowest:
-            self._nbytes -= self._kept.pop(oldest).nbytes
+            self._nbytes -= self._kept.pop(oldest)[1]
         for epoch in [epoch for epoch in self._lengths if epoch < min(lowest.epoch, self._front.epoch)]:
             del self._lengths[epoch]
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold."""
         assert len(self._kept) <= self._buffer
-        assert self._nbytes == sum(kept.nbytes for kept in self._kept.values())
+        assert self._nbytes == sum(nbytes for _, nbytes in self._kept.values())
         assert list(self._kept) == sorted(self._kept)
         assert all(self.lowest <= place < self._front for place in self._kept)
         for consumer in self._reading():

@@ -13,12 +13,11 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pickle import PickleBuffer
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayloader.errors import RaySessionError, ShareError, add_note
@@ -60,7 +59,7 @@ def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
     try:
         producer = _remote_producer.options(name=terms.name, namespace=NAMESPACE, **options).remote(terms)
     except ValueError as error:
-        if not _is_there(terms.name):
+        if _named(terms.name) is None:
             raise  # about the options
         raise ShareError(
             f"there is a share {terms.name!r} in this Ray already; read it with rayloader.shared({terms.name!r}, "
@@ -70,7 +69,7 @@ def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
     try:
         if not _opened(producer, terms.name, pipeline):
             contents = [ray.put([PickleBuffer(content) for content in image.contents()])]
-            _opened(producer, terms.name, replace(pipeline, contents=contents))
+            _opened(producer, terms.name, pipeline._replace(contents=contents))
     except BaseException:
         end(producer)
         raise
@@ -78,40 +77,39 @@ def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
 
 
 def _opened(producer: Any, name: str, pipeline: Pipeline) -> bool:
-    opening = producer.open.remote(pipeline)
+    def note_wait() -> None:
+        logger.warning(
+            "rayloader: the producer of the share %r has not opened the loader within %.0f s; still waiting. If Ray "
+            "has no place for it, change ray_remote_args",
+            name,
+            NOTICE_S,
+        )
+
+    try:
+        return bool(_answer(producer.open.remote(pipeline), name, note_wait))
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+
+def _answer(ref: Any, name: str, note_wait: Callable[[], None]) -> Any:
+    """The answer to a call of the producer; calls `note_wait` each time that none has come for NOTICE_S.
+
+    Raises:
+        ShareError: the producer is gone.
+        RayTaskError: the call has raised.
+    """
     while True:
-        try:
-            return bool(_answer(opening))
-        except GetTimeoutError:
-            logger.warning(
-                "rayloader: the producer of the share %r has not opened the loader within %.0f s; still waiting. If "
-                "Ray has no place for it, change ray_remote_args",
-                name,
-                NOTICE_S,
-            )
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
-        except RayError as error:
-            raise _gone(name, error) from error
-
-
-def _answer(ref: Any) -> Any:
-    """The result of `ray.get`, or its error, within NOTICE_S."""
-    (answer,) = wait_for([ref], 1, NOTICE_S)
-    if answer is NONE_YET:
-        raise GetTimeoutError(f"no answer within {NOTICE_S} s")
-    if isinstance(answer, RayTaskError):
-        raise answer.as_instanceof_cause()
-    if isinstance(answer, RayError):
-        raise answer
-    return answer
-
-
-def _gone(name: str, error: RayError) -> ShareError:
-    return ShareError(
-        f"the producer of the share {name!r} is gone: it was closed, the process that had called share() has ended, or "
-        f"it died. Share the loader again. Ray said: {error}"
-    )
+        (answer,) = wait_for([ref], 1, NOTICE_S)
+        if isinstance(answer, RayTaskError):
+            raise answer
+        if isinstance(answer, RayError):
+            raise ShareError(
+                f"the producer of the share {name!r} is gone: it was closed, the process that had called share() has "
+                f"ended, or it died. Share the loader again. Ray said: {answer}"
+            ) from answer
+        if answer is not NONE_YET:
+            return answer
+        note_wait()
 
 
 def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
@@ -155,8 +153,8 @@ def find(name: str, timeout: float) -> Any:
     session.ensure()
     began = time.monotonic()
     while True:
-        with contextlib.suppress(ValueError):
-            return ray.get_actor(name, NAMESPACE)
+        if (producer := _named(name)) is not None:
+            return producer
         if time.monotonic() - began >= timeout:
             own = " This program has started a Ray of its own: set RAY_ADDRESS to the one of that process."
             raise ShareError(
@@ -167,10 +165,10 @@ def find(name: str, timeout: float) -> Any:
         time.sleep(LOOK_EVERY_S)
 
 
-def _is_there(name: str) -> bool:
+def _named(name: str) -> Any | None:
     with contextlib.suppress(ValueError):
-        return ray.get_actor(name, NAMESPACE) is not None
-    return False
+        return ray.get_actor(name, NAMESPACE)
+    return None
 
 
 class Link:
@@ -184,9 +182,10 @@ class Link:
 
     def __init__(self, producer: Any, name: str, rank: int) -> None:
         self._session, self._pid = session.ensure(), os.getpid()
-        self._producer, self._name, self._rank = producer, name, rank
+        self._producer, self.name, self._rank = producer, name, rank
         self._known_gone: dict[int, str] = {}
-        self.connection = Connection(*self._get(self._producer.connect.remote(rank)).payload)
+        self.check_session()
+        self.connection: Connection = self.result(self._producer.connect.remote(rank)).payload
 
     @property
     def may_use_lines(self) -> bool:
@@ -198,17 +197,9 @@ class Link:
         self.check_session()
         return getattr(self._producer, method).remote(self._rank, self.connection.number, *arguments)
 
-    def state(self, epoch: int, taken: int) -> tuple[int, int, Any, int]:
-        """Calls `Producer.state`: the place, the loader's state, and the number of batches between them."""
-        return tuple(self.result(self.call("state", epoch, taken)).payload)
-
-    def seek(self, epoch: int, taken: int) -> None:
-        """`Producer.seek`."""
-        self.result(self.call("seek", epoch, taken))
-
-    def leave(self) -> None:
-        """`Producer.leave`."""
-        self.result(self.call("leave"))
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What the producer answers to a call; raises as `result` does."""
+        return self.result(self.call(method, *arguments)).payload
 
     def result(self, ref: Any) -> Reply:
         """The reply to a call, once it has come; may be requested again.
@@ -217,64 +208,38 @@ class Link:
             RayloaderError: the producer refuses, or it or Ray is gone.
             ValueError: it refuses an argument.
         """
-        reply = self._get(ref)
+        self.check_session()
+        reply: Reply = _answer(ref, self.name, self.note_wait)
+        if reply.kind is Kind.REFUSED:
+            raise reply.payload
         self.note_gone(reply.gone)
         return reply
 
     def note_gone(self, gone: dict[int, str]) -> None:
         """Logs which consumers no longer read, once for each."""
         for rank in gone.keys() - self._known_gone.keys():
-            logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._name, gone[rank])
+            logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self.name, gone[rank])
         self._known_gone = gone
-
-    def _get(self, ref: Any) -> Reply:
-        reply: Reply = self._guarded(lambda: self._wait(ref))
-        if reply.kind is Kind.REFUSED:
-            raise reply.payload
-        return reply
-
-    def _wait(self, ref: Any) -> Any:
-        while True:
-            try:
-                return _answer(ref)
-            except GetTimeoutError:
-                self.note_wait()
 
     def note_wait(self) -> None:
         """Logs that this consumer has waited for NOTICE_S, if it waits for other consumers."""
-        holders = self._holders()
-        if holders:
+        (holders,) = wait_for([self._producer.held_up_by.remote()], 1, NOTICE_S)
+        if isinstance(holders, list) and holders:  # otherwise the producer does not answer, or is busy
             logger.warning(
                 "rayloader: consumer %d of the share %r has waited for %.0f s: consumer(s) %s must first take "
                 "the batches that are ready for them",
                 self._rank,
-                self._name,
+                self.name,
                 NOTICE_S,
                 ", ".join(map(str, holders)),
             )
-
-    def _holders(self) -> list[int]:
-        """The consumers that the producer waits for; none if it does not answer."""
-        with contextlib.suppress(GetTimeoutError):
-            holders: list[int] = _answer(self._producer.held_up_by.remote())
-            return holders
-        return []
-
-    def _guarded(self, ask: Callable[[], Any]) -> Any:
-        self.check_session()
-        try:
-            return ask()
-        except RayTaskError:
-            raise  # a fault of this package
-        except RayError as error:
-            raise _gone(self._name, error) from error
 
     def check_session(self) -> None:
         """Raises RaySessionError unless Ray is the one that it was, and this process the one that connected."""
         if os.getpid() != self._pid:  # Ray would wait for ever: its threads are not here
             raise RaySessionError(
-                f"a consumer of the share {self._name!r} works in the process that made it, and this one was forked "
+                f"a consumer of the share {self.name!r} works in the process that made it, and this one was forked "
                 "from it; start this process with the spawn method, and get the share by its name there"
             )
         if session.current() != self._session:
-            raise RaySessionError(f"Ray was shut down while the share {self._name!r} was read; connect to it again")
+            raise RaySessionError(f"Ray was shut down while the share {self.name!r} was read; connect to it again")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 import struct
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 from rayloader.inherit.process_state import ProcessState
 from rayloader.random.random_state import RandomState
 from rayloader.replica.opening import ImageAddress
-from rayloader.transport.line import Message, Parcel
+from rayloader.transport.line import Message, Parcel, packed
 
 # Of producers' actors, independent of the namespaces of the programs that meet in one Ray.
 NAMESPACE = "rayloader-shares"
@@ -19,8 +18,7 @@ NAMESPACE = "rayloader-shares"
 HEAD = struct.Struct("<qq")
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """The arguments of the program that shares a loader."""
 
     name: str
@@ -31,8 +29,7 @@ class Terms:
     origin: Any  # seal of the state that was loaded into the loader; None: no state was
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(NamedTuple):
     """What the producer opens the loader from, in the program's state when it was shared."""
 
     image: ImageAddress
@@ -40,65 +37,6 @@ class Pipeline:
     contents: list[Any] | None  # Ray's object with the image's bytes, if its files cannot be opened
     process: ProcessState
     random: RandomState
-
-
-class Kind(Enum):
-    """The kind of a reply."""
-
-    BATCH = 0  # a batch: its wire
-    ERROR = 1  # the loader's error in place of a batch: pickled
-    END = 2  # of the epoch
-    REFUSED = 3  # the share's own error
-    DONE = 4  # any other request
-    BY_CALL = 5  # over a line: a batch that refers to Ray's objects, which only a Ray call can bring
-    GONE = 6  # over a line, and in place of no batch: `Reply.gone` has changed
-
-
-class Produced(NamedTuple):
-    """A batch, or the loader's error in its place, as the producer keeps it for all consumers.
-
-    Attributes:
-        kind: BATCH or ERROR.
-        payload: what a Ray call brings: the wire, or the pickled error.
-        content: what a line brings: the same, packed; or BY_CALL.
-    """
-
-    kind: Kind
-    payload: Any
-    content: Message
-
-
-class Reply(NamedTuple):
-    """A reply to a consumer.
-
-    Attributes:
-        kind: what `payload` is.
-        payload: depends on `kind`.
-        gone: consumers that the others no longer wait for, and why.
-    """
-
-    kind: Kind
-    payload: Any = None
-    gone: dict[int, str] = {}  # noqa: RUF012  # never written to
-
-
-class Begin(NamedTuple):
-    """Over a line, from a consumer: it iterates from a place on; batches of its earlier series are not needed."""
-
-    series: int
-    epoch: int
-    taken: int  # batches of that epoch
-    first: int  # number of the first batch to send: those between are at the consumer already
-    until: int  # number after the last batch to send for now
-    sampler_epoch: int | None
-
-
-class Take(NamedTuple):
-    """Over a line, from a consumer: it has taken so many batches of the epoch, and wants those before `until`."""
-
-    series: int
-    taken: int
-    until: int
 
 
 class Connection(NamedTuple):
@@ -116,10 +54,54 @@ class Connection(NamedTuple):
     origin: Any  # as in `Terms`
 
 
-def for_line(series: int, number: int, content: Message) -> Message:
-    """A message of a producer's line: a packed content behind the HEAD."""
+class Kind(Enum):
+    """What a payload is."""
+
+    BATCH = 0  # a batch: its wire
+    ERROR = 1  # the loader's error in place of a batch: pickled
+    END = 2  # of the epoch
+    REFUSED = 3  # the share's own error
+    DONE = 4  # the answer to any other request
+    BY_CALL = 5  # over a line: a batch that refers to Ray's objects, which only a Ray call can bring
+    GONE = 6  # over a line, and in place of no batch: `Reply.gone` has changed
+
+
+class Produced(NamedTuple):
+    """A batch, or the loader's error in its place, as the producer keeps it for all consumers."""
+
+    kind: Kind  # BATCH or ERROR
+    payload: Any  # what a Ray call brings: the wire, or the pickled error
+    content: Message  # what a line brings: the same, or BY_CALL
+
+
+class Reply(NamedTuple):
+    """A reply to a consumer's Ray call, or what a line has brought in place of one."""
+
+    kind: Kind
+    payload: Any = None
+    gone: dict[int, str] = {}  # noqa: RUF012  # never written to; consumers that the others do not wait for, and why
+
+
+class Wants(NamedTuple):
+    """Over a line, from a consumer: how far it has read, and what it has room for. Each message replaces the last."""
+
+    series: int  # a new one begins to iterate from a place on: batches of earlier series are not needed
+    epoch: int
+    taken: int  # batches of that epoch
+    first: int  # number of the first batch to send of a new series: those between are at the consumer already
+    until: int  # number after the last batch to send for now
+    sampler_epoch: int | None  # what `set_epoch` was given, if it was
+
+
+def packed_content(kind: Kind, payload: Any = None, apart: int | None = None) -> Message:
+    """What a message of a producer's line holds; buffers of more than `apart` bytes follow it."""
+    return packed((kind.value, payload), apart)
+
+
+def for_line(series: int, number: int, body: Message) -> Message:
+    """A message of a producer's line: a content behind the HEAD."""
     head = HEAD.pack(series, number)
-    return head + content if isinstance(content, bytes) else Parcel(head + content.message, content.buffers)
+    return head + body if isinstance(body, bytes) else Parcel(head + body.message, body.buffers)
 
 
 def head_of(message: Message) -> tuple[int, int]:
@@ -128,11 +110,11 @@ def head_of(message: Message) -> tuple[int, int]:
     return series, number
 
 
-def content_of(message: Message) -> tuple[int, Any]:
-    """What it says: a kind's value, and a payload."""
+def content_of(message: Message) -> tuple[Kind, Any]:
+    """The content of a message of a producer's line."""
     body, buffers = (message, ()) if isinstance(message, bytes) else message
-    content: tuple[int, Any] = pickle.loads(memoryview(body)[HEAD.size :], buffers=buffers)
-    return content
+    value, payload = pickle.loads(memoryview(body)[HEAD.size :], buffers=buffers)
+    return Kind(value), payload
 
 
 def nbytes_of(message: Message) -> int:

@@ -6,7 +6,6 @@ Ray is imported when a loader is shared or a share is read, not with this module
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 import sys
 import uuid
@@ -27,10 +26,8 @@ from rayloader.sampling.sharding import is_whole
 if TYPE_CHECKING:
     from rayloader.sharing.inbox import Inbox
     from rayloader.sharing.link import Link
-    from rayloader.sharing.messages import Reply
 
 _FORMAT = "rayloader.Consumer"
-logger = logging.getLogger("rayloader")
 
 
 def share(
@@ -85,7 +82,7 @@ def share(
     from rayloader.sharing import link
     from rayloader.sharing.messages import Terms
 
-    origin = loader._state["seal"] if loader._state is not None else None
+    origin = loader._state.pack()["seal"] if loader._state is not None else None
     name = name or f"unnamed-{uuid.uuid4().hex}"
     terms = Terms(name, consumers, buffer, buffer_bytes, consumer_timeout, origin)
     return SharedLoader(link.start(loader, terms, dict(ray_remote_args or {})), name, consumers)
@@ -190,32 +187,14 @@ class Consumer:
     def __iter__(self) -> Iterator[Any]:
         if self._iterator is not None:
             self._go_to(*((self.epoch + 1, 0) if self._iterator.has_given else (self.epoch, self._taken)))
-        inbox = self._begun()
-        self._iterator = _Iterator(self, inbox, self.epoch, self._taken)
+        if self._inbox is None:
+            from rayloader.sharing.inbox import Inbox
+
+            self._inbox = Inbox(self._link)
+        self._inbox.begin(self.epoch, self._taken, self._sampler_epoch)
+        self._iterator = _Iterator(self, self._inbox, self.epoch, self._taken)
         self._sampler_epoch = None
         return self._iterator
-
-    def _begun(self) -> Inbox:
-        """Where the batches of this epoch will come in."""
-        from rayloader.sharing.inbox import CallInbox
-        from rayloader.sharing.line_inbox import LineInbox
-        from rayloader.transport.line import LineError
-
-        begin = self.epoch, self._taken, self._sampler_epoch
-        if self._inbox is None:
-            self._inbox = LineInbox(self._link) if self._link.may_use_lines else CallInbox(self._link)
-        try:
-            self._inbox.begin(*begin)
-        except LineError as error:
-            logger.warning(
-                "rayloader: batches of the share %r come by Ray calls, which take longer than a socket: %s",
-                self.name,
-                error,
-            )
-            self._inbox.close()
-            self._inbox = CallInbox(self._link)
-            self._inbox.begin(*begin)
-        return self._inbox
 
     def _go_to(self, epoch: int, taken: int) -> None:
         """The next `iter()` begins there; the iterator before is of no use any more."""
@@ -242,7 +221,7 @@ class Consumer:
         Raises:
             StateError: the state of a dataset or sampler could not be determined.
         """
-        epoch, taken, loader, behind = self._link.state(self.epoch, self._taken)
+        epoch, taken, loader, behind = self._link.ask("state", self.epoch, self._taken)
         place = {"share": self._link.connection.share, "epoch": epoch, "taken": taken, "behind": behind}
         return {"format": _FORMAT, **place, "loader": loader}
 
@@ -265,7 +244,7 @@ class Consumer:
                 "the state is of another share; load its entry 'loader' into the loader before that is shared, then "
                 "the whole state in each consumer"
             )
-        self._link.seek(*place)
+        self._link.ask("seek", *place)
         self._go_to(*place)
 
     def close(self) -> None:
@@ -273,7 +252,7 @@ class Consumer:
         if self._inbox is not None:
             self._inbox.close()
         with contextlib.suppress(ShareError, RaySessionError):  # the share has ended already
-            self._link.leave()
+            self._link.ask("leave")
 
 
 class _Iterator:
@@ -313,11 +292,17 @@ class _Iterator:
         except ValueError:  # of `set_epoch`: it may be called again for this epoch
             consumer._go_to(self._epoch, number)
             raise
-        batch, error, ends = self._opened(reply)
-        if ends:
+        from rayloader.sharing.messages import Kind
+        from rayloader.transport.lanes import Wire, from_wire
+
+        if reply.kind is Kind.END:
             self._ended = True
             consumer._go_to(self._epoch + 1, 0)
             raise StopIteration
+        error = pickle.loads(reply.payload) if reply.kind is Kind.ERROR else None
+        batch = from_wire(Wire(*reply.payload)) if error is None else None
+        if self._pins and error is None:
+            batch = pin_memory(batch, self._device)
         inbox.tell(number + 1)
         # These lines mark the batch as taken: after an interrupt before them the next call returns it again.
         del pending[number]
@@ -325,18 +310,6 @@ class _Iterator:
         if error is not None:
             raise error
         return batch
-
-    def _opened(self, reply: Reply) -> tuple[Any, Exception | None, bool]:
-        """The batch; or the error raised in its place; or that there are no more."""
-        from rayloader.sharing.messages import Kind
-        from rayloader.transport.lanes import from_wire
-
-        if reply.kind is Kind.END:
-            return None, None, True
-        if reply.kind is Kind.ERROR:
-            return None, pickle.loads(reply.payload), False
-        batch = from_wire(reply.payload)
-        return pin_memory(batch, self._device) if self._pins else batch, None, False
 
     def close(self) -> None:
         """Ends what is done ahead. Callable more than once."""

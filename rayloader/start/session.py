@@ -194,11 +194,11 @@ class _Starter(DaemonThread):
         if self.spent:
             return
         self.start()
-        began, told = time.monotonic(), False
+        began, said = time.monotonic(), False
         while not self.done:
             self._bell.wait(START_TICK_S)
-            if not self.done and not told and time.monotonic() - began >= START_NOTICE_S:
-                told = True
+            if not self.done and not said and time.monotonic() - began >= START_NOTICE_S:
+                said = True
                 logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
 
     def leave(self) -> None:

@@ -50,8 +50,8 @@ def meeting_point() -> str | None:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE"))
     if ranks == "1" or not os.environ.keys() >= _NEEDED or sys.platform != "linux":
         return None
-    told = [os.environ.get(variable) for variable in VARIABLES]
-    return "rayloader-ray-" + hashlib.sha256(repr((os.getuid(), told)).encode()).hexdigest()[:32]
+    values = [os.environ.get(variable) for variable in VARIABLES]
+    return "rayloader-ray-" + hashlib.sha256(repr((os.getuid(), values)).encode()).hexdigest()[:32]
 
 
 class Membership:

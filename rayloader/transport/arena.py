@@ -15,21 +15,9 @@ ticket, and the next message to the worker carries it back.
 Driver: `Arena`; `freed`, `leased` and `close` are for one thread at a time, leases die in any. Worker: `ArenaWriter`,
 one thread. This module does not import Ray, and does not know what a batch is.
 
-NOTE [Leases]. A slot's lease is an object that shows the slot's memory to NumPy (`__array_interface__`) and posts the
-slot to a deque when it dies: no lock, no I/O, because that may happen in any thread, in the garbage collector, at exit.
-Everything cut from it refers to it: memoryview -> ndarray -> lease. Torch and NumPy keep the memoryview, or the ndarray
-behind it. (An ndarray subclass with a `__del__` would not do: NumPy shortens chains of arrays and skips it.) Mappings
-end in the same way: leases refer to them, and no code unmaps. Once no worker needs the memory any more, a lease gives
-it back to the system when it dies, as the end of any large array does.
-
 NOTE [Interrupts]. A result may be received twice, if a Ctrl-C came in the middle of the first time. So the leases of
 a message are kept, by ticket, until all of it was received (`Leases`), and a lease posts nothing before it is kept. So
 are copies, and their slot is posted after that. At worst an interrupt loses a slot, until `ArenaWriter.abandon`.
-
-NOTE [Forks]. A forked child shares the mapping, and may read for ever what was leased at the time of the fork. So a
-lease remembers the number of forks before it, and its slot is reused only if there was none since. A slot that is
-leased while another thread is forking is never reused, because it is unknown whether the child sees it. The worker does
-the same for slots that user code could have seen when it forked; its children take no slots.
 
 NOTE [Final]. A result is final when its task ends. But user code may have kept a tensor that was stacked in a slot, and
 write to it later. So after the batch has been dropped, `seal` checks whether anything still refers to the slot, and if
@@ -38,8 +26,6 @@ so sends a copy. The slot then belongs to the worker alone, and becomes free whe
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import sys
 import weakref
@@ -51,6 +37,8 @@ import numpy as np
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.errors import RayloaderError
+from rayloader.transport import leases as leasing
+from rayloader.transport.leases import ArenaMemory, Dead, Extent, Leases, Slot, SlotLease
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 from rayloader.transport.slots import COLD_AFTER, PAGE, FreeSlots
 
@@ -65,7 +53,6 @@ class ArenaError(RayloaderError):
 
 
 ArenaAddress = FileAddress
-Slot = tuple[int, int, int]  # unique ticket in the arena; offset in the file; size in bytes
 Slice = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
 
 
@@ -78,7 +65,7 @@ class Arena:
 
     Attributes:
         address: for the worker to open it.
-        spoiled: bytes that will never be free again (see NOTE [Forks]), as of the last call of `freed`.
+        spoiled: bytes that will never be free again (see NOTE [Forks] in leases.py), as of the last call of `freed`.
 
     Raises:
         ArenaError: this system has no memory files, or no room for one.
@@ -92,12 +79,12 @@ class Arena:
             self.address = self._file.address
             os.pwrite(self._file.fd, self.address.header, 0)
             self._file.seal(writes=False)
-            self._mapping = _Mapping(self._file.fd, size)
+            self._mapping = ArenaMemory(self._file.fd, size)
         except (OSError, MemoryFileError) as error:
             self.close()
             raise ArenaError(f"can't make an arena's memory file: {error}") from error
         self._leased: dict[int, Slot] = {}  # by ticket: live leases, posted ones and spoiled ones
-        self._dead: _Dead = deque()  # posted by leases
+        self._dead: Dead = deque()  # posted by leases
         self.spoiled = 0
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -191,12 +178,12 @@ class Arena:
                 start = low + size
             self._mapping.give_back(start, self.address.nbytes - start)
 
-    def _lease(self, slot: Slot, leases: Leases) -> _Lease:
-        forks = _NEVER if _forking else _forks
+    def _lease(self, slot: Slot, leases: Leases) -> SlotLease:
+        forks = _NEVER if leasing.forking else leasing.forks
         ticket = slot[0]
         lease = leases.get(ticket)
-        if not isinstance(lease, _Lease):
-            lease = leases[ticket] = _Lease(self._mapping, slot, forks)
+        if not isinstance(lease, SlotLease):
+            lease = leases[ticket] = SlotLease(self._mapping, slot, forks)
         if lease.dead is None:
             self._leased[ticket] = slot
             if self._mapping.gone:
@@ -213,7 +200,7 @@ class ArenaWriter:
         small: buffers up to this size are not worth a slot of their own, according to the driver.
     """
 
-    def __init__(self, mapping: _Mapping, nbytes: int) -> None:
+    def __init__(self, mapping: ArenaMemory, nbytes: int) -> None:
         self.small = 0
         self._mapping = mapping
         self._pid = os.getpid()
@@ -238,7 +225,7 @@ class ArenaWriter:
             try:
                 if os.pread(fd, len(address.header), 0) != address.header:
                     raise ArenaError(f"{address.name} does not begin with its name")
-                return cls(_Mapping(fd, address.nbytes), address.nbytes)
+                return cls(ArenaMemory(fd, address.nbytes), address.nbytes)
             finally:
                 os.close(fd)
         except (OSError, MemoryFileError) as error:
@@ -259,7 +246,7 @@ class ArenaWriter:
         if taken is None:
             return None
         _, start, _ = taken.slot
-        region = _Region(self._mapping, start, nbytes)
+        region = Extent(self._mapping, start, nbytes)
         taken.region = weakref.ref(region)
         return region.memory()
 
@@ -313,7 +300,7 @@ class ArenaWriter:
         taken = self._slots[slot[0]]
         # A slot whose first buffer was copied is never sent, even if another thread drops its reference meanwhile.
         if taken.sent and (taken.region is None or taken.region() is None):
-            if taken.forks == _forks:
+            if taken.forks == leasing.forks:
                 taken.region = None  # later forks cannot have seen it
             return where
         taken.sent = False
@@ -360,7 +347,7 @@ class ArenaWriter:
             self.full = True
             return None
         self._last_ticket += 1
-        taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, _forks)
+        taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, leasing.forks)
         self._batch.append(self._last_ticket)
         if self._last_ticket % COLD_AFTER == 0:
             self._look_again()
@@ -395,107 +382,13 @@ class _Taken:
         self.slot = slot
         self.owner = owner
         self.forks = forks
-        self.region: weakref.ref[_Region] | None = None  # the memory that user code may refer to
+        self.region: weakref.ref[Extent] | None = None  # the memory that user code may refer to
         self.sent = False  # it belongs to the driver
 
     @property
     def seen_by_child(self) -> bool:
         """Whether a forked child may refer to it."""
-        return self.region is not None and self.forks != _forks
-
-
-class _Mapping:
-    """A whole file, mapped shared and writable for as long as something refers to this object."""
-
-    __slots__ = ("bytes", "gone", "memory", "resting", "start")
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        file = mmap.mmap(fd, nbytes)  # holds a duplicate of `fd`
-        self.memory = memoryview(file)
-        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(file, np.uint8)
-        self.start: int = self.bytes.__array_interface__["data"][0]
-        self.resting = False  # whether leases give freed memory back to the system
-        self.gone = False  # whether all memory without a lease was given back
-
-    def give_back(self, start: int, nbytes: int) -> None:
-        """Gives the memory of whole pages back to the system; they read as zeros and can be used again."""
-        if nbytes:
-            file: Any = self.memory.obj
-            with contextlib.suppress(OSError):  # the kernel does not support it: they stay until the mapping ends
-                file.madvise(mmap.MADV_REMOVE, start, nbytes)
-
-
-class _Region:
-    """A part of a mapping, shown to NumPy as writable bytes that keep it alive."""
-
-    __slots__ = ("__weakref__", "mapping", "nbytes", "start")
-
-    def __init__(self, mapping: _Mapping, start: int, nbytes: int) -> None:
-        self.mapping = mapping
-        self.start, self.nbytes = start, nbytes
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        data = self.mapping.start + self.start, False
-        return {"version": 3, "data": data, "shape": (self.nbytes,), "typestr": "|u1"}
-
-    def memory(self) -> memoryview:
-        array: Any = np.asarray(self)
-        return memoryview(array)
-
-
-_Dead = deque[tuple[int, bool]]  # ticket, whether it may be reused
-
-
-class _Lease(_Region):
-    """The right to a slot; see NOTE [Leases]."""
-
-    __slots__ = ("dead", "forks", "slot")
-
-    def __init__(self, mapping: _Mapping, slot: Slot, forks: int) -> None:
-        super().__init__(mapping, *slot[1:])
-        self.slot, self.forks = slot, forks
-        self.dead: _Dead | None = None  # from when it is kept on
-
-    def __del__(self) -> None:
-        dead: _Dead | None = getattr(self, "dead", None)  # missing if an interrupt came before the constructor's end
-        if dead is None:
-            return
-        ticket, start, size = self.slot
-        reuse = self.forks == _forks
-        if reuse and self.mapping.resting:
-            self.mapping.give_back(start, size)  # before the worker can learn of it
-        dead.append((ticket, reuse))
-        if reuse and self.mapping.gone:
-            self.mapping.give_back(start, size)
-
-
-Leases = dict[int, _Lease | list[bytearray]]  # by ticket; the leases of one message, and copies
-
-
-def leased_slot(buffer: Any) -> tuple[int, int] | None:
-    """Ticket and bytes of the slot that a buffer keeps leased; None if it is other memory."""
-    lease = getattr(memoryview(buffer).obj, "base", None)
-    return (lease.slot[0], lease.slot[2]) if isinstance(lease, _Lease) else None
-
-
-# See NOTE [Forks]. Module state, because a fork affects all arenas of the process.
-_forks = 0  # begun so far
-_forking = 0  # in progress, in all threads
-
-
-def _before_fork() -> None:
-    global _forks, _forking
-    _forks += 1
-    _forking += 1
-
-
-def _after_fork() -> None:
-    global _forking
-    _forking -= 1
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+        return self.region is not None and self.forks != leasing.forks
 
 
 def _offset(slot: Slot) -> int:

@@ -5,8 +5,8 @@ which is due to its bytes. So those of one type, data type and shape form a *gro
 this group"; their bytes lie one after the other in a few buffers, which are assembled when they are read; and a worker
 recreates the whole group in one operation.
 
-Promise: only objects that are recreated exactly are grouped: dense tensors that neither require nor have a gradient and
-own exactly their storage, and arrays of numbers. A tensor that turns out to share its storage with another, or to lie
+Promise: only objects that are recreated exactly are grouped: dense tensors that require no gradient and own exactly
+their storage, and arrays of numbers. A tensor that turns out to share its storage with another, or to lie
 in a file, is replaced in its group by one over a span, as the codec makes them. Tensors over parts of one storage, such
 as the rows of another, are *views*: they have no bytes of their own, and the skeleton holds their offsets. The first
 few of each kind are left to the codec: an object with few tensors has no groups.
@@ -173,7 +173,7 @@ class Groups:
                 return self._view(tensor, storage, (storage._cdata, dtype, shape, stride))
             if stride != group.strides:
                 return None
-            if tensor.requires_grad or tensor.grad is not None or tensor.storage_offset():
+            if tensor.requires_grad or tensor.storage_offset():
                 return None
             if not tensor.is_cpu or tensor.is_neg():
                 return None
@@ -190,7 +190,7 @@ class Groups:
                 return None
             views = self._of_views[kind] = Views(storage, tensor)
         offset = tensor.storage_offset()
-        if tensor.requires_grad or tensor.grad is not None or not tensor.is_cpu or tensor.is_neg():
+        if tensor.requires_grad or not tensor.is_cpu or tensor.is_neg():
             return None
         if offset > views.farthest:
             return None

@@ -8,7 +8,7 @@
   kind are grouped, see bulk.py.
 - Everything else is pickled in the skeleton, see pickler.py.
 
-No state besides caches. Any thread may call; this module does not import Ray.
+No state besides caches and the recursion limit. Any thread may call; this module does not import Ray.
 
 NOTE [Spans]. Pickle's opcode for out-of-band buffers takes the next item of an iterable, whatever that is. So a
 tensor's reduction holds a *token*, an empty `PickleBuffer` that represents its storage, and `decode` returns
@@ -21,18 +21,21 @@ carry absolute offsets, and the spans' starts follow at the end of the skeleton,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from rayloader.transport import bulk, depth, plain
+from rayloader.transport import bulk, plain
 from rayloader.transport.pickler import PROTOCOL, Overlap, Pickler, Special
 from rayloader.transport.raw import flat_bytes, memory, storage_over
 from rayloader.transport.rebuilding import make_tensor
@@ -48,6 +51,10 @@ _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span 
 _NO_BUFFERS = pickle.dumps(([], [], [], [], [], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _NOTHING_SPECIAL = Special()
+_DEEPEST = 10_000  # levels; as Python's own bound since 3.12. A third of what has ended a thread with a stack of 8 MiB.
+_lock = threading.Lock()
+_diving = 0  # threads in `_deep`
+_limit = 0  # the program's
 _INDICES = {int, type(None)}  # an iterable dataset's are None
 
 
@@ -161,32 +168,51 @@ def encode(
 def _pickled(
     obj: object, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None, special: Special
 ) -> tuple[io.BytesIO, Pickler]:
-    with depth.bounded():
-        file = io.BytesIO()
-        pickler = Pickler(file, known_classes, carry, mapped, special)
-        try:
+    file = io.BytesIO()
+    pickler = Pickler(file, known_classes, carry, mapped, special)
+    try:
+        with _deep():
             pickler.dump(obj)
-            return file, pickler
-        except Exception as error:
-            if not depth.is_too_deep(error):
-                raise
-        file, in_turn = io.BytesIO(), depth.InTurn(obj)
-        pickler = Pickler(file, known_classes, carry, mapped, special, in_turn)
-        try:
-            pickler.dump(in_turn)
-        except Exception as error:
-            if not depth.is_too_deep(error):
-                raise
-            raise depth.too_deep() from error
-        assert not in_turn.later
-        return file, pickler
+    except Exception as error:
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+            raise pickle.PicklingError(
+                "objects are nested deeper than pickling can follow, or a method that pickling calls does not end (the "
+                "recursion limit was reached); hold them side by side, for instance in one list, and let them refer to "
+                "each other by index"
+            ) from error
+        raise
+    return file, pickler
+
+
+@contextlib.contextmanager
+def _deep() -> Iterator[None]:
+    """Sets the recursion limit, in all threads, to what pickling may use of the stack, of which each level takes some.
+
+    Python 3.12 and later bound that themselves. Before, a program that has raised its limit past what the stack holds
+    would end here, and one that has not could not send a chain of a thousand objects.
+    """
+    global _diving, _limit
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    with _lock:
+        if not _diving:
+            _limit = sys.getrecursionlimit()
+            sys.setrecursionlimit(_DEEPEST)
+        _diving += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _diving -= 1
+            if not _diving:
+                sys.setrecursionlimit(_limit)
 
 
 def decode(
     skeleton: Buffer,
     buffers: Sequence[Buffer | torch.UntypedStorage],
     carried: Sequence[Any] = (),
-    loads: Callable[..., Any] = pickle.loads,
 ) -> Any:
     """Reassembles an object.
 
@@ -197,7 +223,6 @@ def decode(
             as with `torch.from_numpy` of a read-only memory map. A storage represents its memory, and tensors get that
             very storage.
         carried: `Encoded.carried`, or its replacement here.
-        loads: unpickles the skeleton, with the arguments of `pickle.loads`.
 
     Raises:
         ValueError: the number or a size of the buffers differs from the skeleton's.
@@ -206,7 +231,7 @@ def decode(
     if tail[0] == plain.MARK:
         return plain.decode(bytes(skeleton), buffers)  # type: ignore[arg-type] # of a batch: no storages
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
-        return loads(skeleton)
+        return pickle.loads(skeleton)
     header = _header_of(tail)
     count = len(header.extents) + sum(group.buffers for group in header.groups)
     if len(buffers) != count:
@@ -230,7 +255,7 @@ def decode(
         )
     for number, views in enumerate(header.views, start=len(header.groups)):
         in_bulk[number] += bulk.remake_views(views, *next(spans))
-    return loads(skeleton, buffers=tokens)
+    return pickle.loads(skeleton, buffers=tokens)
 
 
 def import_modules(skeleton: Buffer) -> None:

@@ -6,6 +6,9 @@ must not write to any part of it, except for buffers that lie in no slot and wer
 
 In the order of a batch's path: worker `to_wire`, `sealed`; driver `received`, `from_wire`. The driver's `ArenaLane`
 owns one actor's arena; no wait ever depends on room in it.
+
+NOTE [Fields]. Whoever sends a `Wire` or a `Room` sends its `fields`, and whoever receives them makes it again: a tuple
+is pickled and unpickled in 1 us, an object of a class in 4.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Any
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.transport import codec, raw
-from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, leased_slot
+from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter
+from rayloader.transport.leases import Leases, Slot, leased_slot
 
 logger = logging.getLogger("rayloader")
 
@@ -34,15 +39,41 @@ ARENA_BYTES = 1 << 36
 # An arena in which forks have spoiled this much is replaced: memory that a child may still read is never reused.
 SPOILED_BYTES = 1 << 28
 
-# The form in which an encoded object is sent: the skeleton; the buffers; carried objects; and the slot of the small
-# buffers. A buffer is a `Slice` of a slot of its own; or the size of a small one, side by side in their slot; or the
-# bytes themselves.
-Wire = tuple[bytes, Sequence[Any], Sequence[Any], Slot | None]
 
-# News of the arena with a message, so that the worker can put batches into slots: the address of the arena, None for
-# the last one; tickets of slots that are free again; workers whose results so far are discarded (None in it: all
-# workers'), and if there are some, the tickets of slots that are not; and up to what size buffers are small.
-Room = tuple[ArenaAddress | None, list[int], list[int | None], frozenset[int], int]
+@dataclass(slots=True)
+class Wire:
+    """The form in which an encoded object is sent, as `fields`; see NOTE [Fields]."""
+
+    skeleton: bytes
+    buffers: Sequence[Any]  # each a `Slice` of a slot of its own; None for a small one; or the bytes themselves
+    carried: Sequence[Any]  # objects that Ray carries
+    small_slot: Slot | None = None  # where the small ones lie side by side
+    small_sizes: Sequence[int] = ()
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """The part of it that is sent."""
+        if self.small_slot is None:
+            return self.skeleton, self.buffers, self.carried
+        return self.skeleton, self.buffers, self.carried, self.small_slot, self.small_sizes
+
+
+@dataclass(slots=True)
+class Room:
+    """News of the arena with a message, so that the worker can put batches into slots; see NOTE [Fields]."""
+
+    address: ArenaAddress | None  # of the arena; None: the last one
+    freed: list[int]  # tickets of slots that are free again
+    small: int  # up to what size buffers are small
+    abandoned: Sequence[int | None] = ()  # workers whose results so far are discarded; None in it: all workers'
+    leased: Collection[int] = ()  # if there are some, the tickets of slots that are not
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """The part of it that is sent."""
+        if not self.abandoned:
+            return self.address, self.freed, self.small
+        return self.address, self.freed, self.small, self.abandoned, self.leased
 
 
 def switched_off() -> bool:
@@ -75,41 +106,40 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
         arena: in which a batch has begun.
     """
     if not encoded.buffers:  # for example indices
-        return encoded.skeleton, (), encoded.carried, None
-    packed: Slot | None = None
-    buffers: list[Any] = [PickleBuffer(buffer) for buffer in encoded.buffers]
-    if arena is not None:
-        small = [buffer for buffer in encoded.buffers if buffer.nbytes <= arena.small]
-        if sum([buffer.nbytes for buffer in small]) > INLINE_BYTES:
-            packed = arena.pack(small)
+        return Wire(encoded.skeleton, (), encoded.carried)
+    if arena is None:
+        return Wire(encoded.skeleton, [PickleBuffer(buffer) for buffer in encoded.buffers], encoded.carried)
+    small = [buffer for buffer in encoded.buffers if buffer.nbytes <= arena.small]
+    sizes = [buffer.nbytes for buffer in small]
+    slot = arena.pack(small) if sum(sizes) > INLINE_BYTES else None
+    buffers: list[Any] = [None] * len(encoded.buffers)
+    if slot is None or len(small) < len(buffers):
         for index, buffer in enumerate(encoded.buffers):
             if buffer.nbytes > arena.small:
-                buffers[index] = arena.put(buffer) or buffers[index]
-            elif packed is not None:
-                buffers[index] = buffer.nbytes
-    return encoded.skeleton, buffers, encoded.carried, packed
+                buffers[index] = arena.put(buffer) or PickleBuffer(buffer)
+            elif slot is None:
+                buffers[index] = PickleBuffer(buffer)
+    return Wire(encoded.skeleton, buffers, encoded.carried, slot, sizes)
 
 
 def sealed(wire: Wire, arena: ArenaWriter) -> Wire:
     """The wire with its buffers in slots made final; call it after the batch and its encoded form have been dropped."""
-    skeleton, buffers, carried, packed = wire
-    return skeleton, [arena.seal(b) if isinstance(b, tuple) else b for b in buffers], carried, packed
+    wire.buffers = [arena.seal(buffer) if type(buffer) is tuple else buffer for buffer in wire.buffers]
+    return wire
 
 
 def received(wire: Wire, lent: Lent) -> Wire:
-    """The wire with leased views of slots, and copies of small buffers, instead of their slices and sizes."""
-    skeleton, buffers, carried, packed = wire
-    small: Iterator[bytearray] = iter(())
-    if packed is not None:
-        copies = lent.arena.unpack(packed, [size for size in buffers if type(size) is int], lent.leases)
-        if len(copies) == len(buffers):
-            return skeleton, copies, carried, None
-        small = iter(copies)
-    views: list[Any] = []
-    for buffer in buffers:
-        kind = type(buffer)
-        views.append(next(small) if kind is int else lent.arena.view(buffer, lent.leases) if kind is tuple else buffer)
-    return skeleton, views, carried, None
+    """The wire with leased views of slots, and copies of small buffers, in place of what stands for them."""
+    arena, leases = lent.arena, lent.leases
+    small: list[Any] = [] if wire.small_slot is None else arena.unpack(wire.small_slot, wire.small_sizes, leases)
+    if len(small) == len(wire.buffers):
+        return Wire(wire.skeleton, small, wire.carried)
+    copies = iter(small)
+    views = [
+        next(copies) if buffer is None else arena.view(buffer, leases) if type(buffer) is tuple else buffer
+        for buffer in wire.buffers
+    ]
+    return Wire(wire.skeleton, views, wire.carried)
 
 
 def from_wire(wire: Wire) -> Any:
@@ -120,37 +150,37 @@ def from_wire(wire: Wire) -> Any:
     """
     if KEEPS_SENT_STORAGES:
         release_sent_storages()  # of earlier batches, whose memory is not in an arena
-    skeleton, buffers, carried, _ = owned(wire, _fresh_copy)
-    return codec.decode(skeleton, buffers, carried)
+    return codec.decode(wire.skeleton, _writable(wire, _fresh_copy) if wire.buffers else (), wire.carried)
 
 
 def owned(wire: Wire, copy: Callable[[memoryview], memoryview]) -> Wire:
     """The wire with copies, made by `copy`, of the buffers that can't be written to."""
-    skeleton, buffers, carried, packed = wire
-    if not buffers:
-        return wire
-    views = [memoryview(buffer) for buffer in buffers]
-    return skeleton, [copy(view) if view.readonly else view for view in views], carried, packed
+    return Wire(wire.skeleton, _writable(wire, copy), wire.carried)
+
+
+def _writable(wire: Wire, copy: Callable[[memoryview], memoryview]) -> list[memoryview]:
+    return [copy(view) if (view := memoryview(buffer)).readonly else view for buffer in wire.buffers]
 
 
 def read_only_bytes(wire: Wire) -> int:
     """Bytes of the buffers that `owned` has to copy."""
-    views = [memoryview(buffer) for buffer in wire[1]]
+    views = [memoryview(buffer) for buffer in wire.buffers]
     return sum(view.nbytes for view in views if view.readonly)
 
 
 def leased_bytes(wire: Wire) -> int:
     """Bytes of the slots that its buffers keep leased."""
-    return sum(dict(slot for slot in map(leased_slot, wire[1]) if slot is not None).values())
+    return sum(dict(slot for slot in map(leased_slot, wire.buffers) if slot is not None).values())
 
 
 def _fresh_copy(buffer: memoryview) -> memoryview:
     return raw.writable_copies([buffer])[0]
 
 
-def pack(message: Any, wires: Sequence[Wire]) -> Any:
-    """A message with these wires, as bytes unless Ray must inspect it: Ray takes long to pickle anything."""
-    for_ray = any(carried or _out_of_band(buffers) for _, buffers, carried, _ in wires)
+def pack(message: Any, wires: Sequence[Sequence[Any]]) -> Any:
+    """A message with these wires' fields, as bytes unless Ray must inspect it: Ray takes long to pickle anything."""
+    made = [Wire(*fields) for fields in wires]
+    for_ray = any(wire.carried or any(isinstance(b, PickleBuffer) for b in wire.buffers) for wire in made)
     return message if for_ray else pickle.dumps(message, 5)
 
 
@@ -159,16 +189,12 @@ def unpack(message: Any) -> Any:
     return pickle.loads(message) if isinstance(message, bytes) else message
 
 
-def _out_of_band(buffers: Sequence[Any]) -> bool:
-    return any(isinstance(buffer, PickleBuffer) for buffer in buffers)
-
-
 def fits_in_band(wire: Wire, nbytes: int) -> bool:
     """Whether it can be pickled without Ray, with at most so many bytes of buffers that are in no slot."""
-    skeleton, buffers, carried, _ = wire
-    if carried:
+    if wire.carried:
         return False
-    return len(skeleton) + sum(memoryview(b).nbytes for b in buffers if not isinstance(b, tuple | int)) <= nbytes
+    in_message = [memoryview(b).nbytes for b in wire.buffers if b is not None and type(b) is not tuple]
+    return len(wire.skeleton) + sum(in_message) <= nbytes
 
 
 class ArenaLane:
@@ -195,11 +221,11 @@ class ArenaLane:
         arena = self._arena  # read once: another thread may call this
         return arena.leased_bytes if arena is not None else 0
 
-    def lend(self, told: ArenaAddress | None = None) -> tuple[Lent, Room] | None:
+    def lend(self, known: ArenaAddress | None = None) -> tuple[Lent, Room] | None:
         """Room for the batch of a message, with news of the arena; None if there is no arena.
 
         Args:
-            told: the arena that the worker was told last.
+            known: the arena that the worker was told of last.
         """
         if self._off:
             return None
@@ -212,13 +238,11 @@ class ArenaLane:
                 self._off = str(error)
                 return None
             freed = []
-        abandoned: list[int | None] = []
-        leased: frozenset[int] = frozenset()
+        room = Room(arena.address if arena.address is not known else None, freed, SMALL_BYTES)
         if self._abandoned:
-            abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
-            leased = arena.leased()
-        address = arena.address if arena.address is not told else None
-        return Lent(arena), (address, freed, abandoned, leased, SMALL_BYTES)
+            room.abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
+            room.leased = arena.leased()
+        return Lent(arena), room
 
     def abandon(self, worker_id: int | None = None) -> None:
         """No result that this worker (None: any worker of the actor) was asked for so far will be received."""
@@ -236,9 +260,9 @@ class ArenaLane:
 
     def was_full(self) -> None:
         """The worker had no room for a buffer."""
-        global _told
-        if not _told:
-            _told = True
+        global _warned_of_full
+        if not _warned_of_full:
+            _warned_of_full = True
             logger.warning(
                 "rayloader: so many batches of one worker are held at once that its arena of %d MB is full, and "
                 "further ones are copied, which is slower; drop batches when they are used, or clone what you keep",
@@ -252,7 +276,7 @@ class ArenaLane:
             self._arena = None
 
 
-_told = False  # whether the warning about a full arena was logged, for all lanes
+_warned_of_full = False  # for all lanes
 
 
 class WorkerLane:
@@ -263,22 +287,22 @@ class WorkerLane:
         self._arena: ArenaWriter | None = None
         self.error = ""  # why it cannot be opened
 
-    def open(self, room: Room | None) -> ArenaWriter | None:
-        """For the batches of a message; None if it brought no room or the arena cannot be opened."""
+    def open(self, room: Sequence[Any] | None) -> ArenaWriter | None:
+        """For the batches of a message that brought these fields of a `Room`; None if there is no arena here."""
         if room is None:
             return None
-        address, freed, abandoned, leased, small = room
-        if address is not None and address != self._address:
+        news = Room(*room)
+        if (address := news.address) is not None and address != self._address:
             self._arena, self._address, self.error = None, address, ""
             try:
                 self._arena = ArenaWriter.open(address)
             except ArenaError as error:
                 self.error = str(error)
         if self._arena is not None:
-            self._arena.small = small
-            self._arena.free(freed)
-            for worker_id in abandoned:
-                self._arena.abandon(worker_id, leased)
+            self._arena.small = news.small
+            self._arena.free(news.freed)
+            for worker_id in news.abandoned:
+                self._arena.abandon(worker_id, news.leased)
         return self._arena
 
     def take_full(self) -> bool:

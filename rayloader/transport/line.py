@@ -22,6 +22,7 @@ taken ensures both. The epoch is told that it was interrupted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import select
@@ -45,6 +46,8 @@ JOINED_BYTES = 1 << 16
 _AT_ONCE = 64  # parts that one system call sends, or receives
 # How long a thread reads at most without waiting, in seconds: one that takes longer was interrupted.
 TORN_S = 10.0
+# Errors when the system has no further descriptor; `accept` raises them whether a process has connected or not.
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # For a call that must not wait, even if the socket would.
 _NO_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 # A program may have restored SIGPIPE's default action: the death of the other end must not end it.
@@ -118,6 +121,7 @@ class Line:
 
     Attributes:
         ended: whether the other end has closed, or died, and everything that it sent was read.
+        closed: whether this end has.
     """
 
     chunk_bytes = CHUNK_BYTES  # maximum bytes to read at once if no buffer is expected
@@ -133,7 +137,7 @@ class Line:
         self._rest: deque[memoryview] = deque()  # where their missing bytes go
         self._arrived: deque[Message] = deque()
         self._sending, self._reading = threading.Lock(), threading.Lock()
-        self._closed = False
+        self.closed = False
         self.ended = False
         if connection is not None:
             self._connected(connection)
@@ -361,7 +365,7 @@ class Line:
 
     def close(self) -> None:
         """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
-        self._closed = self.ended = True
+        self.closed = self.ended = True
         connection, self._socket = self._socket, None
         if connection is not None:
             connection.end()
@@ -371,8 +375,93 @@ class Line:
             self.close()
 
 
+class ListeningLine(Line):
+    """The driver's end. Messages sent before the worker has connected are queued.
+
+    Attributes:
+        refused: why the worker can't be accepted; "" if it can.
+    """
+
+    _listener: LineSocket | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._finishing = False
+        self.refused = ""
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor to wait for; -1 if nothing more will come."""
+        return self._listener.fileno() if self._listener is not None else super().descriptor
+
+    @property
+    def events(self) -> int:
+        """The events of `select.poll` to wait for."""
+        return select.POLLIN if self._listener is not None else super().events
+
+    def read(self, *, wait: bool = False) -> bool:
+        """Reads what has arrived, and keeps it for `arrived`; first accepts the worker."""
+        if self._listener is not None:
+            self._let_in(self._listener)
+        return super().read(wait=wait)
+
+    def _let_in(self, listener: LineSocket) -> None:
+        """Accepts the worker, if it has connected."""
+        raise NotImplementedError
+
+    def _came(self, listener: LineSocket) -> int | None:
+        """The descriptor of a new connection; None if there is none, if it has gone again, or if this was closed."""
+        try:
+            return listener.accept()[0].detach()
+        except OSError as error:
+            if error.errno in NO_ROOM and poll(listener.fileno(), select.POLLIN, 0):
+                self.refused = f"can't let a worker in: {error}"
+            return None
+
+    def _entered(self, connection: LineSocket) -> None:
+        """The worker has connected."""
+        self._connected(connection)
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        if self.closed:  # by another thread, meanwhile
+            self.close()
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket accepts."""
+        super().flush()
+        if self._finishing and self._socket is not None and not self._out:
+            self._finishing = False
+            super().finish()
+
+    def finish(self) -> None:
+        """Nothing more will be sent; the other end learns that after reading everything."""
+        self._finishing = True
+        self.flush()
+
+    def close(self) -> None:
+        """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
+        self.closed = True
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            if listener.is_ours:  # a forked child may have a copy: no process must wait there for an answer
+                turn_away(listener)
+            listener.close()
+        super().close()
+
+
 def poll(descriptor: int, events: int, timeout: int | None = None) -> bool:
     """Waits for events of `select.poll`, for `timeout` ms; returns whether there is one, or the other end has gone."""
     waiting = select.poll()
     waiting.register(descriptor, events)
     return bool(waiting.poll(timeout))
+
+
+def turn_away(listener: LineSocket) -> None:
+    """Lets no process connect from here on; those that have connected see the end."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        while True:
+            listener.accept()[0].close()

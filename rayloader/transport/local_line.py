@@ -17,8 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rayloader.transport.line import Line, LineError, LineSocket, poll
-from rayloader.transport.listening import ListeningLine
+from rayloader.transport.line import Line, LineError, LineSocket, ListeningLine, poll
 from rayloader.transport.memory_file import MemoryFileError, this_machine
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid

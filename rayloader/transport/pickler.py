@@ -7,6 +7,7 @@ the storages inside. Anything else is cloudpickle's.
 from __future__ import annotations
 
 import copyreg
+import ctypes
 import importlib
 import io
 import mmap
@@ -25,7 +26,6 @@ from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
 from rayloader._compat import (
-    AUTOGRAD_HOOKS,
     COMPILED,
     DataPipeWrapper,
     datapipe_in,
@@ -35,8 +35,8 @@ from rayloader._compat import (
     untyped_in,
 )
 from rayloader.namespaces import is_a, names_in, namespace_of
-from rayloader.transport import bulk, by_value, classes, handles, views
-from rayloader.transport.depth import InTurn
+from rayloader.transport import bulk, by_value, handles
+from rayloader.transport.handles import refusal
 from rayloader.transport.raw import NAMES, address, memory
 from rayloader.transport.rebuilding import (
     itself,
@@ -45,10 +45,8 @@ from rayloader.transport.rebuilding import (
     make_tensor,
     set_array,
     set_attributes,
-    set_autograd,
     set_state,
 )
-from rayloader.transport.reopening import refusal
 
 if TYPE_CHECKING:
     from rayloader.transport.mapped import Mappings
@@ -61,6 +59,7 @@ _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a
 _USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
 _OF_NAMED_TUPLES = "_make", "__new__", "__getnewargs__", "__reduce__", "__reduce_ex__"
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
+_CData: Any = ctypes.Array.__base__  # what all objects of ctypes are
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -107,7 +106,7 @@ class Special(NamedTuple):
     reduce: Callable[[Any, Callable[[Any], Any]], Any] = lambda obj, reduced: reduced(obj)
 
 
-class Pickler(by_value.Pickler):
+class Pickler(by_value.ByValuePickler):
     """The pickler of one object; the arguments are those of `codec.encode`."""
 
     def __init__(
@@ -117,7 +116,6 @@ class Pickler(by_value.Pickler):
         carry: tuple[type, ...],
         mapped: Mappings | None,
         special: Special,
-        in_turn: InTurn | None = None,
     ) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will request them
         super().__init__(file, protocol=PROTOCOL, buffer_callback=self.references.append)
@@ -125,7 +123,6 @@ class Pickler(by_value.Pickler):
         self.carry = carry
         self.mapped = mapped
         self.special = special
-        self.in_turn = in_turn
         self.groups = None if mapped is None else bulk.Groups()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
         self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
@@ -143,8 +140,6 @@ class Pickler(by_value.Pickler):
         if kind is Tensor:
             if self.groups is not None and not obj.__dict__ and (reduction := self.groups.tensor(obj)) is not None:
                 return reduction
-            if self.mapped is not None:
-                return self._with_autograd(obj, self._tensor(obj))
             if obj._backward_hooks:
                 warn_if_has_hooks(obj)  # as between torch's processes
             return self._tensor(obj)
@@ -158,12 +153,9 @@ class Pickler(by_value.Pickler):
                 return reduction
             return self._array(obj)
         if issubclass(kind, Tensor):
-            reduction = self._subclass(obj, kind)
-            if self.mapped is not None:
-                return self._with_autograd(obj, reduction)
             with no_torch_function():
                 warn_if_has_hooks(obj)
-            return reduction
+            return self._subclass(obj, kind)
         if kind in self.carry:
             token = pickle.PickleBuffer(bytearray())
             self.carried[token] = len(self.carried_objects)
@@ -175,8 +167,6 @@ class Pickler(by_value.Pickler):
         """How an object of a kind is pickled that few batches hold."""
         if kind in (torch.UntypedStorage, torch.TypedStorage) and (reduction := self._storage(obj, kind)) is not None:
             return reduction
-        if kind is memoryview:
-            return views.reduce(obj, self.mapped)
         if kind is np.memmap or (self.mapped is not None and issubclass(kind, np.ndarray)):
             return self._subclass_of_array(obj)
         if issubclass(kind, types.ModuleType) and (reduction := _of_module(obj)) is not None:
@@ -188,12 +178,9 @@ class Pickler(by_value.Pickler):
         _check_can_leave(obj, kind)
         if issubclass(kind, type):
             if self.known_classes:
-                return classes.reduce_by_id(obj, super().reducer_override)
-            return self._noted(obj, classes.with_slots(obj, super().reducer_override(obj)))
+                return by_value.reduce_by_id(obj, super().reducer_override)
+            return self._noted(obj, by_value.with_slots(obj, super().reducer_override(obj)))
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
-            if self.in_turn is not None:
-                reduced = self._of_delegate(obj) if _delegates(kind) else self._reduced(obj)
-                return self.in_turn.without_attributes(obj, reduced)
             if _delegates(kind):
                 return self._of_delegate(obj)
             self.ordinary.add(kind)
@@ -222,7 +209,10 @@ class Pickler(by_value.Pickler):
         return reduced
 
     def _of_delegate(self, obj: Any) -> Any:
-        """Unpickling must not ask it for `__setstate__`, for which it would look in an attribute that it lacks yet."""
+        """A reduction after which unpickling does not ask the object for `__setstate__`.
+
+        The object would look for it in an attribute that it does not have yet.
+        """
         reduced = self._reduced(obj)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or len(reduced) > 5:
             return reduced
@@ -254,7 +244,7 @@ class Pickler(by_value.Pickler):
         if issubclass(kind, DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
             return kind, (datapipe_in(obj),)
-        if views.is_shared_ctype(obj, cast("Mappings", self.mapped)):
+        if isinstance(obj, _CData) and ctypes.addressof(obj) in cast("Mappings", self.mapped):  # as a RawArray is
             return kind.from_buffer, (np.frombuffer(obj, np.uint8),)  # type: ignore[attr-defined]
         if issubclass(kind, tuple) and _has_own_new(kind):
             return tuple.__new__, (kind, tuple(obj)), getattr(obj, "__dict__", None)
@@ -324,26 +314,9 @@ class Pickler(by_value.Pickler):
         if arguments is not None:
             return (make_tensor, arguments) if state is None else (make_tensor, arguments, state, None, None, set_state)
         if tensor.layout in _SPARSE:
-            plain = tensor if self.mapped is None else tensor.detach()  # whose values do not belong to a graph
-            return make_sparse, reduce_as_torch(plain, PROTOCOL)[1], state, None, None, set_state
+            arguments = reduce_as_torch(tensor.detach(), PROTOCOL)[1]  # whose values do not belong to a graph
+            return make_sparse, (*arguments, tensor.requires_grad), state, None, None, set_state
         return NotImplemented
-
-    def _with_autograd(self, tensor: Tensor, reduction: Any) -> Any:
-        """A reduction of a replica's tensor, with autograd's attributes, which torch's pickling leaves out."""
-        with no_torch_function():
-            if not tensor.is_leaf:
-                return reduction
-            kept = {name: hooks for name in AUTOGRAD_HOOKS if (hooks := getattr(tensor, name))}
-            if tensor.grad is not None:
-                kept["grad"] = tensor.grad
-            if tensor.requires_grad and tensor.layout in _SPARSE:
-                kept["requires_grad"] = True
-        if not kept:
-            return reduction
-        if reduction is NotImplemented:
-            reduction = self._reduced(tensor)
-        state = reduction[2] if len(reduction) > 2 else None
-        return *reduction[:2], (state, kept), None, None, set_autograd
 
     def _subclass(self, tensor: Tensor, kind: type[Tensor]) -> Any:
         # A Parameter pickles its `data`, which comes back here as a plain tensor.
@@ -476,7 +449,9 @@ def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_can_leave(obj: Any, kind: type) -> None:
-    """Raises a TypeError for what means nothing, or something else, in another process."""
+    """Raises a TypeError for objects that are useless, or stand for something else, in another process."""
+    if kind is memoryview:  # cloudpickle would send bytes
+        raise refusal(obj, "keep the object that it is a view of")
     if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
         # Its pickle is the number of a descriptor, which means another one elsewhere.
         raise refusal(obj, "a descriptor of this process")

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from rayloader._compat import AUTOGRAD_HOOKS, no_torch_function, rebuild_from_type
+from rayloader._compat import no_torch_function, rebuild_from_type
 from rayloader.transport.raw import DTYPES
 
 
@@ -40,25 +39,15 @@ def set_state(tensor: Tensor, state: object) -> None:
     rebuild_from_type(lambda: tensor, type(tensor), (), state)
 
 
-def set_autograd(tensor: Tensor, both: tuple[object, dict[str, Any]]) -> None:
-    """Gives a tensor its attributes, and those of autograd."""
-    state, kept = both
-    if state is not None:
-        set_state(tensor, state)
-    with no_torch_function():
-        for name, value in kept.items():
-            setattr(tensor, name, value)
-            if name in AUTOGRAD_HOOKS:  # the next hook gets another number
-                RemovableHandle.next_id = max(RemovableHandle.next_id, *(number + 1 for number in value))
-
-
-def make_sparse(layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:
+def make_sparse(layout: torch.layout, parts: tuple[Any, ...], grad: bool) -> Tensor:
     """Creates a sparse tensor from others."""
     # Not torch's own function, which also appends the tensor to a list that only torch.load empties.
     if layout is torch.sparse_coo:
         *data, coalesced = parts
-        return torch.sparse_coo_tensor(*data, check_invariants=False, is_coalesced=coalesced)
-    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
+        tensor = torch.sparse_coo_tensor(*data, check_invariants=False, is_coalesced=coalesced)
+    else:
+        tensor = torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
+    return tensor.requires_grad_(grad)
 
 
 def make_array(
@@ -94,15 +83,6 @@ def set_array(array: np.ndarray[Any, Any], state: tuple[Any, tuple[dict[str, Any
         array.flags.writeable = False
 
 
-def make_view(array: Any, code: str | None, readonly: bool) -> memoryview:
-    """Creates a view of an array; or, of the object that comes first, with the other arguments of an array over it."""
-    if type(array) is tuple:
-        owner, shape, dtype, strides, start = array
-        array = np.ndarray(shape, dtype, owner, start, strides)
-    view = memoryview(array if code is None else array.view(code))
-    return view.toreadonly() if readonly else view
-
-
 def set_attributes(obj: Any, state: Any) -> None:
     """Gives an object its attributes, as unpickling does, but does not ask the object how."""
     attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
@@ -110,20 +90,3 @@ def set_attributes(obj: Any, state: Any) -> None:
         object.__getattribute__(obj, "__dict__").update(attributes)
     for name, value in (slots or {}).items():
         setattr(obj, name, value)
-
-
-class Incomplete:
-    """An object whose parts get their attributes after all of them exist, in items of part and state."""
-
-    def __init__(self, whole: Any) -> None:
-        self.whole = whole
-
-    def append(self, item: Any) -> None:
-        """Completes a part."""
-        if item:
-            set_attributes(*item)
-
-    def extend(self, items: Any) -> None:
-        """Completes several parts."""
-        for item in items:
-            self.append(item)

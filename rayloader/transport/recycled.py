@@ -2,7 +2,7 @@
 
 Promise: a copy is writable and belongs to nobody else, for as long as any view of it lives, in whatever thread. It
 lies in an arena of which this process is the writer as well as the reader, so that NOTE [Leases] and NOTE [Forks] in
-arena.py hold for it. Without arenas, or without room, a copy has fresh memory of its own. Nothing waits.
+leases.py hold for it. Without arenas, or without room, a copy has fresh memory of its own. Nothing waits.
 """
 
 from __future__ import annotations

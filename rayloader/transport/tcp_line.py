@@ -10,23 +10,32 @@ The driver sends MAGIC and 32 random bytes. The worker answers with 32 of its ow
 its role and both; then the driver sends the HMAC of its own role and both. A process that does not answer correctly is
 turned away, and has learned 32 random bytes. Only a few may be about to answer, and the newest replaces the oldest: a
 stranger delays nobody, because a worker that was turned away for that reason tries again until its time limit.
+
+NOTE [Silence]
+A machine that loses power sends nothing. TCP probes it when there is nothing to send (keepalive).
+If something was sent, TCP only sends it again, for a quarter of an hour; so the driver checks how long ago the other
+machine has acknowledged anything. TCP_USER_TIMEOUT would do the same with one exception: it also ends the connection to
+a worker that is alive, and does not read while it builds a batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
+import os
 import secrets
 import select
 import socket
+import struct
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rayloader.transport.line import Line, LineError, LineSocket
-from rayloader.transport.listening import ListeningLine
-from rayloader.transport.sender import Sender
-from rayloader.transport.tcp_socket import TcpSocket
+from rayloader.bell import Bell, DaemonThread
+from rayloader.transport.line import Line, LineError, LineSocket, ListeningLine
 
 MAGIC = b"rayloader line 1"
 _NONCE = 32  # bytes
@@ -43,6 +52,11 @@ CONNECT_S = 8.0
 # How long the driver may then take to send something, in seconds: the program may block its threads.
 GREETING_S = 60.0
 _RETRY_S = 0.05
+# A machine is considered dead after this many seconds without any sign of it.
+SILENCE_S = 5.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
+_TCP_INFO = struct.Struct("8B24I")  # of Linux; more may follow
+_PROBES, _UNACKED, _LAST_ACK = 3, 8 + 4, 8 + 12  # places in it: unanswered, packets, milliseconds ago
 
 NewBuffer = Callable[[int], memoryview]
 
@@ -54,6 +68,49 @@ class TcpAddress:
     host: str  # a numeric address
     port: int
     secret: bytes = field(repr=False)
+
+
+class TcpSocket(LineSocket):
+    """A socket whose end the other machine notices at once, and that notices the other's silence."""
+
+    def __init__(self, family: int, fileno: int | None = None) -> None:
+        super().__init__(family, fileno)
+        _sockets.add(self)
+
+    def watch(self) -> None:
+        """After connecting: sends small messages at once, and notices if the other machine is gone."""
+        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                self.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def reset_at_end(self) -> None:
+        """Lets the other end see at once that this one is closed, and not only that it has finished sending."""
+        with contextlib.suppress(OSError):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the other machine has given no sign for too long, although something was sent to it."""
+        try:
+            info = _TCP_INFO.unpack(self.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        except (OSError, AttributeError, struct.error):  # closed, or not Linux: then TCP reports it later
+            return False
+        asked: bool = info[_UNACKED] > 0 or info[_PROBES] > 1
+        return asked and bool(info[_LAST_ACK] >= SILENCE_S * 1000)
+
+
+_sockets: weakref.WeakSet[TcpSocket] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    """In a forked child: the other end must learn of the parent's death, whatever the child does."""
+    for copy in list(_sockets):
+        copy.end()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 class TcpDriverLine(ListeningLine):
@@ -145,7 +202,7 @@ class TcpDriverLine(ListeningLine):
             oldest.end()
         nonce = secrets.token_bytes(_NONCE)
         self._strangers[stranger] = nonce, bytearray()
-        if self._closed:
+        if self.closed:
             self._send_away()
         with contextlib.suppress(OSError):  # it has gone again
             stranger.setblocking(False)
@@ -188,14 +245,19 @@ class TcpDriverLine(ListeningLine):
 
 
 class TcpLine(Line):
-    """The worker's end. A thread of its own sends kept data while the worker continues."""
+    """The worker's end. A thread of its own, `rayloader-sender`, sends kept data while the worker continues.
+
+    The thread starts when something is queued and ends with `close`; it does not keep alive a line that nothing else
+    refers to.
+    """
 
     apart = _HEAD_BYTES
+    _thread: DaemonThread | None = None  # for `close` too, if an interrupt came before the constructor's end
 
     def __init__(self, connection: TcpSocket, new_buffer: NewBuffer) -> None:
         super().__init__(connection)
         self._new_buffer = new_buffer
-        self._sender: Sender | None = None
+        self._bell = Bell()  # rung when there is something in the queue
 
     def new_buffer(self, nbytes: int) -> memoryview:
         """Memory for data that has to be copied before it is sent."""
@@ -205,16 +267,27 @@ class TcpLine(Line):
         """From here on, the unsent buffers of the last message may be written to."""
         super().keep()
         if self.unsent:
-            if self._sender is None:
-                self._sender = Sender(self)
-            self._sender.ring()
+            if self._thread is None:
+                self._thread = DaemonThread(functools.partial(_send, weakref.ref(self), self._bell), "rayloader-sender")
+            self._thread.start()
+            self._bell.ring()
 
     def close(self) -> None:
         """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
         super().close()
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._bell.ring()
+            if threading.current_thread() is not thread:  # the garbage collector may run this there
+                thread.join()
+
+
+def _send(reference: weakref.ref[TcpLine], bell: Bell) -> None:
+    """Sends a line's queue whenever the bell rings, until the line is closed."""
+    while (line := reference()) is not None and not line.closed:
+        line.drain()
+        del line
+        bell.wait(threading.TIMEOUT_MAX)
 
 
 def connect(

@@ -21,14 +21,16 @@ from rayloader._compat_ray import has_process
 from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.resume.snapshot import WorkerState
+from rayloader.start import session
+from rayloader.transport import memory_file
 from rayloader.transport.lanes import ArenaLane
-from rayloader.workers.waiting import NONE_YET, Answer
+from rayloader.workers.waiting import NONE_YET, RayAnswer
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 
 
 class Lease:
-    """A crew's right to its actors.
+    """A fleet's right to its actors.
 
     Args:
         ended: called, perhaps in a finalizer, when no reference to the lease is left.
@@ -47,7 +49,7 @@ class Lease:
 processes: set[tuple[str, int]] = set()
 
 
-class Hello(Answer):
+class Hello(RayAnswer):
     """The answer to `WorkerProcess.hello`."""
 
     __slots__ = ()
@@ -62,7 +64,7 @@ class Hello(Answer):
 class ActorState(Enum):
     """Whom an actor works for; see lifetimes.py."""
 
-    LENT = "lent"  # to the lease of a crew
+    LENT = "lent"  # to the lease of a fleet
     STOPPING = "stopping"  # told to stop, not answered
     IDLE = "idle"  # warm, or made in advance: free for any loader with the same options
     GONE = "gone"  # killed, or to be forgotten with its session
@@ -83,16 +85,16 @@ class Actor:
     address: WorkerAddress | None = None
     placed_at: float | None = None  # time.monotonic() when it was first seen to be placed
     started_at: float | None = None  # time.monotonic() when it was first seen to run
-    stopped: Answer | None = None  # to `stop`
+    stopped: RayAnswer | None = None  # to `stop`
     stop_by: float = math.inf  # time.monotonic(); while it is stopping
     keep_until: float = math.inf  # time.monotonic(); while it is not lent
     lane: ArenaLane = field(default_factory=ArenaLane)
     calls: int = 0  # made over a channel
     no_line: str = ""  # why no line can reach it
     ends: bool = False  # as soon as it has stopped
-    lost: bool = False  # given up by the crew that had it; it is GONE once the janitor's thread has killed it
+    lost: bool = False  # given up by the fleet that had it; it is GONE once the janitor's thread has killed it
     vanished: bool = False  # nobody knows what happened to it: its whole node may be gone
-    hosted: tuple[str, Answer] | None = None  # the image that it holds for its node: name, answer to `host`
+    hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
 
     @property
     def is_new(self) -> bool:
@@ -115,6 +117,13 @@ class Actor:
         """Whether it takes CPUs or GPUs from others as long as it lives, idle or not."""
         return bool(self.options.get("num_cpus") or self.options.get("num_gpus"))
 
+    @property
+    def is_near(self) -> bool:
+        """Whether it is on this machine and can open our files."""
+        if self.address is None:
+            return all_see_us()
+        return self.address.node_id == session.node_id() and self.address.reaches_driver
+
     def is_placed(self) -> bool:
         """Whether Ray has a process for it by now: it waits only for its imports, not for resources."""
         if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):
@@ -131,16 +140,16 @@ class Actor:
             self.address, self.started_at = address, time.monotonic()
         return True
 
-    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Answer:
+    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> RayAnswer:
         """`WorkerProcess.start`."""
         if self.hosted is not None and self.hosted[0] != source.image.name:
             self.hosted = None
-        return Answer(self.handle.start.remote(setup, source, state))
+        return RayAnswer(self.handle.start.remote(setup, source, state))
 
     def host(self, image: Image, contents: Ref) -> None:
         """Calls `WorkerProcess.host`, so that the other actors of its node can open the image."""
         call = self.handle.host.remote(image.address.name, image.address, contents)
-        self.hosted = image.address.name, Answer(call)
+        self.hosted = image.address.name, RayAnswer(call)
 
     def hosts(self, image: Image) -> bool:
         """Whether it holds that image for its node by now."""
@@ -159,3 +168,8 @@ class Actor:
     def let_go(self) -> None:
         """The process is gone, or soon will be: gives up what it shares with this one."""
         self.lane.close()
+
+
+def all_see_us() -> bool:
+    """Whether all actors are known to be on this machine and to open our files: so it is in a Ray of our own."""
+    return session.started_here() and memory_file.others_may_open()

@@ -2,7 +2,7 @@
 
 Promise: all kinds (ray_calls.py, line_calls.py) take the same calls and return the same messages, in the order in which
 the actor sent them (see `Up` in protocol.py); an actor that will not answer yields `ActorLost` as its last message.
-Nothing here waits. A channel belongs to one crew, and is used under the lock of its epoch.
+Nothing here waits. A channel belongs to one fleet, and is used under the lock of its epoch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayError
 
 from rayloader._compat_ray import said_of_end
-from rayloader.resume.journal import Resumed, Told
+from rayloader.resume.journal import Resumed
 from rayloader.start import session
 from rayloader.start.signals import exit_in_words
+from rayloader.task import Task
 from rayloader.transport.lanes import Lent, Room, to_wire
 from rayloader.transport.line import Line
 from rayloader.workers.actor import Actor
-from rayloader.workers.answers import Answers
 
 Message = Any  # a tuple that begins with an `Up`, ActorLost or LineRefused
 
@@ -62,22 +62,20 @@ class Channel(ABC):
 
     Args:
         actor: the one that it leads to.
-        answers: where the answers to Ray calls are awaited; any arrival makes the channel ready there.
 
     Attributes:
         actor: the one that it leads to.
     """
 
-    def __init__(self, actor: Actor, answers: Answers) -> None:
+    def __init__(self, actor: Actor) -> None:
         self.actor = actor
-        self._answers = answers
 
     @abstractmethod
-    def run(self, worker_id: int, task: Told) -> Lent | None:
+    def run(self, worker_id: int, task: Task) -> Lent | None:
         """`WorkerProcess.run`; the call's number is the actor's newest. Pass the return value to `received`."""
 
     @abstractmethod
-    def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
+    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
         """`WorkerProcess.replay`; the call's number is the actor's newest."""
 
     @abstractmethod
@@ -136,13 +134,14 @@ class Channel(ABC):
         self.actor.vanished = answer is None or isinstance(answer, ActorUnavailableError)
         return ActorLost(self.actor, answer)
 
-    def _run(self, worker_id: int, task: Told, room: Room | None) -> tuple[Any, ...]:
+    def _run(self, worker_id: int, task: Task, room: Room | None) -> tuple[Any, ...]:
         """The message to `WorkerProcess.run`."""
         self.actor.calls += 1
-        return worker_id, self.actor.calls, task.task_id, to_wire(task.indices), room
+        news = None if room is None else room.fields
+        return worker_id, self.actor.calls, task.task_id, to_wire(task.indices.encoded).fields, news
 
-    def _replay(self, worker_id: int, tasks: Sequence[Told]) -> tuple[Any, ...]:
+    def _replay(self, worker_id: int, tasks: Sequence[Task]) -> tuple[Any, ...]:
         """The message to `WorkerProcess.replay`."""
         self.actor.calls += 1
-        again = [(task.task_id, to_wire(task.indices), task.digest) for task in tasks]
+        again = [(task.task_id, to_wire(task.indices.encoded).fields, task.digest) for task in tasks]
         return worker_id, self.actor.calls, again

@@ -4,7 +4,7 @@ Promise: every change of an actor's state is made here.
 
     LENT --> STOPPING --> IDLE --> LENT again; LENT --> IDLE if no call is unanswered; any --> GONE
 
-An actor is LENT from its creation on, to the lease of one crew, whether it has found its place yet or not. A lease
+An actor is LENT from its creation on, to the lease of one fleet, whether it has found its place yet or not. A lease
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
 holder at any line. Actors that `rayloader.init` has created in advance are IDLE, without a deadline, until they are
 lent. STOPPING actors have not answered `stop`; late ones are killed, and so are those that answer that user code has
@@ -33,7 +33,7 @@ from ray.exceptions import RayError
 from rayloader._compat_ray import on_completed
 from rayloader.workers.actor import Actor, ActorState, Lease
 from rayloader.workers.janitor import Janitor
-from rayloader.workers.waiting import NONE_YET, Answer, wait_for
+from rayloader.workers.waiting import NONE_YET, RayAnswer, wait_for
 
 # How long an actor that was told to stop may continue: its work is of no use any more, but user code may have something
 # to finalize. As long as torch waits for a worker.
@@ -92,7 +92,7 @@ class Lifetimes:
             self._settle()
             idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key]
             idle = [actor for actor in idle if not (actor.ends or actor.left_behind)]
-            # First those with CPUs of their own, which may have come when others of a crew were at work already.
+            # First those with CPUs of their own, which may have come when others of a fleet were at work already.
             idle = sorted(idle, key=lambda actor: -(actor.options.get("num_cpus") or 0))[:count]
             for actor in idle:
                 actor.lease = lease.ref
@@ -132,7 +132,7 @@ class Lifetimes:
         Args:
             lease: the one that ends.
             busy: calls may be unanswered.
-            reuse: whether other crews may have the processes.
+            reuse: whether other fleets may have the processes.
         """
         for actor in list(self.actors):
             if actor.state is ActorState.LENT and actor.lease is lease.ref:
@@ -147,7 +147,7 @@ class Lifetimes:
             self.kill(actor)
             return
         try:
-            actor.stopped = Answer(actor.handle.stop.remote())
+            actor.stopped = RayAnswer(actor.handle.stop.remote())
         except Exception:  # whatever Ray raises; without this call it could be neither reused nor waited for
             self.kill(actor)
             return

@@ -15,14 +15,15 @@ from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader.protocol import Down, Served, Up
-from rayloader.resume.journal import Resumed, Told
+from rayloader.resume.journal import Resumed
+from rayloader.task import Task
 from rayloader.transport.lanes import Lent, Room, unpack
 from rayloader.transport.line import Line, unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.transport.tcp_line import TcpDriverLine
 from rayloader.workers.actor import Actor
-from rayloader.workers.answers import Answers
 from rayloader.workers.channel import Channel, LineRefused, Message
+from rayloader.workers.mailbox import Mailbox
 from rayloader.workers.waiting import NONE_YET
 
 # After the end of a line, Ray may take this many seconds to say why the process ended. If the process is on another
@@ -60,8 +61,9 @@ class LineCalls(Channel):
         LineError: no line can be made here.
     """
 
-    def __init__(self, actor: Actor, answers: Answers) -> None:
-        super().__init__(actor, answers)
+    def __init__(self, actor: Actor, mailbox: Mailbox) -> None:
+        super().__init__(actor)
+        self._mailbox = mailbox
         # Messages are sent over the last one; older ones may still deliver answers.
         self._served: deque[_Served] = deque([_Served(self._new_line())])
 
@@ -80,16 +82,16 @@ class LineCalls(Channel):
         return lent
 
     @override
-    def run(self, worker_id: int, task: Told) -> Lent | None:
-        carries = bool(task.indices.carried)
+    def run(self, worker_id: int, task: Task) -> Lent | None:
+        carries = bool(task.indices.encoded.carried)
         served = self._for_ray() if carries else self._newest()
         lent, room = self._lend(served)
         served.send((Down.RUN, *self._run(worker_id, task, room)), carries=carries)
         return lent
 
     @override
-    def replay(self, worker_id: int, tasks: Sequence[Told]) -> None:
-        carries = any(task.indices.carried for task in tasks)
+    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
+        carries = any(task.indices.encoded.carried for task in tasks)
         served = self._for_ray() if carries else self._newest()
         served.send((Down.REPLAY, *self._replay(worker_id, tasks)), carries=carries)
 
@@ -143,7 +145,7 @@ class LineCalls(Channel):
     def _serve(self, served: _Served) -> None:
         early, served.early = served.early, []
         served.ref = self.actor.handle.serve.remote(served.line.address, early)
-        self._answers.watch(served.ref, self)
+        self._mailbox.watch(served.ref, self)
 
     @override
     def descriptors(self) -> Iterator[tuple[int, int]]:
@@ -178,12 +180,12 @@ class LineCalls(Channel):
                 line.flush()
             if served.ref is None:
                 continue
-            answer = self._answers[served.ref]  # first: nothing comes over the line after that
+            answer = self._mailbox[served.ref]  # first: nothing comes over the line after that
             if answer is not NONE_YET:
                 line.read(wait=True)
             messages += map(unpacked, line.arrived())
             if answer is not NONE_YET:
-                self._answers.forget(served.ref)
+                self._mailbox.forget(served.ref)
                 messages += self._ended(served, answer)
             elif line.refused:
                 self.close()
@@ -215,7 +217,7 @@ class LineCalls(Channel):
     @override
     def close(self) -> None:
         for served in list(self._served):
-            self._answers.forget(served.ref)
+            self._mailbox.forget(served.ref)
             served.line.close()
         self._served.clear()
 
@@ -225,14 +227,14 @@ class TcpCalls(LineCalls):
 
     Args:
         actor: the one that it leads to.
-        answers: where the answers to Ray calls are awaited.
+        mailbox: where its arrivals are awaited.
         host: a numeric address of this machine that the worker's machine can reach.
         new_buffer: returns writable memory for received data.
     """
 
-    def __init__(self, actor: Actor, answers: Answers, host: str, new_buffer: Callable[[int], memoryview]) -> None:
+    def __init__(self, actor: Actor, mailbox: Mailbox, host: str, new_buffer: Callable[[int], memoryview]) -> None:
         self._host, self._new_buffer = host, new_buffer
-        super().__init__(actor, answers)
+        super().__init__(actor, mailbox)
 
     @property
     @override

@@ -17,8 +17,7 @@ import time
 import traceback
 
 from rayloader.bell import Bell, DaemonThread
-from rayloader.transport.line import Line, LineError, Message, unpacked
-from rayloader.transport.listening import NO_ROOM, turn_away
+from rayloader.transport.line import NO_ROOM, Line, LineError, Message, turn_away, unpacked
 from rayloader.transport.local_line import (
     STANDARD_STREAMS,
     LineAddress,

@@ -143,7 +143,7 @@ class Placement:
                 take to start.
             had_room: whether enough CPUs were free when they were created: then these actors may hold them already,
                 because Ray assigns them before it starts the processes.
-            others: whether some actors of that crew run, which can do the work until these have found a place.
+            others: whether some actors of that fleet run, which can do the work until these have found a place.
         """
         limit = self.limit
         if not homeless:  # they need only time

@@ -1,6 +1,6 @@
-"""The actors of this process: started, lent to crews, ended. The driver's side of Ray.
+"""The actors of this process: started, lent to fleets, ended. The driver's side of Ray.
 
-Promise: every actor of this process belongs to the one `Pool` of the current Ray session. It is lent to a crew, or
+Promise: every actor of this process belongs to the one `Pool` of the current Ray session. It is lent to a fleet, or
 warm for the next one; see lifetimes.py. It ends some time after the last loader that could use it, with `shutdown()`,
 or with the driver. Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in
 session.py).
@@ -25,7 +25,7 @@ import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -38,10 +38,7 @@ from rayloader.bell import TICK_S, Bell, DaemonThread
 from rayloader.errors import RaySessionError, WorkerStartError, add_note
 from rayloader.host.process import WorkerProcess
 from rayloader.observe.metrics import Metrics
-from rayloader.replica.image import Image
 from rayloader.start import session
-from rayloader.transport.codec import Encoded
-from rayloader.transport.mapped import Mappings
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers.actor import Actor, ActorState, Hello, Lease, processes
 from rayloader.workers.draining import Draining
@@ -66,8 +63,6 @@ class _LoaderEntry:
 
     ref: weakref.ref[object]
     key: bytes  # of the options that its actors are created with
-    image: Image | None = None  # of its replica, as last sent: the next one is compared with it
-    remembered: dict[str, Any] = field(default_factory=dict)
 
 
 class Pool:
@@ -104,10 +99,10 @@ class Pool:
         """Whether the Ray session of these actors still lives."""
         return session.current() == self.session_name
 
-    # ---- for crews
+    # ---- for fleets
 
     def begin_lease(self, loader: object, remote_args: dict[str, Any], name: str = "") -> Lease:
-        """A lease for the crew of an iterator of `loader`; the actors lent to it come back with it.
+        """A lease for the fleet of an iterator of `loader`; the actors lent to it come back with it.
 
         Args:
             loader: whose options these are, until it is gone.
@@ -210,8 +205,8 @@ class Pool:
         self._janitor.wait()
 
     def verdict(self, pending: list[Actor], remote_args: dict[str, Any], *, others: bool) -> Verdict:
-        """What to do about actors that have not started; `others`: some actors of the crew have."""
-        for actor in self.actors:  # those of other crews too: where many start at once, each has to wait for its turn
+        """What to do about actors that have not started; `others`: some actors of the fleet have."""
+        for actor in self.actors:  # those of other fleets too: where many start at once, each has to wait for its turn
             with contextlib.suppress(RayError):
                 actor.has_started()
                 actor.is_placed()
@@ -237,42 +232,14 @@ class Pool:
         self._placement.tell(len(pending), of, homeless, pending[0].options)
 
     def gave_up(self, actors: list[Actor], of: int) -> None:
-        """The crew continues without these actors."""
+        """The fleet continues without these actors."""
         self._placement.gave_up(actors[0].key, len(actors), of, of - len(actors))
 
     def start_error(self, actors: list[Actor], of: int) -> WorkerStartError:
-        """The error for actors of a crew that have found no place, or do not start there."""
+        """The error for actors of a fleet that have found no place, or do not start there."""
         if all(actor.placed_at is not None for actor in actors):
             return self._placement.slow_error(len(actors), of)
         return self._placement.error(len(actors), of, actors[0].options)
-
-    # ---- for iterators
-
-    def image(self, loader: object, encoded: Encoded, mappings: Mappings) -> Image:
-        """The image of a loader's replica; unchanged parts of the loader's last image are not written again.
-
-        It is kept until the loader's end, or `shutdown`.
-        """
-        with self._lock:
-            entry = self._entry(loader)
-        last = entry.image if entry is not None else None
-        image = Image.write(encoded, mappings) if last is None else last.updated(encoded, mappings)
-        with self._lock:
-            if (entry := self._entry(loader)) is not None:
-                entry.image = image
-        return image
-
-    def remembered(self, loader: object) -> dict[str, Any]:
-        """What a loader's iterators leave to the next one; dropped with the loader."""
-        with self._lock:
-            entry = self._entry(loader)
-            return entry.remembered if entry is not None else {}
-
-    def _entry(self, loader: object) -> _LoaderEntry | None:
-        for entry in self._loaders:  # no generator: an interrupt at its end would be lost
-            if entry.ref() is loader:
-                return entry
-        return None
 
     # ---- ends
 
@@ -293,7 +260,7 @@ class Pool:
         self._janitor.do(self._end_metrics)
         self._janitor.do(self._lifetimes.kill_all)
         with self._lock:
-            self._loaders = []  # and their images
+            self._loaders = []
         if self._probe is not None:
             self._probe.close()
         self.output.close()
@@ -309,14 +276,12 @@ class Pool:
         return {actor.address.pid for actor in self.actors if actor.address is not None}
 
     def live_memory_files(self) -> set[str]:
-        """Names of the probe, the actors' arenas and the loaders' images."""
+        """Names of the probe and the actors' arenas."""
         self.wait()
         names = {name for actor in self.actors for name in actor.lane.arena_names}
         if self._probe is not None:
             names.add(self._probe.address.name)
-        with self._lock:
-            images = [entry.image for entry in self._loaders if entry.image is not None]
-        return names | {file.name for image in images for file in image.address.files}
+        return names
 
     # ----
 

@@ -1,6 +1,6 @@
 """Waits for the answers to Ray calls.
 
-Promise: no thread waits inside Ray (NOTE [waiting] in answers.py), so exceptions of signal handlers pass through
+Promise: no thread waits inside Ray (NOTE [waiting] in mailbox.py), so exceptions of signal handlers pass through
 unchanged.
 """
 
@@ -17,7 +17,7 @@ from rayloader.bell import Bell
 NONE_YET: Any = object()
 
 
-class Answer:
+class RayAnswer:
     """The answer to a Ray call, once it comes; no thread waits inside Ray to find out.
 
     Attributes:

@@ -15,11 +15,11 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
+from rayloader.epoch.pace import Pace
 from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
-from rayloader.workers import ways
+from rayloader.workers import fleet
 from rayloader.workers.line_calls import LineCalls, TcpCalls
-from rayloader.workers.pace import Pace
 from rayloader.workers.ray_calls import RayCalls
 
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
@@ -63,7 +63,7 @@ def lane(request, monkeypatch):
     """The way that the batches take in this test."""
     monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
     monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
-    monkeypatch.setattr(ways, "LOCAL_LINES", request.param != "tcp")
+    monkeypatch.setattr(fleet, "LOCAL_LINES", request.param != "tcp")
     return request.param
 
 

@@ -3,14 +3,12 @@
 import itertools
 from pathlib import Path
 
-import psutil
 import pytest
 
 import rayloader
 from datasets_cases import CASES, SETTINGS, epoch, make, plain, two_epochs
 from framework_data import seed, written_by
-
-EXIT_LIMIT = 30  # seconds for a killed process to end; on expiry the test fails
+from inside import kill_worker
 
 full = pytest.mark.full
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("default")]
@@ -145,7 +143,5 @@ def test_epochs_in_which_workers_are_killed_are_whole_though_no_epoch_is_told(ca
         iterator = iter(loader)
         found = [plain(next(iterator)) for _ in range(3)]
         if number % 3 == 0:  # the ones in between are whole too
-            process = psutil.Process(iterator._crew.address(iterator._crew.slots[number % 2]).pid)
-            process.kill()
-            process.wait(EXIT_LIMIT)
+            kill_worker(iterator, number % 2)
         assert found + [plain(batch) for batch in iterator] == expected, number

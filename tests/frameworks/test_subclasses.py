@@ -10,6 +10,7 @@ import pytest
 
 import rayloader
 from framework_data import written_by
+from inside import has_workers
 from rayloader.epoch.iterator import EpochIterator
 from subclass_cases import CASES, REAL, STAND_INS, Endless, run
 
@@ -67,6 +68,6 @@ def test_a_library_can_end_its_iterators_workers(made):
     assert isinstance(loader, Endless)
     next(iter(loader))
     loader.close()
-    assert loader.iterator._crew is None or not loader.iterator._crew.usable
+    assert not has_workers(loader.iterator)
     with pytest.raises(rayloader.RayloaderError):
         next(loader.iterator)

@@ -9,26 +9,29 @@ def depth_of(monkeypatch):
 
     These are tasks that the worker was told and the user has not taken: where a thread receives, few are unanswered.
     """
-    from rayloader.epoch.tables import Tables
-    from rayloader.workers.pace import Pace
+    from rayloader.epoch.engine import Engine
+    from rayloader.epoch.pace import Pace
+    from rayloader.task import TaskState
 
-    depths = []
-    run = Tables.run
+    depths, sees = [], Pace.saw
+    handle = Engine._handle
 
-    def counted(self, slot, told):
-        run(self, slot, told)
-        untaken = [task for task in self.schedule.tasks if task.worker_id == slot.worker_id]
-        depths.append(len(untaken) - len(slot.waiting))
+    def counted(self, event):
+        handle(self, event)
+        given = [task for task in self.schedule.tasks if task.state not in (TaskState.QUEUED, TaskState.LOST)]
+        depths.extend(sum(task.worker_id == worker.worker_id for task in given) for worker in self.fleet.workers)
 
     def fix(depth):
-        def saw(pace, *_):
-            before, pace.depth, pace.ahead = pace.depth, depth, depth
+        def saw(pace, *measured):
+            before = pace.depth
+            sees(pace, *measured)  # the sizes, too
+            pace.depth = pace.ahead = depth
             return before != depth
 
         monkeypatch.setattr(Pace, "saw", saw)
         return depths
 
-    monkeypatch.setattr(Tables, "run", counted)
+    monkeypatch.setattr(Engine, "_handle", counted)
     return fix
 
 

@@ -159,7 +159,7 @@ def test_a_batch_that_is_kept_stays_while_hundreds_pass():
 
 
 def test_who_keeps_more_than_an_arena_has_room_for_gets_all_intact_and_one_warning(warnings_logged, monkeypatch):
-    monkeypatch.setattr(lanes, "_told", False)
+    monkeypatch.setattr(lanes, "_warned_of_full", False)
     monkeypatch.setattr(lanes, "ARENA_BYTES", 20 * 16 * SAMPLE)
     loader, batches = batches_of(60, num_workers=1, **OWN), []
     for _ in range(2):
@@ -308,7 +308,7 @@ def test_a_fork_keeps_what_it_saw_and_the_parent_goes_on():
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forks_in_every_batch_do_not_use_the_arena_up(warnings_logged, monkeypatch):
-    monkeypatch.setattr(lanes, "_told", False)
+    monkeypatch.setattr(lanes, "_warned_of_full", False)
     monkeypatch.setattr(lanes, "SPOILED_BYTES", 20 * 16 * SAMPLE)
     placed = []
     for number, batch in enumerate(batches_of(90)):
@@ -508,7 +508,7 @@ def test_samples_of_unequal_shape_raise_torchs_error_and_it_goes_on():
 
 
 def test_errors_in_mid_epoch_do_not_use_the_arena_up(warnings_logged, monkeypatch):
-    monkeypatch.setattr(lanes, "_told", False)
+    monkeypatch.setattr(lanes, "_warned_of_full", False)
 
     def get(index):
         if index % 4 == 1:
@@ -747,7 +747,7 @@ def accelerator(monkeypatch):
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_pinned_copies_leave_the_arena_free(persistent, warnings_logged, monkeypatch):
-    monkeypatch.setattr(lanes, "_told", False)
+    monkeypatch.setattr(lanes, "_warned_of_full", False)
     loader = batches_of(80, pin_memory=True, persistent_workers=persistent)
     for _ in range(2):
         batches = list(loader)

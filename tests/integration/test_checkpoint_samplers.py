@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from probes import oversubscribed
-from rayloader import DataLoader
+from rayloader import DataLoader, StateError
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 
@@ -142,8 +142,8 @@ class Unseeded(Sized):
         return iter(np.random.default_rng().permutation(LENGTH).tolist())
 
 
-RESTORED = [InSlots, CountsInSlots, OfTheClass, OfTheModule, OfItsData, in_a_closure, in_a_default]
-NOTICED = [InAList, InPlace, DeepInTheClass, Unseeded]
+RESTORED = [InSlots, CountsInSlots, OfTheClass, OfTheModule]
+NOTICED = [InAList, InPlace, DeepInTheClass, Unseeded, in_a_closure, in_a_default]
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
@@ -177,12 +177,34 @@ def test_a_sampler_that_keeps_more_than_a_state_holds_is_warned_of(kind, num_wor
     read(loader)
     state = loader.state_dict()
     again = loader_of(kind, num_workers)
-    with pytest.warns(UserWarning, match=rf"BatchSampler of {kind.__name__}\) gives another order .*load_state_dict"):
+    name = type(again.sampler).__name__
+    with pytest.warns(UserWarning, match=rf"BatchSampler of {name}\) gives another order .*load_state_dict"):
         again.load_state_dict(state)
     assert again.state_dict()["sampler"] == state["sampler"]
 
 
-@pytest.mark.parametrize("kind", [InSlots, CountsInSlots, OfTheClass, OfTheModule, OfItsData, in_a_closure])
+def test_one_that_draws_from_its_dataset_is_warned_of_where_the_dataset_is_the_workers():
+    loader, again = loader_of(OfItsData, 2), loader_of(OfItsData, 2)
+    read(loader)
+    state = loader.state_dict()
+    with pytest.warns(UserWarning, match=r"BatchSampler of OfItsData\) gives another order"):
+        again.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [OfItsData, in_a_closure, in_a_default])
+def test_in_the_middle_of_an_epoch_what_cannot_be_restored_is_an_error(kind):
+    loader = loader_of(kind, 0)
+    read(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    again = loader_of(kind, 0)
+    again.load_state_dict(state)
+    with pytest.raises(StateError, match="the sampler did not reproduce its indices"):
+        iter(again)
+
+
+@pytest.mark.parametrize("kind", [InSlots, CountsInSlots, OfTheClass, OfTheModule])
 def test_in_the_middle_of_an_epoch_too(kind):
     loader = loader_of(kind, 0)
     read(loader)

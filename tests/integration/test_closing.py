@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from inside import engine_of
 from latches import Gate, Mail
 from probes import Calls
 from rayloader import DataLoader, RaySessionError
@@ -165,20 +166,20 @@ def test_the_collector_ends_an_iterator_in_the_midst_of_another_ones_next(accele
     ended = []
 
     def with_collections(method):
-        def call(epoch, *args):
-            with epoch.tables.lock:
+        def call(engine, *args):
+            with engine.lock:
                 iterator = iter(loader)
                 iterator.itself = iterator
                 weakref.finalize(iterator, ended.append, None)
                 del iterator
                 gc.collect()
-            return method(epoch, *args)
+            return method(engine, *args)
 
         return call
 
     user = iter(DataLoader(Calls(torch.tensor, 6), None, num_workers=1, pin_memory=pin_memory, prefetch_factor=2))
-    epoch = type(user._epoch)
-    monkeypatch.setattr(epoch, "_end_turn", with_collections(epoch._end_turn))
+    engine = type(engine_of(user))
+    monkeypatch.setattr(engine, "_end_turn", with_collections(engine._end_turn))
     thread = User(user)
     del user
     thread.join(LIMIT)

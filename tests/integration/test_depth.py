@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, SequentialSampler, SubsetRandomSampler
 
+from inside import tasks_of
 from latches import HANG_LIMIT, Gate, Mail
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
-from rayloader.epoch.budget import CALLS_AHEAD
-from rayloader.epoch.epoch import Epoch
+from rayloader.epoch.engine import Engine
 from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import MemoryFileError
-from rayloader.workers.crew import Crew
+from rayloader.workers.fleet import CALLS_AHEAD
+from rayloader.workers.worker import Worker
 
 # Bytes of a batch that does not fit into a socket's buffer.
 LARGE = 2 << 20
@@ -69,9 +70,9 @@ def test_tasks_that_torchs_worker_would_have_been_told_are_sent_at_once(tmp_path
     ],
 )
 def test_tasks_are_held_back_while_the_user_has_far_more_batches_to_take(unsent, deliverable, automatic, waits):
-    tables = SimpleNamespace(unsent=unsent, deliverable=[None] * deliverable)
-    epoch = SimpleNamespace(tables=tables, _schedule=SimpleNamespace(torch_draws=14, is_paced=automatic))
-    assert Epoch._may_wait(epoch) is waits
+    schedule = SimpleNamespace(torch_draws=14, is_paced=automatic, deliverable=[None] * deliverable)
+    engine = SimpleNamespace(_unsent=unsent, schedule=schedule)
+    assert Engine._may_wait(engine) is waits
 
 
 @pytest.mark.parametrize("changes", ["batch_size", "indices"])
@@ -239,7 +240,7 @@ def test_prefetch_bytes_bounds_what_is_under_way():
     iterator = iter(DataLoader(dataset, None, num_workers=2, prefetch_bytes=1 << 20))
     for _ in range(200):
         next(iterator)
-        under_way.append(len(iterator._epoch._schedule._tasks))
+        under_way.append(len(tasks_of(iterator)))
     assert 4 <= max(under_way) <= 8
 
 
@@ -329,13 +330,13 @@ def test_a_result_is_final_when_its_task_ends(depth_of, dataset, numbers, arenas
 def test_a_later_epoch_begins_as_deep_as_the_one_before_it_ended(monkeypatch):
     loader, submitted = DataLoader(range(4000), None, num_workers=1), []
     assert list(loader) == list(range(4000))
-    run = Crew.run
+    give = Worker.give
 
-    def noted(self, slot, task):
+    def noted(self, task):
         submitted.append(task)
-        return run(self, slot, task)
+        return give(self, task)
 
-    monkeypatch.setattr(Crew, "run", noted)
+    monkeypatch.setattr(Worker, "give", noted)
     iterator = iter(loader)
     assert len(submitted) > 2  # torch's depth
     assert list(iterator) == list(range(4000))

@@ -19,7 +19,6 @@ from torch.utils.data import IterableDataset
 
 from probes import load
 from rayloader import DataLoader
-from rayloader.inherit.resource_trackers import TrackerAddress
 from rayloader.workers.pool import get_pool
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")]
@@ -230,16 +229,6 @@ def test_a_process_that_keeps_more_and_more_files_open_is_not_handed_on(tmp_path
 # ---- shared memory
 
 
-@pytest.fixture(params=[True, False], ids=["trainer has a tracker", "trainer has none"])
-def tracked(request, monkeypatch):
-    """Whether workers find a resource tracker of this process, as if one had been running when they were forked."""
-    if request.param:
-        resource_tracker.ensure_running()
-    else:
-        monkeypatch.setattr(TrackerAddress, "here", classmethod(lambda cls: None))
-    return request.param
-
-
 @pytest.fixture
 def segment():
     memory = shared_memory.SharedMemory(create=True, size=100)
@@ -265,7 +254,7 @@ def exists(name):
     return Path("/dev/shm", name.lstrip("/")).exists()
 
 
-def test_memory_that_a_killed_worker_has_attached_stays(tracked, segment, own, tmp_path):
+def test_memory_that_a_killed_worker_has_attached_stays(segment, own, tmp_path):
     once, name = Once(tmp_path / "struck"), segment.name
 
     def read(index):
@@ -298,7 +287,7 @@ class Carries:
         return self.memory.buf[0]
 
 
-def test_memory_in_the_dataset_of_a_killed_worker_stays(tracked, segment, own, tmp_path):
+def test_memory_in_the_dataset_of_a_killed_worker_stays(segment, own, tmp_path):
     loader = DataLoader(Carries(segment, Once(tmp_path / "struck")), None, num_workers=1, **own)
     for _ in range(2):
         assert list(loader) == [7] * 6
@@ -306,7 +295,7 @@ def test_memory_in_the_dataset_of_a_killed_worker_stays(tracked, segment, own, t
     assert exists(segment.name)
 
 
-def test_a_worker_may_remove_memory_that_it_has_attached(tracked, own, capfd):
+def test_a_worker_may_remove_memory_that_it_has_attached(own, capfd):
     memory = shared_memory.SharedMemory(create=True, size=100)
     name = memory.name
 
@@ -318,7 +307,7 @@ def test_a_worker_may_remove_memory_that_it_has_attached(tracked, own, capfd):
     assert list(load(remove, 1, **own)) == [None]
     assert not exists(name)
     memory.close()
-    resource_tracker.unregister(memory._name, "shared_memory") if not tracked else None
+    resource_tracker.unregister(memory._name, "shared_memory")
     assert "Error" not in capfd.readouterr().err
 
 
@@ -328,24 +317,16 @@ def create(index, kept=[]):  # noqa: B006  # a global of the worker
     return memory.name, os.getpid(), resource_tracker._resource_tracker._pid
 
 
-def test_memory_that_a_worker_has_created_lives_as_long_as_its_tracker(tracked, own):
+def test_memory_that_a_worker_has_created_goes_with_its_tracker(own):
     loader = load(create, 1, **own)
     ((name, pid, tracker),) = loader
-    ((other, second, _),) = loader  # the first epoch has ended in its process
-    if tracked:
-        assert pid != second  # it may name its memory by its number
-        for left in (name, other):
-            memory = shared_memory.SharedMemory(left)
-            memory.unlink()
-            memory.close()
-    else:
-        assert pid == second
-        assert not psutil.pid_exists(tracker)
-        assert not exists(name)
+    ((_, second, _),) = loader  # the first epoch has ended in its process
+    assert pid == second
+    assert not psutil.pid_exists(tracker)
+    assert not exists(name)
 
 
-def test_memory_that_a_killed_worker_has_created_goes_with_its_own_tracker(own, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrackerAddress, "here", classmethod(lambda cls: None))
+def test_memory_that_a_killed_worker_has_created_goes_with_its_own_tracker(own, tmp_path):
     once = Once(tmp_path / "struck")
 
     def create_and_die(index):
@@ -360,7 +341,7 @@ def test_memory_that_a_killed_worker_has_created_goes_with_its_own_tracker(own, 
     assert not exists(name)
 
 
-def test_semaphores_go_with_the_process_that_made_them(tracked, own):
+def test_semaphores_go_with_the_process_that_made_them(own):
     def make(index, kept=[]):  # noqa: B006  # a global of the worker
         kept.append(multiprocessing.get_context("spawn").Lock())
         return kept[-1]._semlock.name

@@ -16,11 +16,11 @@ import ray
 
 import rayloader.epoch.iterator
 import rayloader.workers.actor
-import rayloader.workers.crew
+import rayloader.workers.fleet
 import rayloader.workers.lifetimes
-import rayloader.workers.loan
-import rayloader.workers.moving
 import rayloader.workers.pool
+import rayloader.workers.worker
+from inside import actors_of, locks_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
@@ -108,15 +108,15 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(rayloader.workers.moving.Moving, "lend")
+    note(rayloader.workers.fleet.Fleet, "lend")
     note(rayloader.epoch.iterator.codec, "encode")
-    note(rayloader.workers.pool.Pool, "image")
+    note(rayloader.epoch.iterator, "kept_of")
     loader, epochs = load(pid, 1, **own), []
     for _ in range(2):
         assert len(list(loader)) == 1
         epochs.append(steps[:3])  # what follows is the batches' way
         steps.clear()
-    assert epochs == [["lend", "encode", "image"], ["encode", "lend", "image"]]
+    assert epochs == [["lend", "encode", "kept_of"], ["encode", "lend", "kept_of"]]
 
 
 def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
@@ -125,7 +125,7 @@ def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
     loader = load(pid, 40, num_workers=2)
     iterator = iter(loader)
     next(iterator)
-    stopping = [slot.host for slot in iterator._crew.slots]
+    stopping = actors_of(iterator)
     warm = live_actor_pids()
     del iterator
     get_pool().wait()
@@ -151,9 +151,8 @@ class Interrupt:
             rayloader.workers.actor,
             rayloader.workers.pool,
             rayloader.workers.lifetimes,
-            rayloader.workers.crew,
-            rayloader.workers.loan,
-            rayloader.workers.moving,
+            rayloader.workers.worker,
+            rayloader.workers.fleet,
             rayloader.epoch.iterator,
         )
     )
@@ -280,12 +279,12 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
 
 
 def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(shared, monkeypatch):
-    pool, pinning, held = get_pool(), threading.Event(), threading.Event()
+    (outer, inner), pinning, held = locks_of(get_pool()), threading.Event(), threading.Event()
 
     def pin(tensor):
         pinning.set()
         held.wait(EXIT_LIMIT)
-        with pool._lock, pool._lifetimes._lock:  # as when a lost worker is replaced
+        with outer, inner:
             return tensor
 
     pretend_accelerator(monkeypatch, pin)
@@ -296,7 +295,7 @@ def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(share
     assert pinning.wait(EXIT_LIMIT)
 
     def collect():
-        with pool._lock, pool._lifetimes._lock:
+        with outer, inner:
             held.set()
             boxes.clear()
             gc.collect()

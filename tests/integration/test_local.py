@@ -315,7 +315,10 @@ def test_a_stream_that_shares_its_generator_with_the_program_is_an_error():
 def test_another_dataset_is_refused():
     loader = make(CASES["own generators"], 0)
     next(iter(loader))
-    with pytest.raises(StateError, match="4 random generators of their own, these have 0"):
+    with pytest.raises(
+        StateError,
+        match=r"random generators of dataset and collate_fn: dataset\.(python|torch|others).* is missing here",
+    ):
         elsewhere(lambda: {"dataset": data.Augmented()}).load_state_dict(loader.state_dict())
 
 
@@ -488,7 +491,7 @@ def naming(tmp_path, monkeypatch):
 
 
 def test_generators_that_the_datasets_code_names_are_restored(naming):
-    """Those of its module, of modules that it names or imports, of what its functions call, and of its bases."""
+    """Those of its module, of modules that it names or imports, and of what its functions call."""
     loader = DataLoader(naming.Data(), 4, collate_fn=list)
     iterator = iter(loader)
     next(iterator)
@@ -501,7 +504,7 @@ def test_generators_that_the_datasets_code_names_are_restored(naming):
     assert list(loader) == later
     assert naming.rngs.OTHER.getstate() == other
     naming.NUMPY = random.Random(7)
-    with pytest.raises(StateError, match=r"(\d+) random generators .* these have \1, or others"):
+    with pytest.warns(UserWarning, match=r"the random generator naming_\d+\.NUMPY, which is .*of another kind"):
         loader.load_state_dict(state)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from inside import await_more, results_of
 from rayloader import DataLoader
 from rayloader.transport.lanes import read_only_bytes
 
@@ -136,9 +137,8 @@ def test_memory_of_batches_under_way_and_of_those_that_the_trainer_holds_is_told
     loader = DataLoader(Large(12), batch_size=2, num_workers=1, prefetch_factor=2, arenas=arenas)
     iterator = iter(loader)
     kept = [next(iterator), next(iterator)]
-    tables = iterator._epoch.tables
-    while [read_only_bytes(result.wire) for result in tables.untaken] != [0, 0]:  # those that may be under way, copied
-        iterator._epoch._receive(1.0)
+    while [read_only_bytes(result.wire) for result in results_of(iterator)] != [0, 0]:  # all that may be under way
+        await_more(iterator)
     found = loader.stats()
     assert found.bytes_under_way == 2 * NBYTES
     assert found.bytes_held == 2 * NBYTES

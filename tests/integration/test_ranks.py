@@ -4,21 +4,18 @@ tests/unit has more of both, without workers.
 """
 
 import itertools
-import os
-import signal
 from collections import Counter
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
+from inside import kill_worker
 from latches import Gate
 from rayloader import DataLoader, StateError, get_shard_info
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 DATA = torch.arange(48)
-EXIT_LIMIT = 30.0  # seconds for a process to end; on expiry the test fails
 FULL = pytest.mark.full
 
 
@@ -248,9 +245,7 @@ def test_workers_learn_the_epoch_that_the_dataset_is_told_and_keep_it_after_a_ki
         iterator = iter(loader)
         found = [next(iterator)]
         if epoch > 4:
-            process = psutil.Process(iterator._crew.address(iterator._crew.slots[0]).pid)
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait(EXIT_LIMIT)
+            kill_worker(iterator)
         found += iterator
         assert [(e.tolist(), i.tolist()) for e, i in found] == [([epoch] * 2, [i, i + 1]) for i in range(0, 16, 2)]
 

@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -16,15 +15,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 import rayloader.host.worker
 import restoring_data as data
 from checkpoint_data import read, save
+from inside import kill_worker
 from latches import Gate
 from probes import Calls, Stream
 from rayloader import DataLoader, ReplayError, StateError
-from rayloader.workers.crew import Crew
+from rayloader.workers.fleet import Fleet
 from restoring_data import lists
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-EXIT_LIMIT = 30.0  # seconds for a process to end; on expiry the test fails
 HANG_LIMIT = 120.0  # seconds that a test waits for a batch
 
 
@@ -32,13 +31,6 @@ def make(arguments, **options):
     torch.manual_seed(1)
     usual = {"batch_size": 4, "num_workers": 2, "prefetch_factor": 2, "timeout": HANG_LIMIT}
     return DataLoader(**{**usual, **arguments, **options})
-
-
-def kill_worker(iterator, worker_id=0):
-    address = iterator._crew.address(iterator._crew.slots[worker_id])
-    process = psutil.Process(address.pid)
-    os.kill(address.pid, signal.SIGKILL)
-    process.wait(EXIT_LIMIT)
 
 
 def interrupted(loader, at, killed=True):
@@ -348,15 +340,16 @@ def test_a_state_of_the_types_of_python_and_torch_goes_through_a_file(num_worker
 
 
 class Heavy(data.Indices):
-    """Its state is large, and says how often it was told."""
+    """Its state is large; its samples may show how often it was told."""
 
-    def __init__(self):
+    def __init__(self, shows=False):
         self.told = 0
         self.calls = 0
+        self.shows = shows
 
     def __getitem__(self, index):
         self.calls += 1
-        return [index, self.calls, self.told]
+        return [index, self.calls, self.told if self.shows else 0]
 
     def state_dict(self):
         self.told += 1
@@ -367,7 +360,7 @@ class Heavy(data.Indices):
 
 
 def test_a_state_is_taken_rarely_and_nothing_is_lost():
-    loader = make({"dataset": Heavy()}, num_workers=1)
+    loader = make({"dataset": Heavy(shows=True)}, num_workers=1)
     iterator = iter(loader)
     batches = [lists(next(iterator)) for _ in range(24)]
     assert max(batches[-1][2]) == 1  # after the first call; then not for a hundred times what that took
@@ -399,8 +392,7 @@ def samples(monkeypatch):
         clock.add_(0.03)
         return index
 
-    for module in ("epoch", "receiver", "recovery"):
-        monkeypatch.setattr(f"rayloader.epoch.{module}.time", Clock)
+    monkeypatch.setattr("rayloader.epoch.engine.time", Clock)
     return sample
 
 
@@ -418,7 +410,7 @@ NEWS = re.compile(
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_building_again_is_no_hang(stream, samples, monkeypatch, caplog):
     """All together it takes more than twice the timeout, and each batch an eighth of it."""
-    monkeypatch.setattr("rayloader.epoch.recovery.REPLAY_PATIENCE_S", 0.2)
+    monkeypatch.setattr("rayloader.epoch.engine.REBUILDING_PATIENCE_S", 0.2)
     monkeypatch.setattr("rayloader.resume.journal._is_before", lambda state, task_id: False)  # snapshots are rare
     arguments = {
         "dataset": Stream(lambda worker: map(samples, range(96))) if stream else Calls(samples, 96),
@@ -501,15 +493,15 @@ def test_a_state_waits_for_workers_that_have_not_begun_the_epoch(dies, pins, tmp
     iterator = iter(loader)
     if dies:
         death.touch()
-    held, wait = [], Crew.wait
+    held, wait = [], Fleet.wait
 
-    def open_the_gate_and_wait(crew, timeout):
+    def open_the_gate_and_wait(fleet, timeout):
         if not held:
-            held.append(crew.slots[1].journal.begun)
+            held.append(fleet.workers[1].journal.begun)
             gate.open()
-        return wait(crew, timeout)
+        return wait(fleet, timeout)
 
-    monkeypatch.setattr(Crew, "wait", open_the_gate_and_wait)
+    monkeypatch.setattr(Fleet, "wait", open_the_gate_and_wait)
     state = loader.state_dict()
     assert held == [False]  # it had not begun
     assert not death.exists()
@@ -538,16 +530,21 @@ class ForgetsItsBuffer(IterableDataset):
         yield from self.buffer
 
 
-def test_a_believed_dataset_whose_batches_differ_is_warned_of_once(caplog):
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_dataset_whose_state_leaves_something_out_is_an_error(killed):
     loader = make({"dataset": ForgetsItsBuffer()}, persistent_workers=True)
     iterator = iter(loader)
     for _ in range(8):
         next(iterator)
-    kill_worker(iterator)
-    list(iterator)
-    told = [record.getMessage() for record in caplog.records if "differs from the original" in record.getMessage()]
-    assert len(told) == 1
-    assert "a shuffle buffer" in told[0]
+    if killed:
+        kill_worker(iterator)
+    else:
+        state = loader.state_dict()
+        loader = make({"dataset": ForgetsItsBuffer()}, persistent_workers=True)
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+    with pytest.raises(ReplayError, match=r"differs from the original: .* such as a shuffle buffer"):
+        list(iterator)
 
 
 class CannotGoOn(IterableDataset):

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from interrupts import interrupted_at, no_hang
 from rayloader import ConsumerDroppedError, DataLoader, RaySessionError, ShareError, StateError, share, shared
-from rayloader.sharing.line_inbox import MOST_AHEAD
+from rayloader.sharing.inbox import MOST_AHEAD
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 HANG_LIMIT = 120  # seconds; on expiry subprocess.run kills the program and raises

@@ -23,8 +23,9 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-import rayloader.workers.moving
+import rayloader.workers.fleet
 import rayloader.workers.pool
+from inside import pool_if_any
 from multinode_data import AWAY, ON_EACH
 from multinode_waiting import remove_nodes, wait_until
 from rayloader import DataLoader
@@ -70,7 +71,7 @@ def nodes():
             env_vars={"MACHINE": "away"},
         )
         ray.init(address=cluster.address, log_to_driver=False)
-        patch.setattr(rayloader.workers.moving, "NOTICE_S", math.inf)  # the log is not to depend on the machine
+        patch.setattr(rayloader.workers.fleet, "NOTICE_S", math.inf)  # the log is not to depend on the machine
         patch.setattr(rayloader.workers.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()
@@ -153,7 +154,7 @@ def grace_ends(monkeypatch):
 
     def end():
         monkeypatch.setattr(rayloader.workers.pool, "JOINED_GRACE_S", 0.0)
-        if (pool := rayloader.workers.pool._pool) is not None:
+        if (pool := pool_if_any()) is not None:
             pool.later(pool.tidy)
 
     return end

@@ -10,12 +10,13 @@ import pytest
 import ray
 import torch
 
+from inside import tasks_of, workers_are_idle
 from multinode_data import AWAY, Calls, as_is
 from multinode_waiting import wait_until
 from rayloader import DataLoader
-from rayloader.epoch.budget import TASKS_AHEAD
+from rayloader.epoch.pace import Pace
 from rayloader.transport.lanes import SMALL_BYTES
-from rayloader.workers.pace import Pace
+from rayloader.workers.fleet import TASKS_AHEAD
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
@@ -111,14 +112,7 @@ def deep(monkeypatch):
 
 def wait_until_idle(batches, look=lambda: None):
     """Until the workers have answered all that they may be given while no batch is taken; calls `look` meanwhile."""
-    tables = batches._epoch.tables
-
-    def workers_are_idle():
-        with tables.lock:
-            look()
-            return not [slot for slot in tables.crew.slots if slot.calls]
-
-    wait_until(workers_are_idle, "the workers have done what they may")
+    wait_until(lambda: workers_are_idle(batches, look), "the workers have done what they may")
 
 
 @pytest.mark.usefixtures("deep")
@@ -132,9 +126,9 @@ def test_while_the_trainer_does_something_else_what_is_ready_stays_within_prefet
     iterator = iter(load(get, 500, prefetch_bytes=budget))
     for index in range(40):
         assert next(iterator)[0] == index
-    epoch, ready = iterator._epoch, []
-    assert len(epoch.tables.schedule.tasks) > 300, "the window is not deep, so nothing is tried"
-    wait_until_idle(iterator, lambda: ready.append(epoch.bytes_under_way))
+    ready = []
+    assert len(tasks_of(iterator)) > 300, "the window is not deep, so nothing is tried"
+    wait_until_idle(iterator, lambda: ready.append(iterator.bytes_under_way))
     assert budget // 4 < max(ready) <= budget + 2 * TASKS_AHEAD * grown  # beyond it what had been sent before
     assert [int(batch[0]) for batch in iterator] == [index % 100 for index in range(40, 500)]
 
@@ -192,7 +186,7 @@ def test_the_object_store_never_holds_more_than_prefetch_bytes_while_the_trainer
 
 @pytest.mark.parametrize("depth", [None, 3])
 def test_who_keeps_all_batches_is_told_once_and_gets_the_rest(depth, caplog, monkeypatch):
-    monkeypatch.setattr("rayloader.epoch.budget._told", False)
+    monkeypatch.setattr("rayloader.epoch.reports._warned_of_bytes", False)
     options = {"prefetch_bytes": 4 * MB, "prefetch_factor": depth}
     kept = list(load(lambda index: torch.full((MB,), index % 100, dtype=torch.uint8), 40, **options))
     assert [int(batch[-1]) for batch in kept] == list(range(40))

@@ -15,7 +15,7 @@ from multinode_data import Calls, as_is, difference, epochs, origin, traced, unt
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
 from rayloader.workers.actor import Lease
-from rayloader.workers.crew import Crew
+from rayloader.workers.fleet import Fleet
 from rayloader.workers.placement import Verdict
 from rayloader.workers.pool import get_pool
 from rayloader.workers.waiting import NONE_YET, wait_for
@@ -306,20 +306,20 @@ def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
 @pytest.mark.full
 def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nodes, monkeypatch):
     """`iter()` waits until both say where they are; meanwhile the first dies, and the second is on another node."""
-    start = Crew.start
+    begin = Fleet.begin
 
-    def killing(crew, *arguments):
-        ray.kill(crew.actors[0].handle)
-        wait = crew.wait
+    def killing(fleet, *arguments):
+        ray.kill(fleet.actors[0].handle)
+        wait = fleet.wait
 
         def until_the_first_is_known_to_be_dead(_):  # before the other one has started
-            monkeypatch.setattr(crew, "wait", wait)
-            return wait_for([crew.actors[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
+            monkeypatch.setattr(fleet, "wait", wait)
+            return wait_for([fleet.actors[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
 
-        monkeypatch.setattr(crew, "wait", until_the_first_is_known_to_be_dead)
-        start(crew, *arguments)
+        monkeypatch.setattr(fleet, "wait", until_the_first_is_known_to_be_dead)
+        begin(fleet, *arguments)
 
-    monkeypatch.setattr(Crew, "start", killing)
+    monkeypatch.setattr(Fleet, "begin", killing)
     loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"resources": {"away": 1}})
     batches = list(loader)
     assert [index for index, *_ in batches] == list(range(8))

@@ -11,8 +11,9 @@ import torch
 
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
+from rayloader.epoch.kept import image_files
 from rayloader.workers.actor import Actor
-from rayloader.workers.pool import get_pool, live_memory_files
+from rayloader.workers.pool import get_pool
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
@@ -55,7 +56,7 @@ def test_two_workers_of_another_node_share_one_image(nodes):
     assert pid != other_pid
     assert names == same_names
     assert len(names) == 1
-    assert names.isdisjoint(live_memory_files()), "the driver's image was opened from another node"
+    assert names.isdisjoint(image_files()), "the driver's image was opened from another node"
     assert {names for *_, names in map(tuple_of, loader)} == {frozenset(same_names)}, "it was shipped a second time"
     loader.dataset.data[0] = 1
     assert [total for total, *_ in loader] == [TOTAL + 1] * 2

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import ray
 
+from inside import actors_of
 from multinode_data import Calls, as_is, origin
 from multinode_waiting import START_LIMIT, wait_until
 from rayloader import DataLoader
@@ -83,7 +84,7 @@ def test_workers_that_share_cpus_move_to_a_node_that_joins(persistent, add_node)
         """How many processes it ended with, by node."""
         batches = iter(loader)
         assert list(batches) == list(range(40))
-        return Counter(actor.address.node_id for actor in batches._crew.actors)
+        return Counter(actor.address.node_id for actor in actors_of(batches))
 
     assert epoch().total() == 4
     joined = add_node(num_cpus=2)

@@ -25,8 +25,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayloader.transport import arena as module
 from rayloader.transport import codec
+from rayloader.transport import leases as module
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
 from rayloader.transport.memory import no_collection
 from rayloader.transport.memory_file import MemoryFile
@@ -427,7 +427,7 @@ def test_an_interrupt_while_bytes_are_copied_loses_no_slot_for_good():
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_lease_whose_making_was_interrupted_dies_in_silence():
-    module._Lease.__new__(module._Lease)
+    module.SlotLease.__new__(module.SlotLease)
     gc.collect()
 
 

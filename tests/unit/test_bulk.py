@@ -408,11 +408,3 @@ def test_what_is_resized_meanwhile_is_an_error(make, number):
 
     with pytest.raises(ValueError, match="was resized while it was being sent"):
         write([some, Changes(resize)])
-
-
-def test_a_few_that_have_a_gradient_keep_it():
-    tensors, views = [torch.ones(3) for _ in range(MANY)], list(torch.ones(MANY, 3))
-    tensors[80].grad, views[90].grad = torch.zeros(3), torch.zeros(3)
-    found = read(write([tensors, views]))
-    assert [n for n, tensor in enumerate(found[0]) if tensor.grad is not None] == [80]
-    assert [n for n, tensor in enumerate(found[1]) if tensor.grad is not None] == [90]

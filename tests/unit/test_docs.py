@@ -3,7 +3,7 @@
 Checked are README.md, CHANGELOG.md, CONTRIBUTING.md and docs/**/*.md:
 
 - relative links lead to a file, their anchors to a heading of it;
-- back-ticked paths (`rayloader/epoch/epoch.py`, `epoch.py`) are files, globs match some;
+- back-ticked paths (`rayloader/epoch/engine.py`, `engine.py`) are files, globs match some;
 - back-ticked names are defined: `epoch.py:EpochIterator.close`, `rayloader.DataLoader`, `pool.Pool`,
   `EpochIterator.close` where rayloader defines the class;
 - `make x` is a target, in fenced blocks too;

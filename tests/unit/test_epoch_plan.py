@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rayloader.epoch.epoch_plan import Begin, EpochPlan, plan_epoch
+from rayloader.epoch.pace import MAX_DEPTH
 from rayloader.options import Options
-from rayloader.workers.pace import MAX_DEPTH
 
 
 def options(**changed: object) -> Options:

@@ -324,7 +324,7 @@ class Threads(multiprocessing.context.SpawnContext):
     ids=["iterators of its own", "threads", "ranks"],
 )
 def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults, reason, monkeypatch, made):
-    monkeypatch.setattr(adopted, "_told", set())
+    monkeypatch.setattr(adopted, "_warned_of", set())
     with rayloader.patch(**defaults):
         loaders = [make(), make()]
         without_processes(monkeypatch)
@@ -336,7 +336,7 @@ def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults,
 
 
 def test_a_loader_that_was_there_before_the_patch_is_told_of(monkeypatch):
-    monkeypatch.setattr(adopted, "_told", set())
+    monkeypatch.setattr(adopted, "_warned_of", set())
     loader = Derived(DATASET, num_workers=1)
     with rayloader.patch():
         without_processes(monkeypatch)

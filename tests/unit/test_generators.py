@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import importlib
 import io
 import random
 import sys
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from rayloader.errors import ReplayError
-from rayloader.random import generators, object_paths
+from rayloader.random import generators, search
 from rayloader.random.generator_kinds import engine, kind_of, make_generator, set_state, state_of
-from rayloader.random.generators import RECORDED, Generators, find_generators, noting
+from rayloader.random.generators import RECORDED, Generators, noting
 from rayloader.random.random_state import RandomState
 from rayloader.transport import codec
 
@@ -33,6 +34,10 @@ def module_of(program, name, monkeypatch):
     module.__file__ = f"/usr/lib/{program}/{name}.py"
     monkeypatch.setitem(sys.modules, name, module)
     return module
+
+
+def found_in(obj):
+    return [one.generator for one in search.search({"object": obj})]
 
 
 class Holder:
@@ -77,7 +82,8 @@ def nested(obj, depth):
 
 PLACES = {
     "attribute": Holder,
-    "behind many objects": lambda g: Holder([*map(str, range(20_000)), *([k] for k in range(2_000)), g]),
+    "behind large data": lambda g: Holder([[*map(str, range(20_000))], [(k, k) for k in range(2_000)], g]),
+    "in a long list": lambda g: Holder([*range(500), g]),
     "deep": lambda g: nested(g, 20),
     "closure": closure,
     "partial": lambda g: functools.partial(draw, g),
@@ -85,8 +91,16 @@ PLACES = {
     "bound method": lambda g: Holder(g).__call__,
     "slot": lambda g: set_slot(g),
     "dict of tuples": lambda g: {"a": ({3: g},)},
-    "iterator": lambda g: iter([g]),
+    "function's attribute": lambda g: named(g),
 }
+
+
+def named(generator):
+    def function():
+        """Holds it."""
+
+    function.held = generator
+    return function
 
 
 def set_slot(generator):
@@ -99,26 +113,26 @@ def set_slot(generator):
 @pytest.mark.parametrize("place", PLACES)
 def test_generators_are_found_wherever_they_are(place, kind):
     generator = make(kind)
-    (found,) = find_generators(PLACES[place](generator))
+    (found,) = found_in(PLACES[place](generator))
     assert engine(found) is engine(generator)
 
 
 def test_the_search_ends_at_modules_classes_and_circles():
     holder = Holder()
-    holder.held = [holder, sys, np, torch, Holder, find_generators, draw]
-    assert find_generators(holder) == []
+    holder.held = [holder, sys, np, torch, Holder, found_in, draw]
+    assert found_in(holder) == []
 
 
 def test_of_shared_state_there_is_one():
     bits = np.random.PCG64(1)
-    assert len(find_generators([np.random.Generator(bits), bits, np.random.Generator(bits)])) == 1
+    assert len(found_in([np.random.Generator(bits), bits, np.random.Generator(bits)])) == 1
     legacy = np.random.RandomState(1)
-    assert find_generators([legacy._bit_generator, legacy]) == [legacy]  # its second normal number in store counts
+    assert found_in([legacy._bit_generator, legacy]) == [legacy]  # its second normal number in store counts
 
 
 def test_global_generators_and_those_without_a_state_are_nobodys():
     held = [np.random.rand, random.random, torch.default_generator, np.random.mtrand._rand, random.SystemRandom()]
-    assert find_generators(held) == []
+    assert found_in(held) == []
 
 
 def test_how_many_were_spawned_is_in_the_state_and_in_what_it_was_seeded_with():
@@ -179,12 +193,12 @@ def travelled(obj):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("iterator", "default")])
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "default"])
 def test_the_pickler_meets_each(place, kind):
     original = make(kind)
     _, copy = travelled(PLACES[place](original))
     (found,) = copy.given
-    assert repr(state_of(found)) == repr(state_of(find_generators([original])[0]))
+    assert repr(state_of(found)) == repr(state_of(found_in([original])[0]))
 
 
 class Own(random.Random):
@@ -303,6 +317,7 @@ def test_those_that_a_list_has_got_since_are_its_again():
 def test_a_list_that_lacks_something_else_too_is_left_alone():
     (old, mine), (new, others) = two_workers(Holder([]))
     old.held += ["something", make("python")]
+    mine.look()
     with pytest.raises(ReplayError, match=r"generator at dataset\.held\[1\] was made while loading"):
         others.put_back(mine.look())
     assert new.held == []
@@ -311,17 +326,8 @@ def test_a_list_that_lacks_something_else_too_is_left_alone():
 def test_one_whose_place_is_missing_is_an_error():
     (old, mine), (_, others) = two_workers(Holder())
     old.held = Holder(make("numpy"))
+    mine.look()
     with pytest.raises(ReplayError, match=r"generator at dataset\.held\.held was made while loading"):
-        others.put_back(mine.look())
-
-
-def test_one_whose_place_cannot_be_followed_is_an_error_only_once_it_was_drawn_from(monkeypatch):
-    module = module_of("program", "holds_a_view", monkeypatch)
-    module.VIEW = types.MappingProxyType({"generator": make("python")})
-    (_, mine), (_, others) = two_workers(Holder())
-    assert mine.look() == ()
-    module.VIEW["generator"].random()
-    with pytest.raises(ReplayError, match=r"generator at holds_a_view\.VIEW\.\?.* was made while loading"):
         others.put_back(mine.look())
 
 
@@ -343,50 +349,52 @@ def test_one_that_nobody_reaches_is_not_followed():
 def test_one_in_a_module_that_another_worker_of_this_process_has_imported(monkeypatch):
     """Where no other can be put in its place."""
     module = module_of("program", "imported_for_a_replica", monkeypatch)
-    elsewhere = Generators({"dataset": None}, [], in_all_modules())
+    elsewhere = Generators({"dataset": None}, [])
     module.held = (make("python"),)
     later = elsewhere.look()
     expected = draw(module.held[0])
-    second = Generators({"dataset": None}, [], in_all_modules())
+    second = Generators({"dataset": None}, [])
     second.put_back(later)
     assert draw(module.held[0]) == expected
     assert [one.paths for one in second.look()] == [one.paths for one in later]
 
 
-def in_all_modules():
-    return [generator for _, generator in generators.in_modules()]
-
-
-def test_what_another_loader_has_left_in_a_module_is_not_followed(monkeypatch):
+def test_one_in_a_module_counts_once_it_was_drawn_from(monkeypatch):
+    """Another process has it as the driver has it, or as another loader has left it."""
     module = module_of("program", "used_by_two_loaders", monkeypatch)
     module.left = Holder(make("numpy"))
-    mine = Generators({"dataset": None}, [], in_all_modules())
+    mine = Generators({"dataset": None}, [])
     assert mine.look() == ()
     module.own = make("numpy")
-    assert [later.paths for later in mine.look()] == [((("module", "used_by_two_loaders"), ("attribute", "own")),)]
+    assert paths_in(mine.look()) == ["used_by_two_loaders.own"]
+    module.left.held.random()
+    assert paths_in(mine.look()) == ["used_by_two_loaders.own", "used_by_two_loaders.left.held"]
 
 
-def test_those_of_other_workers_in_this_process_are_not_followed(monkeypatch):
-    module = module_of("program", "knows_all_datasets", monkeypatch)
-    held = [random.Random(seed) for seed in range(2)]
-    mine, theirs = (Generators({"dataset": Holder(generator)}, [generator]) for generator in held)
-    module.datasets = held
-    assert mine.look() == theirs.look() == ()
-    del theirs
-    assert len(mine.look()) == 1
+def test_a_module_that_is_not_imported_is_imported_for_its_generator(monkeypatch, tmp_path):
+    (tmp_path / "imported_to_restore.py").write_text("import random\nRNG = random.Random(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = []
+    monkeypatch.setattr(generators, "own_modules", lambda: [(name, vars(sys.modules[name])) for name in names])
+    (_, mine), (_, others) = two_workers(None)
+    try:
+        names.append(importlib.import_module("imported_to_restore").__name__)
+        sys.modules["imported_to_restore"].RNG.random()
+        (later,) = mine.look()
+        del sys.modules["imported_to_restore"]
+        others.put_back((later,))
+        assert state_of(sys.modules["imported_to_restore"].RNG) == later.state
+    finally:
+        sys.modules.pop("imported_to_restore", None)
 
 
 def test_whether_a_new_one_lasts_shows_at_the_next_look():
     (old, mine), _ = two_workers(Holder())
-    assert mine.settled
-    old.held = Holder(make("numpy"))
-    assert [later.lasting for later in mine.look()] == [True]
-    assert not mine.settled
-    assert [later.lasting for later in mine.look()] == [True]
-    assert mine.settled
     old.held = Holder(make("numpy"))
     assert [later.lasting for later in mine.look()] == [False]
-    assert mine.settled
+    assert [later.lasting for later in mine.look()] == [True]
+    old.held = Holder(make("numpy"))
+    assert [later.lasting for later in mine.look()] == [False]
 
 
 def test_containers_of_the_users_are_looked_into_without_their_code():
@@ -401,7 +409,7 @@ def test_containers_of_the_users_are_looked_into_without_their_code():
         )
 
     def children(container):
-        return [value for _, value in object_paths._children(container, {}, lambda _: True, None, sys.maxsize)]
+        return [value for _, value in search._parts(container)]
 
     held = np.random.default_rng(1)
     containers = {
@@ -416,7 +424,7 @@ def test_containers_of_the_users_are_looked_into_without_their_code():
     }
     for base, container in containers.items():
         assert [value for value in children(container) if value is held] == [held], base
-    assert children(lazy(set)([1]))[-1:] != [held]
+    assert children(lazy(set)([1])) == []
 
 
 def bind_name(module, generator):
@@ -445,12 +453,12 @@ def test_generators_in_modules_that_an_earlier_epoch_has_imported_are_found(monk
     module.Dataset = type("Dataset", (), {"__module__": "late", "nothing": None})
     module.nothing, module.by_name = None, {}
     for _ in range(2):  # epochs
-        followed = Generators({}, [], in_all_modules())
+        followed = Generators({}, [])
         assert followed.look() == ()
         made = torch.Generator().manual_seed(1)
         bind(module, made)
         (later,) = followed.look()
-        assert followed.look() == (later,)
+        assert followed.look() == (later._replace(lasting=True),)
         state = made.get_state()
         made.manual_seed(2)
         followed.put_back((later,))
@@ -460,90 +468,73 @@ def test_generators_in_modules_that_an_earlier_epoch_has_imported_are_found(monk
 def test_a_module_that_was_imported_anew_is_searched_instead_of_the_old_one(monkeypatch):
     for _ in range(2):
         module = module_of("program", "late", monkeypatch)
-        followed = Generators({}, [], in_all_modules())
+        followed = Generators({}, [])
         module.generator = torch.Generator()
         assert len(followed.look()) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_modules_classes_and_functions_of_packages_are_not_searched(kind, monkeypatch):
+def test_modules_and_classes_of_packages_are_not_searched(kind, monkeypatch):
     package = module_of("site-packages", "package", monkeypatch)
 
-    def function():
-        return made
-
-    function.__module__ = "package"
     package.Class = type("Class", (), {"__module__": "package"})
-    dataset = Holder([package.Class(), package, function, package.Class])
+    dataset = Holder([package.Class(), package, package.Class])
     followed = Generators({"dataset": dataset}, [])
     made = package.generator = package.Class.generator = make(kind)
     assert followed.look() == ()
     dataset.held[0].own = made  # in an object of a package's class
-    assert [object_paths.in_words(one.paths[0]) for one in followed.look()] == ["dataset.held[0].own"]
+    assert paths_in(followed.look()) == ["dataset.held[0].own"]
 
 
 @pytest.mark.parametrize("hold", [list, tuple, collections.deque, lambda items: dict(enumerate(items))])
 def test_of_a_long_container_only_the_items_themselves_are_searched(hold):
-    holders = [Holder() for _ in range(generators.LONG)]
-    dataset = Holder(hold([*holders, None]))
+    holders = [Holder() for _ in range(search.LONG)]
+    dataset = Holder(hold([*holders, object()]))
     followed = Generators({"dataset": dataset}, [])
     holders[0].held = make("numpy")
     assert followed.look() == ()
-    dataset.held = hold([*holders[1:], None, make("torch")])
-    assert paths_in(followed.look()) == [f"dataset.held[{generators.LONG}]"]
+    dataset.held = hold([*holders[1:], object(), make("torch")])
+    assert paths_in(followed.look()) == [f"dataset.held[{search.LONG}]"]
     dataset.held = hold(holders)
     assert paths_in(followed.look()) == ["dataset.held[0].held"]
 
 
 def paths_in(later):
-    return [object_paths.in_words(path) for one in later for path in one.paths]
+    return [search.in_words(path) for one in later for path in one.paths]
 
 
 @pytest.mark.parametrize("where", ["dataset", "module"])
 def test_a_look_ends_after_so_many_objects(where, monkeypatch):
     """It is made at the start of each epoch, which it must not delay, whatever the dataset holds."""
     module = module_of("program", "large", monkeypatch)
-    many = nested(Holder(), generators.MOST // 2)
+    many = nested(Holder(), search.MOST // 2)
     dataset = Holder(many if where == "dataset" else None)
     module.many = many if where == "module" else None
     visited = []
-    walk = generators.walk
-    monkeypatch.setattr(
-        generators, "walk", lambda roots, **limits: walk(roots, met=lambda *_: visited.append(1), **limits)
-    )
+    walk = search.walk
+    monkeypatch.setattr(search, "walk", lambda roots: (visited.append(1) or one for one in walk(roots)))
     followed = Generators({"dataset": dataset}, [])
-    assert generators.MOST <= len(visited) <= 2 * generators.MOST
+    assert search.MOST <= len(visited) <= 2 * search.MOST
     visited.clear()
     dataset.first = module.first = make("numpy")
     assert len(followed.look()) == 1
-    assert len(visited) <= 2 * generators.MOST
+    assert len(visited) <= 2 * search.MOST
 
 
-@pytest.mark.parametrize(
-    "contents",
-    [
-        [("a", 1), {"b": [2.0, None]}, {3}, collections.deque([b"c"])],
-        [("a", 1), {"b": [2.0, {"rng": random.Random(1)}]}],
-        [("a", 1), (Holder, types.MappingProxyType({"rng": random.Random(1)}))],
-        {"key": [[[[[[[[[[[[random.Random(1)]]]]]]]]]]]]},
-        {"key": [[[[[[[[[[[[1]]]]]]]]]]]]},
-    ],
-)
-def test_only_containers_that_cannot_lead_to_generators_are_passed_over(contents):
-    expected = "Random" in repr(contents)
-    assert bool(find_generators(contents)) == expected
+@pytest.mark.parametrize("count", [3, 3 * search.MOST])
+def test_each_global_is_looked_at_before_what_is_behind_them(count, monkeypatch):
+    module = module_of("program", "of_many_names", monkeypatch)
+    vars(module).update({f"name_{number}": nested(None, 3) for number in range(count)})
+    module.last = Holder()
+    module.rng = make("python")
+    followed = Generators({}, [])
+    module.rng.random()
+    assert paths_in(followed.look()) == ["of_many_names.rng"]
 
 
 def test_a_container_of_containers_that_hold_each_other_is_looked_through_once():
     contents = [{}]
     contents[0]["self"] = contents
-    assert find_generators(contents) == []
+    assert found_in(contents) == []
     contents[0]["rng"] = random.Random(1)
-    assert find_generators(contents) == [contents[0]["rng"]]
-
-
-def test_what_many_share_is_looked_through_once():
-    shared = [str(number) for number in range(1000)]
-    records = [(number, shared) for number in range(20_000)]
-    (containers,) = [object_paths.plain_containers(records)]
-    assert sum(container is shared for container in containers) == 1
+    assert found_in(contents) == [contents[0]["rng"]]

@@ -7,7 +7,7 @@ import torch
 
 import rayloader.sharing.hosted
 from rayloader.sharing.hosted import HostedLoader
-from rayloader.sharing.ledger import Place, Room
+from rayloader.sharing.ledger import Place, PlacesLeft
 
 NBYTES = 80
 START = Place(0, 0)
@@ -46,19 +46,19 @@ def produced(monkeypatch):
 
 
 def test_as_many_as_there_is_room_for_if_they_come_at_once(produced):
-    assert produced(Room(8, 1 << 20), 0.0) == [True] * 8
+    assert produced(PlacesLeft(8, 1 << 20), 0.0) == [True] * 8
 
 
 def test_the_last_is_followed_by_the_end(produced):
-    assert produced(Room(100, 1 << 20), 0.0) == [*[True] * LENGTH, None]
+    assert produced(PlacesLeft(100, 1 << 20), 0.0) == [*[True] * LENGTH, None]
 
 
 def test_no_more_than_one_that_is_slow(produced):
     """Meanwhile a state would wait, and an epoch that everybody has left would go on."""
-    assert produced(Room(8, 1 << 20), 0.3) == [True]
-    assert produced(Room(8, 1 << 20), 0.0, 0.3) == [True] * 2
+    assert produced(PlacesLeft(8, 1 << 20), 0.3) == [True]
+    assert produced(PlacesLeft(8, 1 << 20), 0.0, 0.3) == [True] * 2
 
 
 def test_bytes_bound_small_batches_too(produced):
-    assert produced(Room(8, 4 * NBYTES), 0.0) == [True] * 4
-    assert produced(Room(8, 0), 0.0) == [True]
+    assert produced(PlacesLeft(8, 4 * NBYTES), 0.0) == [True] * 4
+    assert produced(PlacesLeft(8, 0), 0.0) == [True]

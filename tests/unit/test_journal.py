@@ -1,20 +1,22 @@
-"""What a worker was told: where another process goes on, what it builds again, and what is not to come after all."""
+"""What a worker was given: where another process goes on, what it builds again, and what is not to come after all."""
 
 import pytest
 
-from rayloader.resume.journal import Journal, Resumed, Told
+from rayloader.resume.draws import Drawn
+from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
+from rayloader.task import Task
 from rayloader.transport import codec
 
 
-def told(*task_ids):
-    return [Told(task_id, codec.encode([task_id])) for task_id in task_ids]
+def tasks_of(*task_ids):
+    return [Task(task_id, Drawn(codec.encode([task_id]), 0)) for task_id in task_ids]
 
 
 def journal_of(*task_ids, answered=(), snapshots=(), **state):
     journal = Journal()
-    for task in told(*task_ids):
-        journal.told(task)
+    for task in tasks_of(*task_ids):
+        journal.given(task)
     for task_id in answered:
         journal.answered(task_id, 100 + task_id)
     for task_id in snapshots:
@@ -23,7 +25,7 @@ def journal_of(*task_ids, answered=(), snapshots=(), **state):
 
 
 def at(journal):
-    entries = [entry.task_id if isinstance(entry, Told) else entry for entry in journal.entries]
+    entries = [entry.task_id if isinstance(entry, Task) else entry for entry in journal.entries]
     return journal.state and journal.state.last_task, entries, [*journal.replay]
 
 
@@ -92,8 +94,8 @@ def test_an_epoch_begins_where_the_one_before_it_was():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
     resumed = Resumed(1, 5, None)
     journal.begins(resumed)
-    for task in told(0, 1):
-        journal.told(task)
+    for task in tasks_of(0, 1):
+        journal.given(task)
     assert not journal.begun
     assert at(journal) == (1, [2, resumed, 0, 1], [])
     assert journal.shared_seed is None
@@ -107,8 +109,8 @@ def test_the_begin_of_an_epoch_is_proven_by_a_task_of_the_one_before():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
     resumed = Resumed(1, 5, None)
     journal.begins(resumed)
-    for task in told(0, 1):
-        journal.told(task)
+    for task in tasks_of(0, 1):
+        journal.given(task)
     journal.reached_begin(WorkerState(epoch=1))
     assert journal.begun
     assert journal.shared_seed is None
@@ -150,16 +152,16 @@ def test_what_is_to_be_undone_cannot_be_told_to_another_process():
 # ---- back to before a task
 
 
-def test_untelling_goes_back_to_a_snapshot_before_the_task():
+def test_taking_tasks_back_goes_back_to_a_snapshot_before_the_task():
     journal = journal_of(0, 2, 4, 6, 8, 10, answered=(0, 2, 4, 6, 8), snapshots=(2, 6))
     journal.taken(0)
     assert at(journal) == (6, [8, 10], [0])
-    assert not journal.untell(11)
+    assert not journal.take_back(11)
     assert at(journal) == (6, [8, 10], [0])
-    assert journal.untell(5)
+    assert journal.take_back(5)
     assert at(journal) == (2, [4], [0])
-    for task in told(5, 7):
-        journal.told(task)
+    for task in tasks_of(5, 7):
+        journal.given(task)
     for task_id in (5, 7):
         journal.answered(task_id, 0)
     journal.reached(WorkerState(last_task=5))
@@ -172,17 +174,17 @@ def test_untelling_goes_back_to_a_snapshot_before_the_task():
 def test_without_a_snapshot_before_the_task_it_starts_anew_and_what_is_taken_is_built_again():
     journal = journal_of(0, 1, 2, 3, answered=(0, 1, 2, 3), snapshots=(3,))
     journal.taken(0)
-    assert journal.untell(2)
+    assert journal.take_back(2)
     assert at(journal) == (None, [0, 1], [0])
 
 
 def test_a_resumed_worker_goes_back_to_where_it_was_resumed():
     journal = Journal()
-    journal.starts_at(WorkerState(last_task=3), told(4, 5))
-    for task in told(6, 7, 8):
-        journal.told(task)
+    journal.starts_at(WorkerState(last_task=3), tasks_of(4, 5))
+    for task in tasks_of(6, 7, 8):
+        journal.given(task)
     for task_id in (6, 7, 8):
         journal.answered(task_id, 0)
     journal.reached(WorkerState(last_task=8))
-    assert journal.untell(7)
+    assert journal.take_back(7)
     assert at(journal) == (3, [4, 5, 6], [4, 5])

@@ -56,11 +56,9 @@ MAY_IMPORT_RAY |= {
     for name in [
         "actor",
         "channel",
-        "crew",
+        "fleet",
         "lifetimes",
         "line_calls",
-        "loan",
-        "moving",
         "placement",
         "pool",
         "ray_calls",
@@ -202,10 +200,8 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/start/forkserver/server.py", "_exit"): "documented, of os",
     ("rayloader/host/finalizers.py", "_exit"): "documented, of os",
     ("rayloader/start/keeper/__main__.py", "_exit"): "documented, of os",
-    (
-        "rayloader/replica/unopenable.py",
-        "_Unpickler",
-    ): "pickle's own in Python, in every version so far",
+    ("rayloader/transport/by_value.py", "_type_"): "documented, of arrays of ctypes",
+    ("rayloader/transport/by_value.py", "_length_"): "likewise",
     ("rayloader/transport/handles.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
     ("rayloader/readers.py", "_getframe"): "documented, of sys",
     ("rayloader/inherit/left_behind.py", "_current_frames"): "documented, of sys",
@@ -278,11 +274,12 @@ def test_ray_is_used_where_it_may_be() -> None:
 
 
 def test_the_schedule_imports_the_standard_library_only() -> None:
-    for name in ("epoch/schedule.py", "epoch/messages.py", "workers/pace.py"):
-        modules = imported((PACKAGE / name).read_text())
-        assert modules
-        assert modules <= sys.stdlib_module_names | {"rayloader"}
-    assert imported_from_rayloader((PACKAGE / "epoch" / "schedule.py").read_text()) == {"rayloader.epoch.messages"}
+    pure = {f"rayloader.epoch.{name}" for name in ("schedule", "messages", "pace", "allowance")} | {"rayloader.task"}
+    for module in pure:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        assert imported(source)
+        assert imported(source) <= sys.stdlib_module_names | {"rayloader"}
+        assert imported_from_rayloader(source) <= pure
 
 
 def test_the_ledger_of_a_share_imports_the_standard_library_only() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rayloader.sharing.ledger import End, Ledger, Passed, Place, Step
+from rayloader.sharing.ledger import END, Ledger, Passed, Place, Step
 
 
 def ledger(consumers=2, buffer=3, buffer_bytes=100):
@@ -59,8 +59,8 @@ def test_the_end_of_an_epoch_is_found_behind_its_last_batch():
     found.end()
     assert found.step() is Step.WAIT
     assert found.find(Place(0, 2)) == Place(0, 2)
-    assert found.find(Place(0, 3)) is End.END
-    assert found.find(Place(0, 9)) is End.END
+    assert found.find(Place(0, 3)) is END
+    assert found.find(Place(0, 9)) is END
     assert found.find(Place(1, 0)) is None
 
 
@@ -78,7 +78,7 @@ def test_the_next_epoch_begins_for_the_first_that_asks_and_counts_to_the_same_bu
     assert produce(found) == 2
     assert found.find(Place(1, 0)) == Place(1, 0)
     assert found.find(Place(0, 2)) == Place(0, 2)
-    assert found.find(Place(0, 3)) is End.END
+    assert found.find(Place(0, 3)) is END
 
 
 def test_who_breaks_off_waits_for_the_others_epoch():
@@ -104,7 +104,7 @@ def test_an_epoch_that_all_have_broken_off_is_not_finished():
     found.begin()
     found.validate()
     assert found.front == (1, 0)
-    assert found.find(Place(0, 2)) is End.END  # who asks late reads no more of it
+    assert found.find(Place(0, 2)) is END  # who asks late reads no more of it
 
 
 def test_who_holds_up_whom():
@@ -120,8 +120,8 @@ def test_who_holds_up_whom():
     assert found.held_up_by() == []
     assert found.step() is Step.PRODUCE
     assert found.gone() == {2: "it was closed"}
-    assert found.why_gone(2) == "it was closed"
-    assert found.why_gone(0) == ""
+    assert found.gone().get(2, "") == "it was closed"
+    assert found.gone().get(0, "") == ""
 
 
 def test_who_waits_for_the_next_epoch_may_be_held_up_in_this_one():
@@ -177,7 +177,7 @@ def test_what_all_have_gone_past_is_produced_and_not_kept():
     assert found.step() is Step.BEGIN
     found.begin()
     assert produce(found) == 8
-    assert found.find(Place(0, 4)) is End.END
+    assert found.find(Place(0, 4)) is END
     assert found.find(Place(0, 5)) == Place(0, 5)
 
 
@@ -203,7 +203,7 @@ def test_whatever_happens_everybody_gets_everything_in_order(seed):
                 found.add(found.front, draw.randint(1, 2))
             found.validate()
         batch = found.find(place)
-        if batch is End.END:
+        if batch is END:
             assert place.number >= length
             places[rank], finished = Place(place.epoch + 1, 0), finished + 1
         elif batch is None:
@@ -220,7 +220,7 @@ def test_whatever_happens_everybody_gets_everything_in_order(seed):
         elif event < 0.08:
             found.leave(rank, "it was closed")
             del places[rank]
-        elif event < 0.15 and batch is not None and batch is not End.END:
+        elif event < 0.15 and batch is not None and batch is not END:
             if place < min(places.values()):
                 with pytest.raises(Passed):
                     found.seek(rank, place)

@@ -21,8 +21,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rayloader.inherit.module_globals import ModuleGlobals
 from rayloader.own_modules import own_modules
-from rayloader.random import module_generators
-from rayloader.random.module_generators import Found
+from rayloader.random import placing
+from rayloader.random.search import search
 
 
 @pytest.fixture
@@ -337,24 +337,15 @@ class Augment:
     def draw(self):
         return self.of_class.random(), float(torch.rand(1, generator=self.deep[0]["torch"]))
 
-def closed():
-    held = np.random.RandomState(3)
-    return lambda: held.rand()
-
-def by_default(held=random.Random(4), *, named=random.Random(5)):
-    return held.random(), named.random()
-
-AUGMENT, CLOSED = Augment(), closed()
+AUGMENT = Augment()
 PARTIAL = functools.partial(lambda held: held.random(), random.Random(6))
 NUMPY, BITS, LATE, PLACES = np.random.default_rng(7), np.random.PCG64(8), None, {}
 ONE = TWO = random.Random(9)
 BOUND = random.Random(13).random
-by_default.held = random.Random(14)
 
 def everything():  # one draw from each
     held = [one for one in (LATE, *PLACES.values(), ONE, TWO) if one is not None]
-    return [AUGMENT.draw(), CLOSED(), by_default(), PARTIAL(), NUMPY.random(), BITS.random_raw(), BOUND(),
-            by_default.held.random(),
+    return [AUGMENT.draw(), PARTIAL(), NUMPY.random(), BITS.random_raw(), BOUND(),
             [one.random() for one in held]]
 """
 
@@ -418,7 +409,7 @@ def test_what_modules_draw_while_they_are_imported_is_as_it_was(drawing, tmp_pat
     try:
         for name in ("own_table", "own_table_later", "own_settings"):
             del sys.modules[name]
-        module_generators._as_imported.clear()  # a new process
+        placing._as_imported.clear()  # a new process
         state.adopt()
         table = importlib.import_module("own_table")
         new = table.own_settings
@@ -504,11 +495,26 @@ def test_a_class_that_is_a_global_of_its_module_is_looked_at_by_that_name_only()
     module = types.ModuleType("own_classes")
     source = "import random\nclass Base:\n    rng = random.Random(1)\nclass One(Base):\n    other = Base\nONE = One()\n"
     exec(source, vars(module))
-    found = Found({"own_classes": vars(module)})
-    for name in ("Base", "One", "ONE"):
-        found.look_in("own_classes", name, getattr(module, name))
-    (carried,) = found.carried()
-    assert carried.paths == ((("module", "own_classes"), ("attribute", "Base"), ("attribute", "rng")),)
+    sys.modules["own_classes"] = module
+    try:
+        ((_, paths),) = search({}, [("own_classes", vars(module))])
+    finally:
+        del sys.modules["own_classes"]
+    assert paths == ((("module", "own_classes"), ("attribute", "Base"), ("attribute", "rng")),)
+
+
+def test_a_value_of_several_modules_is_placed_in_each(drawing, tmp_path):
+    """A worker may import only one of them."""
+    (tmp_path / "own_first.py").write_text("from own_settings import AUGMENT\n")
+    importlib.import_module("own_first")
+    try:
+        sys.modules["own_settings"] = sys.modules.pop("own_settings")  # so that it comes after the other one
+        state = ModuleGlobals.capture()
+        expected = drawing.everything()
+        del sys.modules["own_first"]
+        assert in_a_worker(state).everything() == expected
+    finally:
+        sys.modules.pop("own_first", None)
 
 
 class Asking:

@@ -7,10 +7,9 @@ import types
 
 import pytest
 
-from rayloader.inherit.module_globals import own_modules
 from rayloader.namespaces import namespace_of
-from rayloader.random.generators import find_generators, in_modules
-from rayloader.random.named_generators import NamedGenerators
+from rayloader.own_modules import own_modules
+from rayloader.random.search import search
 
 
 @pytest.fixture
@@ -26,23 +25,19 @@ def lazy(tmp_path, monkeypatch):
     return module
 
 
-def code_of(module):
-    """A function that names the module, and a generator."""
-    namespace = {"__name__": __name__, "optional": module, "RNG": random.Random(1)}
-    exec("def draw(): return optional.RNG.random() + RNG.random()", namespace)
-    return namespace["draw"]
+def generators_beside(module):
+    """What a search finds in globals that name the module, and a generator."""
+    return [one.generator.random() for one in search({}, [("own", {"module": module, "RNG": random.Random(1)})])]
 
 
-def test_lazy_modules_that_code_names_stay_lazy(lazy):
-    draw = code_of(lazy)
-    for _ in range(2):
-        assert NamedGenerators(draw).look() == find_generators(draw) == [draw.__globals__["RNG"]]
+def test_lazy_modules_among_globals_stay_lazy(lazy):
+    assert generators_beside(lazy) == [random.Random(1).random()]
     assert type(lazy) is not types.ModuleType
 
 
 def test_lazy_modules_of_the_process_stay_lazy(lazy):
     assert "optional" in dict(own_modules())
-    list(in_modules())
+    search({}, own_modules())
     assert type(lazy) is not types.ModuleType
 
 
@@ -56,7 +51,7 @@ def test_the_slot_counts_and_not_what_a_subclass_says():
 
     module = Shadowing("shadowing")
     assert namespace_of(module)["__name__"] == "shadowing"
-    assert NamedGenerators(code_of(module)).look()
+    assert generators_beside(module)
 
 
 @pytest.mark.parametrize("other", [None, object(), types.SimpleNamespace(generator=1)], ids=repr)

@@ -107,3 +107,12 @@ def test_a_state_that_holds_itself_is_refused():
     state.append({"deque": deque([defaultdict(list, {1: state})])})
     with pytest.raises(StateError, match="hold itself"):
         pack(state)
+
+
+@pytest.mark.parametrize("number", [1 << 20000, -(1 << 20000), 10**600], ids=["huge", "negative", "least"])
+def test_a_number_whose_digits_python_may_refuse_to_show_goes_through_json(number):
+    assert unpack(json.loads(json.dumps(pack([number])))) == [number]
+
+
+def test_a_set_is_packed_in_one_order():
+    assert pack({1000, 8, 16}) == pack({16, 8, 1000})

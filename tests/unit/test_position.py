@@ -1,4 +1,4 @@
-"""How far the user is, by what was drawn and taken; and the way through a state."""
+"""How far the user is, by what was drawn and taken; and where another position goes on."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from rayloader import DataLoader, SkipLimitError, StateError
-from rayloader.resume.draws import drawn
+from rayloader.random.random_state import RandomState
+from rayloader.resume.draws import Drawn, drawn
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
-from rayloader.resume.seal import owned
+from rayloader.resume.snapshot import WorkerState
+from rayloader.task import Task
+from rayloader.transport import codec
 
 NUM_WORKERS = 2
+DATASET = b"\x80\x05]K\x07a."  # [7]
 
 
 def begun(seed: int = 0) -> tuple[Position, object]:
@@ -80,35 +84,93 @@ def test_another_position_goes_on_where_this_one_is():
     checksums = draw(position, iterator, 6)
     take(position, checksums, 0, 1, 2)
     rest = [next(iterator) for _ in range(4)]
-    packed = owned(position.pack())
     again, _ = begun(seed=99)
-    found = list(again.unpack(packed))
+    found = list(again.unpack(position.state()))
     assert (again.next_task, again.next_worker, again.delivered) == (3, 1, 3)
     assert found[3:] == rest  # the first three were drawn ahead and not taken
     assert len(found) == 7
 
 
-def test_what_is_done_to_one_state_does_not_show_in_the_next():
-    position, iterator = begun()
-    take(position, draw(position, iterator, 6), 0, 1)
-    before = repr(owned(position.pack()))
-    packed = owned(position.pack())
-    for part in (*packed["workers"], packed["begin"], packed["ahead"], packed):
-        part.clear()
-    assert repr(owned(position.pack())) == before
-
-
 def test_a_sampler_that_gives_others_is_refused():
     position, iterator = begun()
     take(position, draw(position, iterator, 6), 0, 1)
-    packed = owned(position.pack())
-    packed["checksum"] ^= 1
+    saved = position.state()
     with pytest.raises(StateError, match="did not reproduce its indices"):
-        begun()[0].unpack(packed)
+        begun()[0].unpack(saved._replace(checksum=saved.checksum ^ 1))
 
 
 def test_nothing_can_be_told_before_the_workers_have_begun():
     position, _ = begun()
     position.journals[1].begun = False
     with pytest.raises(StateError, match="before its workers had reported their state"):
-        position.pack()
+        position.state()
+
+
+# ---- the workers of a state
+
+
+def worked(position: Position, count: int) -> None:
+    """The first worker has answered so many tasks; none is taken."""
+    journal = position.journals[0]
+    for task_id in range(count):
+        journal.given(Task(task_id, Drawn(codec.encode([task_id]), 0)))
+        journal.answered(task_id, 100 + task_id)
+
+
+def test_what_is_packed_bit_by_bit_is_what_is_packed_at_once():
+    position, _ = begun()
+    worked(position, 9)
+    journal = position.journals[0]
+    for task_id in range(9):
+        if task_id == 5:
+            journal.reached(WorkerState(last_task=3, random=RandomState.capture([])))
+        if task_id == 7:
+            journal.reached(WorkerState(last_task=6, dataset=DATASET))
+        journal.taken(task_id)
+        if task_id % 3:  # otherwise two come at once
+            worker, again = position.state().workers[0], begun()[0]
+            again.journals[0] = journal
+            assert worker.replay == again.state().workers[0].replay
+    assert worker.replay.tasks == [(7, 107), (8, 108)]
+    assert worker.start.state.last_task == 6
+
+
+def test_a_worker_that_stays_the_same_is_not_made_again():
+    position, _ = begun()
+    worked(position, 4)
+    journal = position.journals[0]
+    journal.taken(0)
+    first, other = position.state().workers
+    journal.given(Task(4, Drawn(codec.encode([4]), 0)))
+    assert position.state().workers[0] is first
+    journal.taken(1)
+    assert position.state().workers[0] is not first
+    assert position.state().workers[0].start is first.start
+    assert position.state().workers[1] is other
+
+
+@pytest.mark.parametrize("dataset", [None, DATASET])
+def test_another_journal_begins_where_this_one_is(dataset):
+    position, iterator = begun()
+    checksums = draw(position, iterator, 3)
+    worked(position, 4)
+    position.taken(0, 0, checksums[0])
+    position.journals[0].reached(WorkerState(last_task=1, random=RandomState.capture([]), dataset=dataset))
+    for task_id in (1, 2):
+        position.taken(0, task_id, checksums[task_id])
+    again, _ = begun(seed=99)
+    again.unpack(position.state())
+    journal = again.journals[0]
+    assert [(told.task_id, told.digest) for told in journal.replay.values()] == [(2, 102)]
+    assert journal.base.last_task == 1
+    assert again.state().workers[0].replay == position.state().workers[0].replay
+
+
+def test_a_workers_error_is_raised_until_it_has_a_state():
+    position, _ = begun()
+    worked(position, 2)
+    position.journals[0].taken(0)
+    position.journals[0].reached(WorkerState(last_task=0, dataset=DATASET, error="KeyError: no state"))
+    for _ in range(2):
+        with pytest.raises(StateError, match="KeyError: no state"):
+            position.state()

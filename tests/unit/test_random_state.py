@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.random.generators import find_generators
 from rayloader.random.random_state import RandomState, Rewind, seed_torch
+from rayloader.random.search import search
+
+
+def found_in(obj):
+    return [one.generator for one in search({"object": obj})]
+
 
 DRAWS = {"python": random.random, "torch": lambda: torch.rand(1).item(), "numpy": np.random.rand}
 
@@ -113,8 +118,8 @@ def numbers_of(holder):
 
 def test_generators_of_a_dataset_are_found_and_undone_too():
     holder = Holder()
-    assert len(find_generators(holder)) == 4
-    rewind, drawn = Rewind(10, find_generators(holder)), []
+    assert len(found_in(holder)) == 4
+    rewind, drawn = Rewind(10, found_in(holder)), []
     for task in range(5):
         rewind.task_begins(task)
         drawn.append(numbers_of(holder))
@@ -123,8 +128,8 @@ def test_generators_of_a_dataset_are_found_and_undone_too():
 
 
 def test_looking_for_generators_ends():
-    assert find_generators([list(range(10)) for _ in range(10_000)]) == []
-    assert find_generators(np.zeros(3)) == find_generators(None) == find_generators(torch) == []
+    assert found_in([list(range(10)) for _ in range(10_000)]) == []
+    assert found_in(np.zeros(3)) == found_in(None) == found_in(torch) == []
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 9, 16])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from rayloader.transport import codec, lanes, recycled
 from rayloader.transport.arena import ArenaError
-from rayloader.transport.lanes import SMALL_BYTES, from_wire, owned, read_only_bytes, to_wire
+from rayloader.transport.lanes import SMALL_BYTES, Wire, from_wire, owned, read_only_bytes, to_wire
 from rayloader.transport.recycled import Recycled
 
 LARGE = SMALL_BYTES + 1
@@ -64,9 +65,9 @@ def test_memory_is_used_again_once_the_last_view_has_died(copies):
 
 def test_a_batch_tells_the_bytes_of_the_slots_that_it_keeps_and_no_others(copies):
     large, small = copies.copy(source(1)), copies.copy(source(2, SMALL_BYTES))
-    batch = b"", [large, large[:10], small, bytearray(LARGE), bytes(LARGE)], [], None
+    batch = Wire(b"", [large, large[:10], small, bytearray(LARGE), bytes(LARGE)], [])
     assert lanes.leased_bytes(batch) == copies.leased_bytes >= LARGE
-    other = b"", [copies.copy(source(3))], [], None
+    other = Wire(b"", [copies.copy(source(3))], [])
     assert lanes.leased_bytes(batch) + lanes.leased_bytes(other) == copies.leased_bytes
 
 
@@ -166,9 +167,9 @@ def test_where_forks_have_spoiled_much_the_memory_is_replaced(copies, monkeypatc
 
 def test_of_a_wire_only_what_is_read_only_is_copied(copies):
     batch = {"image": torch.arange(LARGE), "label": torch.arange(4), "name": "seven"}
-    skeleton, buffers, carried, packed = to_wire(codec.encode(batch))
-    writable = bytearray(memoryview(buffers[0]))
-    wire = skeleton, [writable, bytes(memoryview(buffers[1]))], carried, packed
+    wire = to_wire(codec.encode(batch))
+    writable = bytearray(memoryview(wire.buffers[0]))
+    wire = replace(wire, buffers=[writable, bytes(memoryview(wire.buffers[1]))])
     assert read_only_bytes(wire) == batch["label"].nbytes
     mine = owned(wire, copies.copy)
     assert read_only_bytes(mine) == 0

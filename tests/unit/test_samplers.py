@@ -2,7 +2,6 @@
 
 import random
 import threading
-import types
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 import rayloader
 from rayloader.errors import StateError
-from rayloader.random.generators import find_generators
 from rayloader.resume import samplers as module
 from rayloader.resume.sampler_parts import named_generators
 from rayloader.resume.samplers import Samplers
@@ -152,7 +150,7 @@ def test_what_is_restored_beside_them_is_nothing_that_they_keep():
     """Of a loader without workers the dataset's generators are in the state."""
     sampler = OfItsData()
     before = sampler.data_source.generator.getstate()
-    assert not samplers_of(sampler).keep_more(sampler.data_source, find_generators(sampler.data_source))
+    assert not samplers_of(sampler).keep_more(sampler.data_source, [sampler.data_source.generator])
     assert sampler.data_source.generator.getstate() == before
 
 
@@ -173,16 +171,6 @@ def test_torchs_samplers_are_not_asked(monkeypatch):
     assert not samplers_of(RandomSampler(range(LENGTH))).keep_more(range(LENGTH), [])
 
 
-def test_generators_of_the_dataset_are_a_samplers_if_its_code_names_them():
-    class Names(OfItsData):
-        def __iter__(self):
-            return iter([self.data_source.generator.randrange(LENGTH)])
-
-    names = Names()
-    assert named_generators(names) == [names.data_source.generator]
-    assert named_generators(OfItsData()) == []
-
-
 def test_attributes_in_slots_are_compared_as_others_are():
     class InSlots(Constant):
         __slots__ = ("seed",)
@@ -192,19 +180,20 @@ def test_attributes_in_slots_are_compared_as_others_are():
 
     one, other = samplers_of(InSlots(1)), samplers_of(InSlots(2))
     with pytest.raises(StateError, match="seed=1 of the sampler InSlots, which is 2 here"):
-        other.check(one.capture(), one.progress(), tells=False, any_rank=False)
+        other.check(one.capture(), one.state(None, tells=False, asked=False), any_rank=False)
 
 
-settings = types.ModuleType("settings")
-settings.generator, settings.other = random.Random(1), random.Random(2)
+NAMED, OTHER = random.Random(1), random.Random(2)
 
 
-def test_generators_of_a_module_are_a_samplers_if_its_code_names_them():
+def test_generators_of_its_module_are_a_samplers_if_its_code_names_them():
     class Names(Constant):
-        def __iter__(self):
-            return iter([settings.generator.randrange(LENGTH)])
+        held = random.Random(3)
 
-    assert named_generators(Names()) == [settings.generator]
+        def __iter__(self):
+            return iter([NAMED.randrange(LENGTH)])
+
+    assert named_generators(Names()) == [Names.held, NAMED]
 
 
 class Endless:

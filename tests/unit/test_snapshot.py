@@ -9,10 +9,10 @@ import unittest.mock
 import pytest
 
 from rayloader import ReplayError
-from rayloader.random.generators import Generators, in_modules
+from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState
 from rayloader.resume import snapshot
-from rayloader.resume.snapshot import HURRIED_SHARE, SHARE, Recorder, WorkerState, has_state
+from rayloader.resume.snapshot import HURRIED_SHARE, SHARE, SnapshotTaker, WorkerState, has_state
 
 
 class Counts:
@@ -30,10 +30,8 @@ class Counts:
         self.count = state["count"]
 
 
-def recorder(dataset=None, *generators: random.Random) -> Recorder:
-    left = [generator for _, generator in in_modules()]  # by other tests, in this process
-    found = Generators({"dataset": dataset}, list(generators), left)
-    return Recorder(dataset, found, RandomState.capture([]))
+def recorder(dataset=None, *generators: random.Random) -> SnapshotTaker:
+    return SnapshotTaker(dataset, Generators({"dataset": dataset}, list(generators)), RandomState.capture([]))
 
 
 def test_only_what_has_changed_is_told():
@@ -87,8 +85,7 @@ def test_the_first_one_of_an_epoch_waits_where_one_of_such_a_dataset_was_dear(mo
     monkeypatch.setattr(snapshot, "_dear", {})
     monkeypatch.setattr(snapshot, "DEAR_S", -1.0 if dear else 1e9)
     before = recorder(Counts())
-    while before.snapshot_if_settled(None) is None:  # other tests have left generators in this process
-        pass
+    before.snapshot(None)
     told = recorder(Counts())
     assert told.is_due is not dear
     told.worked(1.1 * before._cost / SHARE)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lines import check_finished, exchange, messages, wait_for
-from rayloader.transport import tcp_line, tcp_socket
+from rayloader.transport import tcp_line
 from rayloader.transport.line import JOINED_BYTES, Line, LineError, Parcel, packed, unpacked
 from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
@@ -337,7 +337,7 @@ def test_silence_is_read_from_what_the_system_says_of_the_connection(ends, monke
     def told(*, probes=0, unacknowledged=0, last_sign=0):
         fields = [0] * 32
         fields[3], fields[12], fields[20] = probes, unacknowledged, last_sign  # as in struct tcp_info
-        monkeypatch.setattr(tcp_line.TcpSocket, "getsockopt", lambda *_: tcp_socket._TCP_INFO.pack(*fields))
+        monkeypatch.setattr(tcp_line.TcpSocket, "getsockopt", lambda *_: tcp_line._TCP_INFO.pack(*fields))
         return driver._socket.is_silent
 
     assert not told(last_sign=60_000), "nothing was sent: keepalive asks"

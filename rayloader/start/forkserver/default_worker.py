@@ -38,7 +38,7 @@ def folder() -> str | None:
 
 def ask(name: str) -> bool:
     """Asks the fork server of this name for the worker process, and waits for its end; False if it forks none."""
-    told = json.dumps(
+    started_as = json.dumps(
         {
             "executable": [sys.executable, sys.prefix, list(sys.flags)],
             "arguments": sys.argv[1:],
@@ -56,8 +56,8 @@ def ask(name: str) -> bool:
             credentials = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
             if CREDENTIALS.unpack(credentials)[1] != os.getuid():
                 return False  # another user has taken a name that was free again
-            socket.send_fds(server, [LENGTH.pack(len(told))], [0, 1, 2])
-            server.sendall(told)
+            socket.send_fds(server, [LENGTH.pack(len(started_as))], [0, 1, 2])
+            server.sendall(started_as)
             if server.recv(1) != b"f":
                 return False
             while server.recv(1):

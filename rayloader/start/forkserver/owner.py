@@ -46,7 +46,6 @@ from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
 
 HERE = Path(__file__).parent
-REPORT, MADE = struct.Struct("2i"), -1  # as in server.py
 # Processes that connect at the same time; others start without the fork server.
 BACKLOG = 512
 # How many seconds the fork server may take to report an end that Ray has noticed already, and how many reports are read

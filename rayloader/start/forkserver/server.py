@@ -41,12 +41,12 @@ class Request:
         connection: to that process.
 
     Attributes:
-        told: what the process has sent about itself, once that is complete.
+        started_as: what the process has sent about itself, once that is complete.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.told: dict[str, Any] | None = None
+        self.started_as: dict[str, Any] | None = None
         self.child = 0  # process id, once there is one
         self._streams: list[int] = []
         self._read = b""
@@ -64,7 +64,7 @@ class Request:
         if part and len(self._read) >= LENGTH.size:
             length = LENGTH.size + LENGTH.unpack_from(self._read)[0]
             if len(self._read) >= length:
-                self.told = json.loads(self._read[LENGTH.size : length])
+                self.started_as = json.loads(self._read[LENGTH.size : length])
         return bool(part)
 
     def close_streams(self) -> None:
@@ -80,8 +80,8 @@ class Request:
 
     def become(self) -> NoReturn:
         """In the fork: takes over the role of the process that Ray has started."""
-        assert self.told is not None
-        told = self.told
+        assert self.started_as is not None
+        started_as = self.started_as
         for descriptor, copy in enumerate(self._streams):
             os.dup2(copy, descriptor)
         shim = credentials(self.connection)[0]
@@ -91,18 +91,18 @@ class Request:
             os._exit(0)  # the other process was killed meanwhile
         self.close()
         os.environ.clear()
-        os.environ.update(told["environment"])
+        os.environ.update(started_as["environment"])
         for adopt in (
-            lambda: os.chdir(told["folder"]) if told["folder"] is not None else None,
-            lambda: os.setpgid(0, told["group"]),
-            lambda: os.setpriority(os.PRIO_PROCESS, 0, told["niceness"]),
-            lambda: os.sched_setaffinity(0, told["cpus"]),
+            lambda: os.chdir(started_as["folder"]) if started_as["folder"] is not None else None,
+            lambda: os.setpgid(0, started_as["group"]),
+            lambda: os.setpriority(os.PRIO_PROCESS, 0, started_as["niceness"]),
+            lambda: os.sched_setaffinity(0, started_as["cpus"]),
             lambda: Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{shim}/oom_score_adj").read_text()),
         ):
             with contextlib.suppress(OSError):  # it may lack what the other process has
                 adopt()
-        signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
-        run(told["arguments"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, started_as["blocked"])
+        run(started_as["arguments"])
 
 
 def run(arguments: list[str]) -> NoReturn:
@@ -154,8 +154,8 @@ class Server:
                     request = self._requests[descriptor]
                     if not request.read():
                         self._gone(descriptor)
-                    elif request.told is not None and not request.child:
-                        if not self._suits(request.told):
+                    elif request.started_as is not None and not request.child:
+                        if not self._suits(request.started_as):
                             self._gone(descriptor)  # that process starts without us
                         elif self._fork(request):
                             return request
@@ -168,16 +168,16 @@ class Server:
         self._requests[connection.fileno()] = Request(connection)
         self._poll.register(connection, select.POLLIN)
 
-    def _suits(self, told: dict[str, Any]) -> bool:
+    def _suits(self, started_as: dict[str, Any]) -> bool:
         """Whether the modules imported here are those that the process would import."""
-        if told["executable"] != [sys.executable, sys.prefix, list(sys.flags)]:
+        if started_as["executable"] != [sys.executable, sys.prefix, list(sys.flags)]:
             return False
-        environment = of_all_workers(told["environment"])
+        environment = of_all_workers(started_as["environment"])
         if self._environment is None:
             if without_rays(environment) != without_rays(of_all_workers(os.environ)):
                 return False  # variables for Ray itself could not be known
             self._environment = environment
-            os.environ.update(told["environment"])
+            os.environ.update(started_as["environment"])
             import_the_rest()
         return environment == self._environment
 

@@ -1,0 +1,837 @@
+"""The engine of one epoch: the one place where the schedule meets I/O.
+
+Promise: what happens goes into the schedule as events, and its commands are carried out, under one lock (see
+NOTE [interrupts] in interrupts.py). The user's thread draws from the sampler when torch's would, gives tasks, replaces
+workers, and receives. Where batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come
+through Ray's object store, or large ones over the network, it receives, and copies them into memory that the user may
+write to (ahead.py). `close` drops all work in progress.
+
+A worker's tasks move with it to its next process, in order; batches that the driver already has are rebuilt there for
+their effect on the worker. See NOTE [Proof] in journal.py and NOTE [blame] in schedule.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rayloader import skipping
+from rayloader.epoch.ahead import AheadThread, Preparation
+from rayloader.epoch.draws import Draws
+from rayloader.epoch.interrupts import Changes, change, interrupted
+from rayloader.epoch.messages import (
+    BatchTaken,
+    Closed,
+    Deliver,
+    DrawIndices,
+    DrawsPutOff,
+    DrawsUndone,
+    Drop,
+    Event,
+    Fail,
+    IndicesDrawn,
+    IndicesSkipped,
+    Limited,
+    Opened,
+    ReplaceWorker,
+    SamplerExhausted,
+    SamplerFailed,
+    Submit,
+    TaskDone,
+    WorkerExhausted,
+    WorkerLost,
+    WorkerReady,
+)
+from rayloader.epoch.opening import opened
+from rayloader.epoch.reports import (
+    briefly,
+    describe,
+    has_warned_of_bytes,
+    indices_of,
+    timed_out,
+    warn_of_bytes,
+    worker_died,
+)
+from rayloader.epoch.schedule import Schedule
+from rayloader.errors import RaySessionError, SkipLimitError, WorkerDiedError
+from rayloader.observe.recorder import Tally
+from rayloader.observe.spent import Spent
+from rayloader.observe.stats import SlowBatch
+from rayloader.options import Options
+from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
+from rayloader.resume.journal import Resumed
+from rayloader.resume.position import Position
+from rayloader.resume.snapshot import WorkerState
+from rayloader.task import DELIVERED, UNOPENED, Task
+from rayloader.transport.lanes import leased_bytes, received
+from rayloader.transport.recycled import Recycled
+from rayloader.workers.actor import Actor
+from rayloader.workers.channel import ActorLost, LineRefused, Message
+from rayloader.workers.fleet import Fleet
+from rayloader.workers.worker import Rebuilding, Worker
+
+logger = logging.getLogger("rayloader")
+
+# For how many seconds at most a thread waits before it looks at what nothing wakes it for: a worker that is dead may be
+# the one whose batch is next, and the epoch may have ended meanwhile.
+TICK_S = 1.0
+# Workers that share a process cannot wait for each other: after this many seconds without the next batch, a warning
+# says so.
+SHARED_PATIENCE_S = 30.0
+# Rebuilding is reported after this many seconds, and again each time the elapsed time has doubled.
+REBUILDING_PATIENCE_S = 10.0
+# Tasks are held back while there are this many batches to take for each of them. See `Engine._may_wait`.
+HELD_BACK = 2
+# How many times to check how much the program keeps, for every `prefetch_bytes` of batches that it is given.
+LOOKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """An actor that will not answer any more."""
+
+    actor: Actor
+    cause: str
+    suspect: int | None = None  # the task that ended it, if the actor reported it
+
+
+class Engine:
+    """The path of the batches of one epoch: indices in, batches out, in the schedule's order.
+
+    Args:
+        fleet: the workers, already told what to do.
+        schedule: not yet opened.
+        sampler_iter: yields the indices of a batch, or of a sample where batching is off.
+        options: of the loader.
+        position: the user's position in the stream; kept up to date.
+        pin: pins a batch, in a thread of its own; None: no pinning.
+        device_index: accelerator that batches are pinned for, if any.
+        tally: counts what happens.
+
+    Attributes:
+        changes: of all that this object owns.
+        failure: the error that ends the epoch once all deliverable batches were taken.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        schedule: Schedule,
+        sampler_iter: Iterator[Any],
+        options: Options,
+        *,
+        position: Position,
+        pin: Callable[[Any], Any] | None,
+        device_index: int | None,
+        tally: Tally,
+    ) -> None:
+        self.fleet = fleet
+        self.schedule = schedule
+        self._draws = Draws(sampler_iter, position, tally)
+        self._options = options
+        self._position = position
+        self._pin = pin
+        self._device_index = device_index
+        self._tally = tally
+        self.changes = Changes(position.lock)
+        self.failure: WorkerDiedError | None = None
+        self._drawing = False  # indices were requested from the sampler, and the schedule does not know of them yet
+        self._out: Task | None = None  # what `next` returns until it is handed over
+        self._out_is_taken = False  # the schedule knows that
+        self._unsent: list[int] = []  # tasks given to workers since the last `flush`
+        self._lost: deque[_Lost] = deque()  # for the user's thread
+        self._last_arrival = 0.0  # time.monotonic()
+        self._waited = 0.0  # seconds of the last `receive` in which nothing came
+        self._copies = Recycled()
+        self._ahead: AheadThread | None = None
+        self._preparation: Preparation | None = None
+        self._given_bytes = 0  # to the user, since the last check of what the program keeps
+        self._kept_bytes = 0  # as of that
+        self._most_unanswered = math.inf
+        self._warned_of_sharing = False
+        for worker in fleet.workers:
+            worker.rebuilding = worker.dropped = None
+
+    # ---- the user's side
+
+    def open(self, *, fresh: bool = True) -> None:
+        """Fills the window. Raises what the sampler raises. `fresh`: the workers have only just started."""
+        self._draws.begin()
+        for worker in self.fleet.workers:
+            if worker.away:
+                self.fleet.replace(worker)
+            elif fresh and (worker.journal.entries or worker.journal.state is not None):
+                self._rebuild(worker)
+            else:
+                self.handle(WorkerReady(worker.worker_id))
+        self._limit()
+        self.handle(Opened())
+        self._draw_owed()
+        self._start_ahead()
+        self.fleet.use_joined_nodes()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every batch was taken; never true of an epoch that was closed before that."""
+        with self.lock:
+            return self.schedule.finished
+
+    @property
+    def broken(self) -> bool:
+        """Whether an interrupt has left something half changed, see NOTE [interrupts]."""
+        return self._drawing or self.changes.are_broken
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Guards all that this object owns, and the position."""
+        return self.changes.lock
+
+    def next(self) -> Task | None:
+        """The task whose batch is the next, None after the last. It remains the next until it is `position.handed`.
+
+        Raises:
+            RayloaderError: a worker died, could not start, or did not answer in time; the epoch was closed or broken.
+            Exception: raised by the sampler.
+        """
+        if self._position.handed is self._out:
+            self._out = None
+        self._position.settle()
+        self._check_open()
+        deliverable = self.schedule.deliverable
+        began = 0.0 if deliverable else time.monotonic()
+        while self._out is not None or self.schedule.deliverable or not self.finished:
+            if self.fleet.may_spread:
+                self._revive()
+            if self._out is None:
+                self._out = self._first()
+            if self._out is None:
+                self._check_open()
+                self._check_integrity()
+                began = began or time.monotonic()
+                self._await(max(0.0, min(TICK_S, self._deadline(began) - time.monotonic())))
+                self._out = self._first()
+            if self._out is not None:
+                if not self._out_is_taken:
+                    self._end_turn(self._out)
+                if not self._out_is_taken:  # it was taken back meanwhile
+                    self._out = None
+                    continue
+                self._draw_owed()
+                if self._out.data is not skipping.NOTHING:
+                    return self._out
+                self._drop_out()
+                began = 0.0
+                continue
+            self._draw_owed()
+            if not self._warned_of_sharing and time.monotonic() - began > SHARED_PATIENCE_S:
+                self._warn_of_sharing()
+            if time.monotonic() >= self._deadline(began):
+                if self._options.on_timeout != "restart" or not self._restart_hung():
+                    raise self._timed_out()
+                began = time.monotonic()
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        return None
+
+    def _first(self) -> Task | None:
+        """The task whose batch is the next, opened; None if it has not come yet."""
+        with self.lock:
+            task = self.schedule.deliverable[0] if self.schedule.deliverable else None
+            result: Any = None if task is None else task.result
+        if task is None:
+            return None
+        if self._ahead is not None and self._preparation is not None:
+            self._ahead.check()
+            if not self._preparation.is_done(task, result):
+                return None
+        if task.data is UNOPENED:
+            task.data = opened(task, result)
+        self._out_is_taken = False
+        return task
+
+    def _check_open(self) -> None:
+        """Raises if the epoch cannot go on. Until it waits, `next` then calls Ray without checking again."""
+        if self.broken:
+            self.fleet.check_session()
+            raise interrupted()
+        if self.schedule.closed and not self.schedule.finished:
+            if self.failure is not None:
+                raise self.failure.with_traceback(None)
+            self.fleet.check_session()
+            raise RaySessionError(
+                "this epoch was ended: iter() was called on the loader again meanwhile, or shutdown()"
+            )
+        if self.schedule.deliverable or not self.schedule.finished:
+            self.fleet.check_session()
+
+    def _check_integrity(self) -> None:
+        """Raises if something in progress was lost, because a wait for it would never end."""
+        with self.lock:
+            under_way = self._is_under_way or self.schedule.deliverable or self.schedule.owed_draws
+            if not under_way and not self.schedule.finished and self.failure is None:
+                raise interrupted()
+
+    @change
+    def _end_turn(self, task: Task) -> None:
+        """The batch is handed to the user, unless it was taken back."""
+        if task.state is not DELIVERED:
+            return
+        skipped = task.result.skipped
+        self._handle(BatchTaken(task.task_id))
+        self._out_is_taken = True
+        self._note_given(task.nbytes)
+        if skipped:
+            self._tally.skipped += len(skipped)
+            try:
+                self._position.skip(skipped, self._options.max_skipped)
+            except SkipLimitError:
+                self._drop_out()
+                raise
+
+    def _drop_out(self) -> None:
+        """Counts the next batch as handed over although the user does not get it."""
+        if self._out is not None:
+            self._out.data = None
+            self._position.handed = self._out
+            self._position.settle()
+            self._out = None
+
+    def resize(self, count: int) -> None:
+        """Changes the number of actors that host the same workers."""
+        self._tally.processes = count
+        self._move_workers(count)
+        self._revive()
+        self.flush()
+
+    @change
+    def _move_workers(self, count: int) -> None:
+        self._take()
+        self._have_moved(self.fleet.resize(count))
+
+    def close(self, *, resuming: bool = False, wait: bool = True) -> None:
+        """Drops all work in progress; callable more than once. `wait`: until `rayloader-ahead` has ended.
+
+        With `resuming`, the workers are to continue with another epoch, from where torch's would be by now: they finish
+        their first tasks, and `Worker.dropped` says which tasks must be undone.
+        """
+        with self.lock:
+            for lost in self._lost if resuming else ():  # nobody else knows that these cannot continue
+                self.fleet.lose(lost.actor)
+            self.handle(Closed(resuming))
+            if resuming:
+                self.fleet.flush()
+            for worker in self.fleet.workers:
+                worker.rebuilding = None
+        ahead, self._ahead, self._preparation = self._ahead, None, None  # it refers to this object
+        if ahead is not None:
+            ahead.close(wait=wait)
+        self._copies.close()
+        self.fleet.ring()
+
+    # ---- events and commands
+
+    @change
+    def handle(self, event: Event) -> None:
+        """Reports an event to the schedule, and carries out its commands."""
+        self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        """Does the work of `handle`, as a part of a change."""
+        for command in self.schedule.handle(event):
+            _CARRY_OUT[type(command)](self, command)
+        if self._ahead is not None:
+            self._ahead.ring()
+
+    def _submit(self, submit: Submit) -> None:
+        task = submit.task
+        worker = self.fleet.workers[task.worker_id]
+        worker.journal.given(task)
+        if not worker.away:
+            worker.give(task)
+            self._unsent.append(task.task_id)
+
+    def _nothing(self, _: DrawIndices | Deliver) -> None:
+        """Draws are owed: only the user's thread may draw. What is to be delivered waits in the schedule."""
+
+    def _drop(self, drop: Drop) -> None:
+        worker = self.fleet.workers[drop.worker_id]
+        self.fleet.drop(worker, drop.first_task_id)
+        worker.dropped = drop.first_task_id
+
+    def _replace(self, replace: ReplaceWorker) -> None:
+        if self.fleet.replace(self.fleet.workers[replace.worker_id]):
+            self._tally.restarts += 1
+            cause = briefly(replace.cause)
+            logger.warning("rayloader: worker %d is lost and gets another process: %s", replace.worker_id, cause)
+
+    def _fail(self, fail: Fail) -> None:
+        address = self.fleet.address(self.fleet.workers[fail.worker_id])
+        self.failure = worker_died(fail, address, None if fail.task is None else self.describe(fail.task))
+
+    def describe(self, task: Task) -> str:
+        """Names batch, worker and indices."""
+        return describe(task, self.fleet.address(self.fleet.workers[task.worker_id]) if task.is_assigned else None)
+
+    @change
+    def flush(self) -> None:
+        """Sends the messages to the workers."""
+        self._unsent.clear()
+        self.fleet.flush()
+
+    # ---- drawing
+
+    def _draw_owed(self) -> None:
+        """Draws what the schedule has requested."""
+        self._reach()
+        while self.schedule.owed_draws:
+            if not self._draws.may_draw:
+                self.handle(DrawsPutOff())
+                break
+            self._drawing = True
+            try:
+                indices = self._draws.next()
+            except StopIteration:
+                self.handle(SamplerExhausted())
+            except Exception:  # from the sampler, or because its indices cannot be pickled
+                self.handle(SamplerFailed())
+                self._drop_out()  # as with torch's loader: the error takes the place of a batch that has come
+                self._drawing = False
+                raise
+            else:
+                skip = self._position.has(self._draws.count - 1)
+                self.handle(IndicesSkipped() if skip else IndicesDrawn(indices))
+                if skip:  # torch's loader would have drawn another one
+                    self._reach()
+                if self._draws.count == self.schedule.torch_draws:  # workers begin while what comes later is drawn
+                    self.flush()
+            self._drawing = False
+        if not self._may_wait():
+            self.flush()
+
+    def _reach(self) -> None:
+        """Checks draws that were made early, at the moment at which torch's loader would have made them."""
+        self._drawing = True
+        newest = self._out.task_id if self._out is not None and self._out_is_taken else -1
+        changed = self._draws.reach(self.schedule.torch_draws, newest)
+        if changed is not None:
+            self._undo(changed)
+        self._drawing = False
+
+    def _may_wait(self) -> bool:
+        """Whether messages to the workers may be delayed, so that several tasks go in one message.
+
+        The workers have been sent everything that torch's would have been given by now, and the user has far more
+        batches to take than tasks are held back. A thread that has to wait for a batch sends the tasks first.
+        """
+        unsent = self._unsent
+        if not unsent:
+            return True
+        if not self.schedule.is_paced or min(unsent) < self.schedule.torch_draws:
+            return False
+        return HELD_BACK * len(unsent) <= len(self.schedule.deliverable)
+
+    def _undo(self, from_task: int) -> None:
+        """Takes the workers back to before they were given this task, to build what is drawn instead."""
+        self.note_begins()
+        with self.lock:
+            if self.failure is not None:
+                return
+            self._take()
+            before = [task for task in self.schedule.tasks if task.task_id < from_task]
+            last = before[-1] if before else self._out
+            self._draws.take_back(from_task, None if last is None else last.indices)
+            self.handle(DrawsUndone(from_task))
+            for worker in self.fleet.workers:
+                if worker.journal.take_back(from_task):
+                    self.fleet.restart(worker)
+                    self._lose_process(worker, "its tasks were taken back, because the sampler has changed")
+        self._revive()
+
+    # ---- receiving
+
+    def receive(self, timeout: float, *, ahead: bool = False) -> bool:
+        """Waits for `timeout` seconds at most until something has come, and handles it; returns whether something has.
+
+        Any thread may receive, one at a time. The loss of an actor is left to the user's thread.
+
+        Args:
+            timeout: in seconds.
+            ahead: the caller is a thread that no signal handler interrupts, and the user's must not wait while it
+                reads.
+        """
+        self.flush()
+        began = time.perf_counter()
+        came = self.fleet.wait(timeout)
+        self._waited = time.perf_counter() - began
+        if came and ahead:
+            self.fleet.read()
+        self._take(all_channels=not came, was_read=came and ahead)
+        return came
+
+    def _await(self, timeout: float) -> None:
+        """Waits for `timeout` seconds at most until something comes, and handles what has come."""
+        if not self.schedule.deliverable and self.failure is not None:
+            raise self.failure.with_traceback(None)
+        came = self._wait(timeout)
+        while self._lost:
+            lost = self._lost[0]
+            self._lose(lost.actor, lost.cause, lost.suspect)
+            self._lost.popleft()
+        if self.fleet.awaited:
+            self._revive()
+        self._start_ahead()
+        if not came and self._move_homeless():
+            self._revive()
+
+    def _wait(self, timeout: float) -> bool:
+        """Waits for something to come, or for the thread that receives; returns whether something has."""
+        behind = len(self.schedule.untaken) > len(self.schedule.deliverable)
+        if self._ahead is not None:
+            began = time.perf_counter()
+            came = self._ahead.wait(timeout)
+            waited = time.perf_counter() - began
+        else:
+            came = self.receive(timeout)
+            waited = self._waited
+        self._tally.blocked += waited
+        if behind:
+            self._tally.behind += waited
+        return came
+
+    def _start_ahead(self) -> None:
+        """Starts the thread that receives, if there is something to prepare; callable more than once."""
+        if self._ahead is None and (self._pin is not None or self.fleet.copies):
+            with self.lock:
+                if not self.schedule.closed:
+                    preparation = Preparation(self, self._pin, self._device_index, self._copies)
+                    self._preparation = preparation
+                    self._ahead = AheadThread(preparation.work, self._device_index)
+        if self._ahead is not None:
+            self._ahead.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing will come."""
+        return self.failure is not None or not self._is_under_way
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether the workers still have something to send."""
+        return bool([worker for worker in self.fleet.workers if self._owes(worker)] or self.fleet.awaited)
+
+    @property
+    def uses_store(self) -> bool:
+        """Whether some batches come through Ray's object store."""
+        return self.fleet.uses_store
+
+    def _owes(self, worker: Worker) -> bool:
+        return worker.rebuilding is not None or bool(self.schedule.unanswered(worker.worker_id))
+
+    @change
+    def _take(self, *, all_channels: bool = True, was_read: bool = False) -> None:
+        """Handles what has come, except for the loss of actors. The arguments are those of `Fleet.receive`."""
+        arrived = self.fleet.receive(all_channels=all_channels, was_read=was_read)
+        if arrived:
+            self._last_arrival = time.monotonic()
+        for actor, message in arrived:
+            if isinstance(message, ActorLost):
+                self._lost.append(_Lost(message.actor, str(message)))
+            elif isinstance(message, LineRefused):
+                self._have_moved(self.fleet.fall_back(actor, str(message)))
+                self._revive()
+            else:
+                self._take_message(actor, message)
+        self._limit()
+
+    def _take_message(self, actor: Actor, message: Message) -> None:
+        kind, worker_id, call, content = message
+        worker = self.fleet.workers[worker_id]
+        if kind == Up.BEGUN:
+            if not worker.journal.begun and worker.journal.resumed == (actor, call):
+                worker.journal.reached_begin(WorkerState(*content))
+            return
+        # Answers come in the order of the calls. Others are late: the epoch was closed, the worker has moved, or its
+        # process went on after a task that has ended it.
+        if worker.host is not actor or worker.away or self._oldest_call(worker) != call:
+            return
+        answer = Answer(*content)
+        result = None if answer.result is None else result_of(answer.result)
+        if result is not None and result.kind in ENDS:
+            suspect = result.task_id if result.kind == ResultKind.EXITED else None
+            self._lost.append(_Lost(actor, result.text, suspect))
+        elif worker.rebuilding is not None:
+            self._note_news(worker, answer)
+            self._has_rebuilt(worker, worker.rebuilding, *answer.replay)
+        elif result is not None:
+            self._take_result(worker, self.schedule.unanswered(worker_id)[0], result, answer)
+
+    def _take_result(self, worker: Worker, task: Task, result: Result, answer: Answer) -> None:
+        """Reports what a worker has built of a task."""
+        exhausted = result.kind == ResultKind.EXHAUSTED
+        if not exhausted:
+            self._record(worker, task, answer)
+            if result.wire is not None and task.lent is not None:
+                result.wire = received(result.wire, task.lent)
+            task.samples = result.samples
+            worker.journal.answered(task.task_id, result.digest)
+        self._note_news(worker, answer)
+        if not exhausted:
+            self._handle(TaskDone(task.task_id, result, result.nbytes, answer.seconds))
+            return
+        self._tally.skipped += len(result.skipped)
+        self._position.skip(result.skipped, self._options.max_skipped)
+        self._handle(WorkerExhausted(task.task_id))
+        worker.journal.exhausted()  # it writes nothing any more, and has nothing new to report
+
+    def _note_news(self, worker: Worker, answer: Answer) -> None:
+        """Takes note of what comes with an answer besides its result."""
+        if answer.state is not None:
+            worker.journal.reached(WorkerState(*answer.state))
+        if answer.full:
+            worker.host.lane.was_full()
+        if answer.no_arena:
+            worker.host.lane.refused(answer.no_arena)
+
+    def _record(self, worker: Worker, task: Task, answer: Answer) -> None:
+        """Lets the tally count what the worker did."""
+        tally = self._tally
+        counts, log = tally.workers[worker.worker_id], tally.answers
+        log.append(answer.spent)
+        if not counts.settled:
+            log[-1] = tally.settle(counts, answer.spent)
+        unanswered = len(self.schedule.unanswered(worker.worker_id))
+        if unanswered > counts.depth:
+            counts.depth = unanswered
+        if (task.lent is not None) is not counts.arena:
+            counts.arena = task.lent is not None
+            counts.lane = self.fleet.lane(worker)
+        if answer.seconds > tally.slow:
+            self._name(worker, task, counts.lane, Spent.unpack(answer.spent))
+        if len(log) >= tally.fold_at:
+            tally.fold_answers()
+
+    def _name(self, worker: Worker, task: Task, lane: str, spent: Spent) -> None:
+        """Notes a batch that may be one of the slowest, or is traced, with its indices."""
+        indices = indices_of(task, at_most=64)
+        self._tally.note_slow(SlowBatch(task.task_id, int(spent.worker_id), spent.build, indices))
+        if (trace := self._tally.trace) is not None:
+            trace.built(worker.host.created_at, lane.startswith("line"), task.task_id, indices, spent)
+
+    # ---- losses
+
+    @change
+    def _lose(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
+        """Continues without an actor; another one takes over its workers and their tasks."""
+        self._take()  # messages that it sent before still count
+        self._give_up(actor, cause, suspect)
+        self._revive()
+
+    def _give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
+        """Continues without an actor, whose messages were all handled. `suspect`: the task that it said ended it."""
+        if actor.lost:
+            return
+        workers = self.fleet.hosted_by(actor)
+        # An actor carries out one call after the other.
+        at_work = min([worker for worker in workers if self._owes(worker)], key=self._oldest_call, default=None)
+        admitted = suspect is not None
+        if suspect is None and at_work is not None and at_work.has_begun and at_work.rebuilding is None:
+            suspect = self.schedule.unanswered(at_work.worker_id)[0].task_id
+        self.fleet.lose(actor)
+        for worker in workers:
+            if worker is at_work or (at_work is None and not admitted):
+                self._lose_process(worker, cause, suspect=suspect, admitted=admitted)
+            else:
+                self._lose_process(worker, cause)
+
+    def _lose_process(self, worker: Worker, cause: str, **blame: Any) -> None:
+        """A worker will continue in another process; without `blame`, no task of it is the cause."""
+        worker.rebuilding = None
+        self.handle(WorkerLost(worker.worker_id, cause, **(blame or {"blameless": True})))
+
+    def _oldest_call(self, worker: Worker) -> int:
+        """The number of its oldest unanswered call, of those of its process; 0 if it has answered all."""
+        if worker.rebuilding is not None:
+            return worker.rebuilding.call
+        unanswered = self.schedule.unanswered(worker.worker_id)
+        return unanswered[0].call if unanswered else 0
+
+    def _have_moved(self, workers: list[Worker]) -> None:
+        for worker in workers:
+            self._lose_process(worker, "it moves to another process")
+
+    @change
+    def _revive(self) -> None:
+        """Begins workers that are away, if there is a process for them, and brings them to where they were."""
+        self._have_moved(self.fleet.spread())
+        while self.failure is None:
+            try:
+                ready = self.fleet.revive()
+            except ActorLost as lost:  # another one is lost
+                self._give_up(lost.actor, str(lost))
+                continue
+            for worker in ready:
+                self._rebuild(worker)
+            break
+
+    def _rebuild(self, worker: Worker) -> None:
+        """Brings a worker that was begun from its last snapshot to its position."""
+        entries, tasks = worker.journal.entries, worker.journal.tasks
+        for entry in entries[: len(entries) - len(tasks)]:
+            if isinstance(entry, Resumed):
+                worker.resume(entry)
+            else:
+                worker.rebuild([entry])
+        worker.rebuilding = Rebuilding(worker.rebuild([task for task in tasks if task.digest is not None]))
+
+    def _has_rebuilt(self, worker: Worker, rebuilding: Rebuilding, done: int, total: int) -> None:
+        """A worker has rebuilt a part of its batches."""
+        now = time.monotonic()
+        if rebuilding.began is None:  # the process runs by now, however long it took to start
+            rebuilding.began, rebuilding.news_at, rebuilding.first = now, now + REBUILDING_PATIENCE_S, done
+        if done < total:
+            if now >= rebuilding.news_at:
+                seconds = now - rebuilding.began
+                rebuilding.news_at = now + max(REBUILDING_PATIENCE_S, seconds)
+                rate = (done - rebuilding.first) / max(seconds, 1e-9)
+                logger.warning(
+                    "rayloader: worker %d is rebuilding earlier batches: %d of %d in %.0f s, %.1f a second; a dataset "
+                    "with state_dict() and load_state_dict() need not be read again",
+                    *(worker.worker_id, done, total, seconds, rate),
+                )
+            rebuilding.call = worker.rebuild([])
+            return
+        worker.rebuilding = None
+        self.handle(WorkerReady(worker.worker_id))
+
+    @change
+    def _move_homeless(self) -> bool:
+        """Moves workers whose actor found no place to the other actors; returns whether some move."""
+        try:
+            moved = self.fleet.check_started()
+        except ActorLost as lost:
+            self._give_up(lost.actor, str(lost))
+            return True
+        self._have_moved(moved)
+        return bool(moved)
+
+    def note_begins(self) -> None:
+        """Waits until every worker has begun the epoch."""
+        while self.failure is None and [worker for worker in self.fleet.workers if not worker.journal.begun]:
+            self._await(TICK_S)
+
+    # ---- waiting too long
+
+    def _deadline(self, began: float) -> float:
+        """When the user has waited long enough.
+
+        That is `timeout` seconds after the latest of: the user's call, the last answer of any worker (torch's rule),
+        and the start of the worker whose batch is next.
+        """
+        if not self._options.timeout:
+            return math.inf
+        started = began
+        with self.lock:
+            head = self.schedule.head
+        if head is not None and head.is_assigned:
+            worker = self.fleet.workers[head.worker_id]
+            if worker.host.address is None:
+                return math.inf
+            started = max(worker.host.started_at or began, worker.begun_at)  # it may have moved to one that hosts more
+        return max(began, self._last_arrival, started) + self._options.timeout
+
+    def _restart_hung(self) -> bool:
+        """Replaces the worker whose batch is overdue; returns False if there is none."""
+        with self.lock:
+            head = self.schedule.head
+            if head is None or self.schedule.deliverable:
+                return False
+            if head.is_assigned:
+                hung = {self.fleet.workers[head.worker_id].host}
+            else:
+                hung = {worker.host for worker in self.fleet.workers if self._owes(worker)}
+            for actor in hung:
+                self._lose(actor, f"it gave no batch for {self._options.timeout} s (timeout), and was killed")
+        return bool(hung)
+
+    def _timed_out(self) -> Exception:
+        with self.lock:
+            head = self.schedule.head
+        return timed_out(self._options.timeout, None if head is None else self.describe(head))
+
+    def _warn_of_sharing(self) -> None:
+        with self.lock:
+            head = self.schedule.head
+            if head is None or not head.is_assigned:
+                return
+            hosted = self.fleet.hosted_by(self.fleet.workers[head.worker_id].host)
+            waiting = [worker.worker_id for worker in hosted if self._owes(worker)]
+        if len(waiting) > 1:
+            self._warned_of_sharing = True
+            logger.warning(
+                "rayloader: no batch for %.0f s while workers %s wait for the same process; workers that wait for each "
+                "other cannot share one: raise num_workers, or resize(), to the number that the state was saved with",
+                SHARED_PATIENCE_S,
+                waiting,
+            )
+
+    # ---- bytes
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Bytes of batches that have come and were not taken. Any thread may ask."""
+        return sum(task.nbytes for task in self.schedule.untaken)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of shared memory in batches that the user was given. Any thread may ask."""
+        results = [task.result for task in self.schedule.untaken]
+        ready = sum(leased_bytes(result.wire) for result in results if result is not None and result.wire is not None)
+        return max(0, self.fleet.leased_bytes + self._copies.leased_bytes - ready)
+
+    def _limit(self) -> None:
+        """Tells the schedule, if it has changed, how many tasks a worker may have that it has not answered."""
+        if self.schedule.is_paced and self.fleet.most_unanswered != self._most_unanswered:
+            self._most_unanswered = self.fleet.most_unanswered
+            self._tell_limits()
+
+    def _tell_limits(self) -> None:
+        free = max(0, self._options.prefetch_bytes - self._kept_bytes)
+        self._handle(Limited(free / len(self.fleet.workers), self._most_unanswered))
+
+    def _note_given(self, nbytes: int) -> None:
+        """The user was given a batch of this many bytes: what the program keeps is taken off the bytes under way."""
+        limit, automatic = self._options.prefetch_bytes, self.schedule.is_paced
+        self._given_bytes += nbytes
+        if self._given_bytes * LOOKS < limit or (has_warned_of_bytes() and not automatic):
+            return
+        self._given_bytes = 0
+        self._kept_bytes = kept = self.bytes_held
+        if automatic:
+            self._tell_limits()
+        if has_warned_of_bytes() or (automatic and kept < limit):
+            return
+        ready = [0] * len(self.fleet.workers)
+        for task in self.schedule.untaken:
+            ready[task.worker_id] += task.nbytes
+        # Each batch that is not built is taken for one of this size.
+        under_way = [len(self.schedule.unanswered(worker_id)) * nbytes for worker_id in range(len(ready))]
+        # Where the depth is automatic the rest is bounded, but for the first tasks of each worker, which are torch's.
+        if automatic or kept + sum(ready) + sum(under_way) >= limit:
+            addresses = [self.fleet.address(worker) for worker in self.fleet.workers]
+            warn_of_bytes(kept, ready, under_way, limit, addresses, automatic=automatic)
+
+
+_CARRY_OUT: dict[type, Callable[[Engine, Any], None]] = {
+    Submit: Engine._submit,
+    Deliver: Engine._nothing,
+    DrawIndices: Engine._nothing,
+    Drop: Engine._drop,
+    ReplaceWorker: Engine._replace,
+    Fail: Engine._fail,
+}

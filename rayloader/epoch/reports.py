@@ -1,0 +1,114 @@
+"""What the engine says of tasks, workers and memory: in errors, in notes to the user's exceptions, and in the log.
+
+Promise: texts only; nothing here changes anything but which warnings were given.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from rayloader.epoch.messages import Fail
+from rayloader.errors import BatchTimeoutError, WorkerDiedError, add_note
+from rayloader.protocol import WorkerAddress
+from rayloader.task import Task
+
+logger = logging.getLogger("rayloader")
+
+
+def describe(task: Task, address: WorkerAddress | None) -> str:
+    """Names batch, worker and indices; `address` is the worker's, if known."""
+    where = f" (pid {address.pid} on {address.hostname}, node {address.node_id})" if address is not None else ""
+    of_what = f", indices {shown}" if (shown := indices_of(task)) else ""
+    worker = f"worker {task.worker_id}" if task.is_assigned else "any worker"
+    return f"batch {task.task_id} from {worker}{where}{of_what}"
+
+
+def indices_of(task: Task, *, at_most: int = 6) -> str:
+    """At most so many of a task's indices, as text; "" for an iterable dataset."""
+    shortened = reprlib.Repr()
+    shortened.maxlist = shortened.maxtuple = at_most
+    indices = task.indices.indices
+    return "" if _stands_for_nothing(indices) else shortened.repr(indices)
+
+
+def _stands_for_nothing(indices: Any) -> bool:
+    """Whether these are the placeholders that torch draws for iterable datasets."""
+    return indices is None or (isinstance(indices, list) and all(index is None for index in indices))
+
+
+def worker_died(fail: Fail, address: WorkerAddress | None, task: str | None) -> WorkerDiedError:
+    """The error of an epoch that has lost a worker for good; `task`: the description of the one at fault."""
+    process, node = (f"(pid(s) {address.pid})", f" on {address.hostname}") if address else ("(not started)", "")
+    error = WorkerDiedError(
+        f"DataLoader worker {process} exited unexpectedly: worker {fail.worker_id}{node}. Cause: {fail.cause}",
+        fail.worker_id,
+    )
+    if task is not None:
+        add_note(error, task)
+    return error
+
+
+def timed_out(timeout: float, task: str | None) -> BatchTimeoutError:
+    """The error of a batch that is overdue; `task`: its description."""
+    what = f" waiting for {task}" if task is not None else " waiting for pinned memory"
+    return BatchTimeoutError(
+        f"DataLoader timed out after {timeout} seconds{what}. Raise timeout if batches may take so "
+        'long; on_timeout="restart" replaces a worker that hangs'
+    )
+
+
+def briefly(cause: str) -> str:
+    """Of a traceback, the error at its end."""
+    return cause.rstrip().splitlines()[-1] if "Traceback" in cause else cause
+
+
+_warned_of_bytes = False  # all loaders warn once
+
+
+def has_warned_of_bytes() -> bool:
+    """Whether `warn_of_bytes` was called."""
+    return _warned_of_bytes
+
+
+def warn_of_bytes(
+    kept: int,
+    ready: Sequence[int],
+    under_way: Sequence[int],
+    limit: int,
+    addresses: Sequence[WorkerAddress | None],
+    *,
+    automatic: bool,
+) -> None:
+    """Tells who holds what, when batches take more memory than was agreed.
+
+    Args:
+        kept: bytes of batches that the program keeps.
+        ready: bytes of batches that were not taken, by worker.
+        under_way: bytes of what the workers are building or will, by worker.
+        limit: the loader's prefetch_bytes.
+        addresses: of the workers, where they are known.
+        automatic: whether the depth is, and the workers are given less because of this.
+    """
+    global _warned_of_bytes
+    _warned_of_bytes = True
+    by_worker = [sum(both) for both in zip(ready, under_way, strict=True)]
+    of_node: dict[str, int] = {}
+    for nbytes, address in zip(by_worker, addresses, strict=True):
+        if address is not None:
+            where = f"the workers of node {address.node_id} ({address.hostname})"
+            of_node[where] = of_node.get(where, 0) + nbytes
+    holders = of_node if len(of_node) > 1 else {f"worker {number}": n for number, n in enumerate(by_worker)}
+    holder = max(holders, key=lambda name: holders[name])
+    logger.warning(
+        "rayloader: the program keeps %d MB of batches, %d MB are ready, and about %d MB are under way, where "
+        "prefetch_bytes is %d MB; most of what is ready and under way, %d MB, is of %s. %s",
+        *(kept >> 20, sum(ready) >> 20, sum(under_way) >> 20, limit >> 20, holders[holder] >> 20, holder),
+        "Meanwhile the workers are given no more to do than torch's would be. Drop batches once they are used, or "
+        "raise prefetch_bytes"
+        if automatic
+        else "The workers are given as many batches to build as prefetch_factor says, or torch's would be. Drop "
+        "batches once they are used, lower prefetch_factor, or raise prefetch_bytes",
+    )

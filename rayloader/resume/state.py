@@ -1,0 +1,477 @@
+"""What a state holds: its records, their plain form, and the one place where it is checked.
+
+Promise: `State.load(state.pack())` is the same state, also after JSON or `torch.save`; what is foreign, damaged, or of
+another version is refused. Nobody else reads what `state_dict()` returned. Its form is a dict of the fields of `State`,
+in types that JSON knows, except for what a dataset's or sampler's own `state_dict` returns; records inside are tuples
+of their fields, which all states share, see NOTE [Same parts] in seal.py.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import reprlib
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from rayloader import plain_state
+from rayloader.errors import StateError
+from rayloader.plain_state import bytes_of, text_of
+from rayloader.random.random_state import RandomState
+from rayloader.resume.draws import Drawn
+from rayloader.resume.journal import Before, Resumed
+from rayloader.resume.seal import NONE, Part, Parts, checksum, checksum_of_all, checksum_of_text
+from rayloader.resume.snapshot import WorkerState
+from rayloader.sampling.redeal import Stage
+from rayloader.task import Task
+from rayloader.transport import codec
+
+FORMAT, VERSION = "rayloader", 12
+# Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
+# that are not dispatched to other processes yet.
+TAKEN = "_num_yielded"
+
+_TASK = struct.Struct("<qI")  # its number, and the digest of the delivered batch
+
+
+# ---- records
+
+
+class Fits(NamedTuple):
+    """What a state and a loader must have in common: other values of these mean another stream."""
+
+    batch_size: int | None
+    drop_last: bool
+    seeding: str
+    scheduling: str
+    in_order: bool
+    dataset_kind: str
+    dataset_length: int | None
+    sampler: str  # names the kinds of samplers
+    num_replicas: int | None = None  # None: the loader is not one of several ranks
+    rank: int | None = None
+
+
+class Moment(NamedTuple):
+    """The state of a loader's samplers at one moment, apart from their own `state_dict`.
+
+    Attributes:
+        random: the generators that the samplers and the base seed draw from.
+        attributes: simple ones (numbers, strings, booleans, None) of each sampler, the outermost first.
+    """
+
+    random: RandomState
+    attributes: tuple[dict[str, Any], ...]
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the outermost sampler that has one."""
+        epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
+        return epochs[0] if epochs else None
+
+
+class OwnState(NamedTuple):
+    """The result of `state_dict` of a sampler, and of its iterator, pickled; or why there is none."""
+
+    sampler: bytes | None = None
+    iterator: bytes | None = None
+    error: str = ""
+
+
+class SamplerState(NamedTuple):
+    """The samplers when the state was saved, apart from the generators.
+
+    Attributes:
+        own: the result of the sampler's `state_dict`, pickled.
+        attributes: as in `Moment`.
+        progress: for each sampler, the attributes that had changed since a loader first had it.
+        tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
+        asked: whether the loader had begun an epoch.
+    """
+
+    own: bytes | None
+    attributes: tuple[dict[str, Any], ...]
+    progress: tuple[tuple[str, ...], ...]
+    tells: bool
+    asked: bool
+
+
+class Process(NamedTuple):
+    """Of a loader without workers: all generators of the program and of the dataset, and the dataset's own state."""
+
+    random: RandomState
+    dataset: bytes | None
+
+    def equals(self, other: Process) -> bool:
+        """Whether both are the same."""
+        return self.dataset == other.dataset and self.random.equals(other.random)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether batches depend on earlier ones, even if each batch is seeded by itself."""
+        held = [one for one in self.random.located or () if one.paths[0][0][0] == "object"]
+        return self.dataset is not None or bool(held)
+
+
+class Start(NamedTuple):
+    """A point of an epoch from which the sampler can be read again: before its first draw, or after that.
+
+    The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
+    others only from one saved in the middle of an epoch.
+    """
+
+    moment: Moment
+    own: OwnState = OwnState()
+    first: Any = None  # after the first draw: its result
+    checksum: int = 0  # of that
+    drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
+
+
+class EpochBegin(NamedTuple):
+    """What of a position stays the same from the epoch's first draw on.
+
+    Attributes:
+        base_seed: of the workers.
+        shared_seed: of DataPipes.
+        epoch: epochs of these workers before this one.
+        starts: where the sampler can be read again; each is further than the one before.
+        stages: through which the epoch went with other numbers of ranks.
+    """
+
+    base_seed: int = 0
+    shared_seed: int | None = None
+    epoch: int = 0
+    starts: tuple[Start, ...] = ()
+    stages: tuple[Stage, ...] = ()
+
+
+@dataclass(slots=True)
+class Stream:
+    """The iterator of the dataset of a loader without workers, with what a resumption must know about it.
+
+    Attributes:
+        begin: the generators before it was created; None if it need not be read again.
+        told: the state of an iterator that has one, when the loader's state was saved.
+        digest: of the batches of a stream that must be read again.
+        ended: whether it has ended in the middle of the last batch.
+        iterator: if it has a state, not in a loader's state; None: none was created since that was loaded.
+    """
+
+    begin: RandomState | None = None
+    told: bytes | None = None
+    digest: int = 0
+    ended: bool = False
+    iterator: Any = None
+
+
+class Replay(NamedTuple):
+    """Tasks that a worker builds again, with the digests of the delivered batches: joined texts, and their checksum."""
+
+    text: str = ""
+    checksum: int = checksum_of_text("")
+
+    @classmethod
+    def of(cls, text: str) -> Replay:
+        """Those in a text."""
+        return cls(text, checksum_of_text(text))
+
+    def plus(self, tasks: Iterable[Task]) -> Replay:
+        """These tasks and more: their cost does not depend on how many there are already."""
+        added = text_of(b"".join([_TASK.pack(task.task_id, task.digest) for task in tasks]))
+        return Replay(self.text + added, checksum_of_text(added, self.checksum))
+
+    @property
+    def tasks(self) -> list[tuple[int, int]]:
+        """The tasks with their digests."""
+        return [*_TASK.iter_unpack(bytes_of(self.text))]
+
+
+class WorkerStart(NamedTuple):
+    """Where another process starts that continues a worker, and how it is proven that it arrives there."""
+
+    state: WorkerState | None = None
+    before: Before | None = None
+
+
+class SavedWorker(NamedTuple):
+    """A worker at the user's position.
+
+    Attributes:
+        start: where another process starts.
+        remembers: see `Journal.remembers`.
+        replay: what it builds again from there.
+    """
+
+    start: WorkerStart = WorkerStart()
+    remembers: bool = False
+    replay: Replay = Replay()
+
+
+class SavedPlace(NamedTuple):
+    """The user's position in an epoch.
+
+    Attributes:
+        begin: what stays the same.
+        stream: without workers.
+        workers: one for each.
+        ahead: tasks that were taken after `next_task`.
+        next_task: all tasks before it are taken.
+        next_worker: whose batch comes next.
+        delivered: batches.
+        checksum: of the indices before `next_task`.
+        skipped: samples.
+        finished: whether the last batch was taken.
+        draws: from the sampler, including the one that found its end.
+        drawn: how many tasks `drawn_checksum` covers.
+        drawn_checksum: of the indices of the drawn tasks, as far as it is known.
+    """
+
+    begin: EpochBegin
+    stream: Stream | None
+    workers: tuple[SavedWorker, ...]
+    ahead: tuple[int, ...]
+    next_task: int
+    next_worker: int
+    delivered: int
+    checksum: int
+    skipped: int
+    finished: bool
+    draws: int
+    drawn: int
+    drawn_checksum: int
+
+    @property
+    def remembers(self) -> bool:
+        """Whether batches depend on earlier ones, even if each batch is seeded by itself."""
+        return any(worker.remembers for worker in self.workers)
+
+
+class State(NamedTuple):
+    """The state of a loader.
+
+    Attributes:
+        num_workers: that the batches depend on.
+        fits: what it must have in common with the loader that loads it.
+        now: the program's generators from which the samplers and the base seed draw.
+        sampler: the program's samplers.
+        process: the program's own objects that do the work; None: workers do.
+        position: in the epoch; None: the next `iter()` begins one.
+        redeal: how an epoch of other ranks began, which the next `iter()` continues with new workers.
+    """
+
+    num_workers: int
+    fits: Fits
+    now: RandomState
+    sampler: SamplerState
+    process: Process | None
+    position: SavedPlace | None
+    redeal: EpochBegin | None = None
+
+    @property
+    def moment(self) -> Moment:
+        """The samplers when the state was saved."""
+        return Moment(self.now, self.sampler.attributes)
+
+    @property
+    def taken(self) -> int:
+        """Batches taken of the epoch that the next `iter()` continues."""
+        return 0 if self.position is None or self.position.finished else self.position.delivered
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether the next `iter()` begins an epoch."""
+        return self.redeal is None and (self.position is None or self.position.finished)
+
+    def pack(self, parts: Parts | None = None) -> dict[str, Any]:
+        """What `state_dict()` returns; `parts`: of earlier states of the same position."""
+        part, process, redeal = (parts := parts or Parts()).part, self.process, self.redeal
+        packed = {
+            "num_workers": part("num_workers", self.num_workers, _PLAIN.pack, operator.eq),
+            "fits": part("fits", self.fits, _FITS.pack, operator.eq),
+            "now": part("now", self.now, RandomState.pack, RandomState.equals),
+            "sampler": part("sampler", self.sampler, _SAMPLER.pack),
+            "process": NONE if process is None else part("process", process, _PROCESS.pack, Process.equals),
+            "position": NONE if self.position is None else _packed_place(self.position, parts),
+            "redeal": NONE if redeal is None else part("redeal", redeal, _BEGIN.pack),
+        }
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            TAKEN: self.taken,
+            **{name: part.own() for name, part in packed.items()},
+            "seal": {name: part.checksum for name, part in packed.items()},
+        }
+
+    @classmethod
+    def load(cls, packed: Any) -> State:
+        """The inverse of `pack`. Entries beside those of a state are the program's.
+
+        Raises:
+            StateError: it is not what `pack` has returned.
+        """
+        if not isinstance(packed, dict) or packed.get("format") != FORMAT:
+            raise StateError(f"this is not a state of a rayloader.DataLoader: {reprlib.repr(packed)}")
+        if packed.get("version") != VERSION:
+            raise StateError(
+                f"the state has version {packed.get('version')!r}, this rayloader reads {VERSION}; use the one that "
+                "wrote it"
+            )
+        if missing := sorted({*cls._fields, TAKEN, "seal"} - packed.keys()):
+            raise StateError(
+                f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}; load it as it was "
+                "saved"
+            )
+        found = {
+            name: _checksum_of_place(packed[name]) if name == "position" else checksum(packed[name])
+            for name in cls._fields
+        }
+        seal = packed["seal"] if isinstance(packed["seal"], dict) else {}
+        damaged = [name for name in found if type(seal.get(name)) is not int or seal[name] != found[name]]
+        if damaged := damaged or [str(name) for name in seal if name not in found]:
+            raise StateError(
+                f"the state is not what state_dict() gave: {', '.join(damaged)} was changed or lost since; load it as "
+                "it was saved, or an earlier state"
+            )
+        state: State = _STATE.unpack([packed[name] for name in cls._fields])
+        if (dispatched := packed[TAKEN]) != state.taken:
+            raise StateError(
+                f"the state says that {state.taken} batches were taken, and {TAKEN}={dispatched!r} dispatched: with "
+                "dispatch_batches=True (Accelerate's default for iterable datasets) one process fetches the batches of "
+                "all; use dispatch_batches=False, or save between two epochs"
+            )
+        return state
+
+
+# ---- their plain form
+
+
+class _Form(NamedTuple):
+    """How values of one kind are packed, and unpacked."""
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+def _maybe(form: _Form) -> _Form:
+    return _Form(
+        lambda value: None if value is None else form.pack(value),
+        lambda packed: None if packed is None else form.unpack(packed),
+    )
+
+
+def _each(form: _Form) -> _Form:
+    return _Form(
+        lambda values: tuple(map(form.pack, values)),
+        lambda packed: tuple(map(form.unpack, packed)),
+    )
+
+
+def _record(kind: Any, **forms: _Form) -> _Form:
+    """The fields in order: those named here in their forms, and the others as they are."""
+    ways = [forms.get(name, _PLAIN) for name in kind._fields]
+    return _Form(
+        lambda record: tuple([form.pack(value) for form, value in zip(ways, record, strict=True)]),
+        lambda packed: kind(*(form.unpack(value) for form, value in zip(ways, packed, strict=True))),
+    )
+
+
+def _tuples(values: Any) -> Any:
+    return tuple(map(_tuples, values)) if isinstance(values, (list, tuple)) else values
+
+
+def _pack_object(told: bytes) -> dict[str, Any]:
+    return {"state": plain_state.pack(pickle.loads(told))}
+
+
+def _unpack_object(packed: dict[str, Any]) -> bytes:
+    told: bytes = cloudpickle.dumps(plain_state.unpack(packed["state"]))
+    return told
+
+
+def _pack_entry(entry: Task | Resumed) -> tuple[Any, ...]:
+    if isinstance(entry, Resumed):
+        return "begun", *entry
+    return "given", entry.task_id, plain_state.pack(entry.indices.indices), entry.digest
+
+
+def _unpack_entry(packed: tuple[Any, ...]) -> Task | Resumed:
+    kind, *values = packed
+    if kind == "begun":
+        return Resumed(*values)
+    task_id, indices, digest = values
+    return Task(task_id, Drawn(codec.encode(plain_state.unpack(indices)), 0), digest=digest)
+
+
+def _packed_place(place: SavedPlace, parts: Parts) -> Part:
+    """A dict of its fields, for one state."""
+    begin = parts.part("begin", place.begin, _BEGIN.pack)
+    stream = NONE if place.stream is None else _packed_stream(place.stream, parts)
+    workers, sums = [], []
+    for number, (start, remembers, replay) in enumerate(place.workers):
+        packed = parts.part(number, start, _WORKER_START.pack)
+        workers.append((packed.own(), remembers, replay.text))
+        sums.append((packed.checksum, remembers, replay.checksum))
+    own = dict(zip(SavedPlace._fields, (begin.own(), stream.own(), workers, *place[3:]), strict=True))
+    return Part(own, checksum_of_all((begin.checksum, stream.checksum, sums, *place[3:])), is_constant=True)
+
+
+def _packed_stream(stream: Stream, parts: Parts) -> Part:
+    begin = parts.part("stream", stream.begin, _RANDOM.pack)
+    return Part((begin.value, _OBJECT.pack(stream.told), stream.digest, stream.ended))
+
+
+def _checksum_of_place(packed: Any) -> int:
+    """The same as of the packed one, from what it holds."""
+    if packed is None:
+        return NONE.checksum
+    try:
+        begin, stream, workers, ahead, *counts = map(packed.get, SavedPlace._fields)
+        sums = [(checksum(start), remembers, checksum_of_text(text)) for start, remembers, text in workers]
+        if packed.keys() == {*SavedPlace._fields} and isinstance(workers, list):
+            return checksum_of_all((checksum(begin), checksum(stream), sums, _tuples(ahead), *counts))
+    except (AttributeError, TypeError, ValueError):  # a value of another type, or of another length
+        pass
+    return -1
+
+
+def _unpacked_place(packed: dict[str, Any]) -> SavedPlace:
+    begin, stream, workers, ahead, *counts = map(packed.__getitem__, SavedPlace._fields)
+    if stream is not None:
+        stream = Stream(_RANDOM.unpack(stream[0]), _OBJECT.unpack(stream[1]), *stream[2:])
+    return SavedPlace(_BEGIN.unpack(begin), stream, tuple(map(_WORKER.unpack, workers)), tuple(ahead), *counts)
+
+
+_PLAIN = _Form(*[lambda value: value] * 2)
+_OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
+_RANDOM = _maybe(_Form(RandomState.pack, RandomState.unpack))
+_ATTRIBUTES = _each(_Form(lambda simple: tuple(simple.items()), dict))
+_STAGES = _each(_Form(lambda stage: _tuples(stage.taken), lambda taken: Stage(_tuples(taken))))
+_FITS = _record(Fits)
+_MOMENT = _record(Moment, random=_RANDOM, attributes=_ATTRIBUTES)
+_SAMPLER = _record(SamplerState, own=_OBJECT, attributes=_ATTRIBUTES, progress=_Form(_tuples, _tuples))
+_PROCESS = _record(Process, random=_RANDOM, dataset=_OBJECT)
+_START = _record(
+    Start,
+    moment=_MOMENT,
+    own=_record(OwnState, sampler=_OBJECT, iterator=_OBJECT),
+    first=_Form(plain_state.pack, plain_state.unpack),
+    drawing=_maybe(_MOMENT),
+)
+_BEGIN = _record(EpochBegin, starts=_each(_START), stages=_STAGES)
+_SNAPSHOT = _maybe(_record(WorkerState, random=_RANDOM, begin=_RANDOM, dataset=_OBJECT, iterator=_OBJECT))
+_BEFORE = _maybe(_record(Before, state=_SNAPSHOT, entries=_each(_Form(_pack_entry, _unpack_entry))))
+_WORKER_START = _record(WorkerStart, state=_SNAPSHOT, before=_BEFORE)
+_WORKER = _record(SavedWorker, start=_WORKER_START, replay=_Form(operator.attrgetter("text"), Replay.of))
+_STATE = _record(
+    State,
+    fits=_FITS,
+    now=_RANDOM,
+    sampler=_SAMPLER,
+    process=_maybe(_PROCESS),
+    position=_maybe(_Form(_PLAIN.pack, _unpacked_place)),  # `State.pack` packs it
+    redeal=_maybe(_BEGIN),
+)

@@ -1,0 +1,93 @@
+"""What tests must know of the inside of iterators, and of the pool: the one place that reaches into these.
+
+It imports nothing of the library before a test asks for something, because the proof that nothing is left uses it too,
+also around tests that never import the library.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import psutil
+
+EXIT_LIMIT = 30.0  # seconds for a process that was killed to end; on expiry the test fails
+
+
+def engine_of(iterator):
+    """The engine of its epoch."""
+    return iterator._engine
+
+
+def has_workers(iterator):
+    """Whether its workers are still its own."""
+    return iterator._fleet is not None and iterator._fleet.usable
+
+
+def actors_of(iterator):
+    """The actors that host its workers, each once."""
+    return list(iterator._fleet.actors)
+
+
+def pid_of(iterator, worker_id=0):
+    """The process that hosts a worker."""
+    fleet = iterator._fleet
+    return fleet.address(fleet.workers[worker_id]).pid
+
+
+def kill_worker(iterator, worker_id=0):
+    """Kills the process that hosts a worker, and waits until it has ended."""
+    process = psutil.Process(pid_of(iterator, worker_id))
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(EXIT_LIMIT)
+
+
+def tasks_of(iterator):
+    """The tasks of its epoch that are drawn and not taken."""
+    return iterator._engine.schedule.tasks
+
+
+def results_of(iterator):
+    """The results that have come, and were not taken."""
+    return [task.result for task in iterator._engine.schedule.untaken]
+
+
+def await_more(iterator, seconds=1.0):
+    """As its user does while there is no batch: handles what comes within so many seconds."""
+    iterator._engine._await(seconds)
+
+
+def workers_are_idle(iterator, look=lambda: None):
+    """Whether its workers have answered all that they were given; calls `look` before, while nothing can change."""
+    engine = iterator._engine
+    with engine.lock:
+        look()
+        return not [worker for worker in engine.fleet.workers if engine._owes(worker)]
+
+
+def held_by_mailbox(mailbox):
+    """What it still waits for: answers to Ray calls, and descriptors."""
+    return [*mailbox._answers, *mailbox._descriptors]
+
+
+def taken_from(iterator):
+    """Its one worker, which its process no longer is, with the replica's image and what Ray carries of that."""
+    iterator._engine.close()
+    fleet = iterator._fleet
+    (worker,) = fleet.workers
+    worker.leave()
+    fleet.flush()
+    fleet._mailbox.remove(worker.host)
+    return worker, fleet._image, fleet._carried
+
+
+def locks_of(pool):
+    """The locks that are held while a lost worker is replaced."""
+    return pool._lock, pool._lifetimes._lock
+
+
+def pool_if_any():
+    """The pool of this process; None if there is none, and does not make one."""
+    module = sys.modules.get("rayloader.workers.pool")
+    return None if module is None else module._pool

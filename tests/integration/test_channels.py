@@ -1,0 +1,395 @@
+"""One list of what every channel must do, over each kind, with a real worker process at its other end.
+
+A fleet's mailbox receives for its channels, so it is used here too: nothing else tells when a channel has something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import ray
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from inside import held_by_mailbox, taken_from
+from latches import Gate, Mail
+from rayloader import DataLoader
+from rayloader.protocol import CARRY, Answer, ResultKind, Source, Up, result_of
+from rayloader.resume.draws import drawn
+from rayloader.resume.journal import Journal, Resumed
+from rayloader.resume.snapshot import WorkerState
+from rayloader.start import session
+from rayloader.task import Task
+from rayloader.transport.lanes import SMALL_BYTES, from_wire, received
+from rayloader.transport.line import LineSocket
+from rayloader.transport.recycled import Recycled
+from rayloader.workers.channel import ActorLost, LineRefused
+from rayloader.workers.line_calls import LineCalls, TcpCalls
+from rayloader.workers.mailbox import Mailbox
+from rayloader.workers.ray_calls import RayCalls
+from rayloader.workers.worker import Worker
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+LIMIT_S = 60.0  # for one answer; on expiry the test fails
+KINDS = "arena", "line", "tcp", "calls"
+LINES = KINDS[:3]
+
+
+class Requests(Dataset):
+    """Its indices say what is wanted."""
+
+    def __init__(self, gate, mail):
+        self.gate, self.mail = gate, mail
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, request):
+        what, value = request
+        match what:
+            case "bytes":
+                return torch.full((value,), value % 251, dtype=torch.uint8)
+            case "gate":
+                self.mail.send("at the gate")
+                self.gate.wait()
+            case "raise":
+                raise KeyError("as planned")
+            case "exit":
+                raise SystemExit(3)
+            case "reference":
+                return ray.put(("back", ray.get(value)))
+        return torch.tensor(value)
+
+
+def collate(samples):
+    return samples if isinstance(samples[0], ray.ObjectRef) else default_collate(samples)
+
+
+class Peer:
+    """A worker process, and one channel to it."""
+
+    def __init__(self, kind, worker, source):
+        self.kind, self.actor = kind, worker.host
+        self.memory = Recycled()
+        self.mailbox = Mailbox()
+        if kind == "line":
+            self.actor.lane.refused("as planned")
+        self.channel = self._channel()
+        self.mailbox.add(self.channel)
+        self.worker = Worker(worker.setup, Journal(), self.actor, self.mailbox)
+        self.source = source
+        self.worker.begin(source)
+        self.tasks, self.checksum = {}, 0
+
+    def _channel(self):
+        if self.kind == "calls":
+            return RayCalls(self.actor, self.mailbox)
+        if self.kind == "tcp":
+            return TcpCalls(self.actor, self.mailbox, session.node_ip(), self.memory.room)
+        return LineCalls(self.actor, self.mailbox)
+
+    def task(self, *requests):
+        """A task of which each sample is what was requested."""
+        return Task(len(self.tasks), drawn(list(requests), 0, CARRY))
+
+    def run(self, *requests):
+        """Gives the worker a task; not sent before `flush`."""
+        task = self.task(*requests)
+        self.worker.give(task)
+        self.tasks[task.call] = task
+        return task
+
+    def hear(self, count=1):
+        """So many messages, or fewer if the process has ended."""
+        self.mailbox.flush()
+        heard, until = [], time.monotonic() + LIMIT_S
+        while len(heard) < count:
+            assert time.monotonic() < until, f"only {heard} came"
+            came = self.mailbox.wait(1.0)
+            messages = self.mailbox.receive(all_channels=not came, was_read=False)
+            assert all(actor is self.actor for actor, _ in messages)
+            heard += [message for _, message in messages]
+            if heard and isinstance(heard[-1], ActorLost | LineRefused):
+                break
+        return heard
+
+    def answer(self, message):
+        """The task that was answered, and the result."""
+        kind, worker_id, call, content = message
+        assert (kind, worker_id) == (Up.ANSWER, 0)
+        task, answer = self.tasks.pop(call), Answer(*content)
+        result = result_of(answer.result)
+        assert result.task_id == task.task_id
+        if result.wire is not None and task.lent is not None:
+            result.wire = received(result.wire, task.lent)
+        task.lent = None
+        return task, result
+
+    def batch(self, message):
+        _, result = self.answer(message)
+        assert result.kind == ResultKind.BATCH, result.text
+        return from_wire(result.wire)
+
+    def pid(self):
+        assert self.actor.has_started()
+        return self.actor.address.pid
+
+    def check_closed(self):
+        """Nothing is waited for any more."""
+        assert list(self.channel.descriptors()) == []
+        assert self.channel.quiet_line is None
+        assert self.channel.receive() == []
+
+    def close(self):
+        self.channel.close()
+        self.mailbox.close()
+        self.memory.close()
+        for task in self.tasks.values():
+            task.lent = None
+        assert not held_by_mailbox(self.mailbox)
+
+
+@pytest.fixture
+def peer(request, tmp_path):
+    """Of this kind; its process is nobody else's before or after."""
+    with contextlib.ExitStack() as stack:
+        made = []
+
+        def make(kind):
+            gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
+            stack.callback(mail.close)
+            stack.callback(gate.open)
+            loader = DataLoader(
+                Requests(gate, mail),
+                1,
+                sampler=[("value", 0)],
+                num_workers=1,
+                collate_fn=collate,
+                fresh_processes=True,
+                prefetch_factor=1,
+            )
+            iterator = iter(loader)
+            next(iterator)
+            stack.callback(iterator._close)
+            worker, image, carried = taken_from(iterator)
+            worker.setup = dataclasses.replace(worker.setup, persistent=True)
+            made.append(Peer(kind, worker, Source(image.address, carried)))
+            made[-1].gate, made[-1].mail = gate, mail
+            stack.callback(made[-1].close)
+            return made[-1]
+
+        yield make
+
+
+@pytest.fixture(params=KINDS)
+def any_peer(request, peer):
+    return peer(request.param)
+
+
+@pytest.fixture(params=LINES)
+def line_peer(request, peer):
+    return peer(request.param)
+
+
+def test_answers_come_in_the_order_of_the_calls_each_with_its_own_batch(any_peer):
+    tasks = [any_peer.run(("value", number)) for number in range(40)]
+    assert [task.call for task in tasks] == sorted({task.call for task in tasks})
+    heard = any_peer.hear(40)
+    assert [message[2] for message in heard] == [task.call for task in tasks]
+    assert [any_peer.batch(message).tolist() for message in heard] == [[number] for number in range(40)]
+
+
+def test_batches_of_any_size_are_the_drivers_own_and_can_be_written_to(any_peer):
+    for nbytes in (0, 1, SMALL_BYTES, SMALL_BYTES + 1, 3 << 20, 30 << 20):
+        for _ in range(2):
+            any_peer.run(("bytes", nbytes))
+        first, second = map(any_peer.batch, any_peer.hear(2))
+        first.fill_(7)
+        for _ in range(2):
+            any_peer.run(("bytes", nbytes))
+        third, fourth = map(any_peer.batch, any_peer.hear(2))
+        assert first.eq(7).all()
+        for batch in (second, third, fourth):
+            assert batch.shape == (1, nbytes)
+            assert batch.eq(nbytes % 251).all()
+
+
+def test_what_the_users_code_raises_is_an_answer(any_peer):
+    any_peer.run(("raise", 0))
+    any_peer.run(("value", 1))
+    failed, right = any_peer.hear(2)
+    _, result = any_peer.answer(failed)
+    assert result.kind == ResultKind.ERROR
+    with pytest.raises(KeyError, match="as planned"):
+        from_wire(result.wire).reraise()
+    assert any_peer.batch(right).tolist() == [1]
+
+
+def test_references_to_rays_objects_arrive_in_both_directions_and_in_their_turn(any_peer):
+    reference = ray.put("sent")
+    any_peer.run(("value", 1))
+    any_peer.run(("reference", reference))
+    any_peer.run(("value", 2))
+    before, (came,), after = map(any_peer.batch, any_peer.hear(3))
+    assert (before.tolist(), ray.get(came), after.tolist()) == ([1], ("back", "sent"), [2])
+
+
+def test_tasks_that_were_dropped_are_not_built_unless_ray_has_them(any_peer):
+    any_peer.run(("value", 0))
+    any_peer.hear()
+    first = any_peer.run(("gate", 0))
+    any_peer.mailbox.flush()
+    any_peer.mail.receive()
+    for number in range(1, 5):
+        assert any_peer.run(("value", number)).task_id == 1 + number
+    any_peer.worker.drop(4)
+    any_peer.mailbox.flush()
+    any_peer.gate.open()
+    last = any_peer.run(("value", 9))
+    heard = any_peer.hear(6 if any_peer.kind == "calls" else 4)
+    calls = [message[2] for message in heard]
+    assert calls[0] == first.call
+    assert calls[-1] == last.call, "what came after it is none of what was dropped"
+    if any_peer.kind != "calls":
+        assert calls == [first.call, first.call + 1, first.call + 2, last.call]
+
+
+def test_other_calls_of_the_actor_come_after_a_pause_and_before_what_follows(any_peer):
+    for round_number in range(3):
+        for number in range(3):
+            any_peer.run(("value", number))
+        any_peer.worker.leave()  # without a pause, the worker would be gone before its tasks
+        any_peer.worker.begin(any_peer.source)
+        any_peer.run(("value", round_number))
+        batches = [any_peer.batch(message).tolist() for message in any_peer.hear(4)]
+        assert batches == [[0], [1], [2], [round_number]]
+
+
+def test_what_is_rebuilt_and_the_next_epoch_are_answered_in_their_turn(any_peer):
+    built = any_peer.run(("value", 5))
+    _, result = any_peer.answer(any_peer.hear()[0])
+    built.digest = result.digest
+    any_peer.worker.leave()
+    any_peer.worker.begin(any_peer.source)
+    replayed = any_peer.worker.rebuild([built])
+    any_peer.worker.resume(Resumed(1, None, None))
+    resumed = any_peer.actor.calls
+    task = any_peer.run(("value", 6))
+    again, begun, answer = any_peer.hear(3)
+    assert again[:3] == (Up.ANSWER, 0, replayed)
+    assert (Answer(*again[3]).result, Answer(*again[3]).replay) == (None, (1, 1))
+    assert begun[:3] == (Up.BEGUN, 0, resumed)
+    assert (WorkerState(*begun[3]).epoch, WorkerState(*begun[3]).tasks) == (1, 0)
+    assert answer[2] == task.call
+    assert any_peer.batch(answer).tolist() == [6]
+
+
+def test_the_end_of_the_process_is_the_last_message(any_peer):
+    any_peer.run(("value", 0))
+    any_peer.run(("gate", 0))
+    any_peer.run(("value", 1))
+    (answer,) = any_peer.hear(1)
+    assert any_peer.batch(answer).tolist() == [0]
+    any_peer.mail.receive()
+    process = psutil.Process(any_peer.pid())
+    process.send_signal(signal.SIGKILL)
+    (lost,) = any_peer.hear(9)
+    assert isinstance(lost, ActorLost)
+    assert lost.actor is any_peer.actor
+    assert str(lost)
+    any_peer.check_closed()
+    assert any_peer.mailbox.receive(all_channels=True, was_read=False) == []
+
+
+def test_what_was_sent_before_the_end_of_the_process_comes_before_it(any_peer):
+    any_peer.run(("value", 0))
+    any_peer.run(("exit", 0))
+    first, ended = any_peer.hear(2)
+    assert any_peer.batch(first).tolist() == [0]
+    _, result = any_peer.answer(ended)
+    assert result.kind == ResultKind.EXITED
+    os.kill(any_peer.pid(), signal.SIGKILL)
+    any_peer.run(("value", 1))
+    assert [type(message) for message in any_peer.hear(9)] == [ActorLost]
+
+
+def test_closing_twice_ends_it_and_leaves_nothing(any_peer):
+    any_peer.run(("value", 0))
+    any_peer.hear()
+    before = len(os.listdir("/proc/self/fd"))
+    held = len(list(any_peer.channel.descriptors()))
+    any_peer.run(("gate", 0))
+    any_peer.mailbox.flush()
+    any_peer.mail.receive()
+    for _ in range(2):
+        any_peer.mailbox.remove(any_peer.actor)
+        any_peer.channel.close()
+        any_peer.check_closed()
+    assert len(os.listdir("/proc/self/fd")) <= before - held
+    assert not held_by_mailbox(any_peer.mailbox)
+    assert any_peer.actor not in any_peer.mailbox
+    any_peer.gate.open()
+    assert any_peer.mailbox.receive(all_channels=True, was_read=False) == []
+
+
+def test_it_says_what_it_is(any_peer):
+    any_peer.run(("bytes", SMALL_BYTES + 1))
+    any_peer.hear()
+    words = {"arena": "line, arena", "line": "line", "tcp": "TCP line", "calls": "Ray calls"}
+    assert any_peer.channel.lane == words[any_peer.kind]
+
+
+# ---- lines only
+
+
+def test_all_that_there_is_goes_in_one_message_and_not_before_it_is_flushed(line_peer, monkeypatch):
+    line_peer.run(("value", 0))
+    line_peer.hear()
+    sent = []
+    for name in ("send", "sendmsg"):
+        own = getattr(LineSocket, name)
+        monkeypatch.setattr(LineSocket, name, lambda *args, own=own: sent.append(own(*args)) or sent[-1])
+    for number in range(20):
+        line_peer.run(("value", number))
+    assert sent == []
+    line_peer.mailbox.flush()
+    assert len(sent) == 1
+    line_peer.hear(20)
+
+
+def test_a_process_that_is_not_the_workers_is_not_let_in_and_that_is_told(peer, monkeypatch):
+    monkeypatch.setattr(LineCalls, "_is_actor", lambda self, pid: False)
+    refused = peer("arena")
+    refused.run(("value", 0))
+    (message,) = refused.hear()
+    assert isinstance(message, LineRefused)
+    assert "did not let it in" in str(message)
+    refused.check_closed()
+    assert psutil.pid_exists(refused.pid()), "the process itself is well"
+
+
+@pytest.mark.parametrize("kind", ["arena", "tcp"])
+def test_a_line_that_nobody_can_reach_is_refused_and_ray_calls_take_its_place(peer, kind):
+    refused = peer(kind)
+    refused.run(("value", 0))
+    address = refused.channel._served[-1].line.address
+    elsewhere = address._replace(name="rayloader-line-0") if kind == "arena" else dataclasses.replace(address, port=1)
+    refused.channel._served[-1].line.address = elsewhere
+    (message,) = refused.hear()
+    assert isinstance(message, LineRefused)
+    refused.check_closed()
+    refused.mailbox.remove(refused.actor)
+    refused.kind = "calls"
+    refused.channel = refused._channel()
+    refused.mailbox.add(refused.channel)
+    refused.worker.leave()
+    refused.worker.begin(refused.source)
+    refused.run(("value", 3))
+    assert refused.batch(refused.hear()[0]).tolist() == [3]

@@ -1,0 +1,525 @@
+"""A fleet for the engine's tests: worker processes that do their work when a test says so; no Ray, no waiting.
+
+What a process builds depends on everything that it built before, as if each batch drew one number from its worker's
+random stream: a worker that is not restored exactly builds other batches, and a batch that is rebuilt is compared with
+its digest, as real workers do. Messages reach a process once the fleet is flushed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rayloader.errors import RaySessionError
+from rayloader.observe import spent
+from rayloader.protocol import Answer, Result, ResultKind, Source, Up, WorkerAddress
+from rayloader.resume.journal import Journal, Resumed
+from rayloader.resume.snapshot import WorkerState
+from rayloader.task import Task
+from rayloader.transport import codec
+from rayloader.transport.lanes import to_wire
+from rayloader.workers.channel import ActorLost, LineRefused
+from rayloader.workers.worker import Worker
+
+# Waits in a row in which nothing can happen: after so many the test fails, instead of hanging.
+STANDSTILL = 500
+
+
+class Clock:
+    """Stands for the module `time`: it moves only when somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+@dataclass
+class Setup:
+    """The part of the real one that `Worker` looks at."""
+
+    worker_id: int
+    shared_seed: int | None = None
+
+
+@dataclass
+class Hosted:
+    """A worker in its process; `position` is that of its random stream."""
+
+    worker_id: int
+    epoch: int = 0
+    tasks: int = 0
+    last_task: int = -1
+    position: int = 0
+    rebuilt: int = 0
+    to_rebuild: int = 0
+    left: deque[Task] = field(default_factory=deque)  # to be rebuilt
+    past: dict[int, int] = field(default_factory=dict)  # `position` before each task of the epoch
+
+    @property
+    def state(self) -> WorkerState:
+        return WorkerState(self.epoch, self.tasks, self.last_task, digest=self.position)
+
+    def undo(self, from_task: int | None) -> None:
+        undone = [task_id for task_id in self.past if from_task is not None and task_id >= from_task]
+        if undone:
+            self.position = self.past[min(undone)]
+
+
+class Process:
+    """A worker process: stands for an `Actor`, its channel and its arena. Tests call what `Actor` does not have."""
+
+    def __init__(self, fleet: FakeFleet, *, runs: bool = True) -> None:
+        self.fleet = fleet
+        self.number = next(fleet.numbers)
+        self.lane = self
+        self.calls = 0
+        self.lost = False
+        self.created_at = 0.0
+        self.started_at: float | None = None
+        self.address: WorkerAddress | None = None
+        self.cannot_start = False
+        self.no_line = ""
+        self.is_dead = False  # though the driver may not know
+        self.is_deaf = False  # nothing arrives over its channel any more
+        self.hosted: dict[int, Hosted] = {}
+        self.queue: list[tuple[Any, ...]] = []  # not flushed
+        self.inbox: deque[tuple[Any, ...]] = deque()
+        self.dropped = 0, 0, 0
+        self.exits_at: set[tuple[int, int]] = set()  # epochs and tasks that end it, each once
+        self.log: list[tuple[Any, ...]] = []  # what it was told, in order
+        self.full = 0  # answers that said that the arena was full
+        self.refusals: list[str] = []
+        if runs:
+            self.comes()
+
+    def __repr__(self) -> str:
+        return f"process {self.number}"
+
+    def comes(self) -> None:
+        """It runs from now on."""
+        self.address = WorkerAddress(1000 + self.number, f"node{self.number}", "host", True, "machine")
+        self.started_at = self.fleet.clock.now
+        self.fleet.came = True
+
+    def has_started(self) -> bool:
+        return self.address is not None
+
+    # ---- as a channel, and as an actor
+
+    def _tell(self, kind: str, *content: Any) -> None:
+        self.log.append((kind, *content[: 1 if kind in ("start", "resume") else 2]))
+        self.queue.append((kind, self.calls, *content))
+
+    def pause(self) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        if self.is_deaf:
+            self.queue = [message for message in self.queue if message[0] in ("start", "leave")]
+        if not self.is_dead:
+            self.inbox.extend(self.queue)
+        elif self.queue and not self.lost:
+            self._tell_of_end()  # a call to a process that is dead fails, also after the news of its end
+        self.queue = []
+
+    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Any:
+        answer = SimpleNamespace(succeeded=False)
+        self._tell("start", setup.worker_id, state, answer)
+        self.flush()  # a call of its own
+        return answer
+
+    def run(self, worker_id: int, task: Task) -> None:
+        self.calls += 1
+        self._tell("run", worker_id, task.task_id, task.indices.indices)
+
+    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
+        self.calls += 1
+        again = [(task.task_id, task.indices.indices, task.digest) for task in tasks]
+        self._tell("replay", worker_id, [task_id for task_id, *_ in again], again)
+
+    def resume(self, worker_id: int, resumed: Resumed) -> None:
+        self.calls += 1
+        self._tell("resume", worker_id, resumed)
+
+    def drop(self, after_call: int, from_task: int) -> None:
+        self._tell("drop", after_call, from_task, self.calls)
+
+    def leave(self, worker_id: int) -> None:
+        self._tell("leave", worker_id)
+        self.flush()  # a call of its own
+
+    def abandon(self, worker_id: int) -> None:
+        pass
+
+    def was_full(self) -> None:
+        self.full += 1
+
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
+
+    # ---- at work
+
+    @property
+    def can_work(self) -> bool:
+        return self.address is not None and any(kind != "drop" for kind, *_ in self.inbox)
+
+    def work(self, count: int = 1) -> int:
+        """Carries out calls until it has sent so many answers; returns how many it has sent."""
+        sent = 0
+        while sent < count and self.can_work:
+            sent += self.step()
+        return sent
+
+    def step(self) -> bool:
+        """Carries out one call; returns whether it has sent an answer."""
+        for message in [message for message in self.inbox if message[0] == "drop"]:  # it looks at these first
+            _, _, after_call, from_task, up_to_call = message
+            self.dropped = after_call, up_to_call, from_task
+            self.inbox.remove(message)
+        kind, call, *content = self.inbox.popleft()
+        answer = getattr(self, f"_do_{kind}")(call, *content)
+        if answer is not None:
+            self.fleet.mail.append((self, answer))
+        return answer is not None
+
+    def _is_dropped(self, call: int, task_id: int) -> bool:
+        after_call, up_to_call, from_task = self.dropped
+        return after_call < call <= up_to_call and task_id >= from_task
+
+    def _do_start(self, call: int, worker_id: int, state: WorkerState | None, answer: Any) -> None:
+        self.hosted[worker_id] = hosted = Hosted(worker_id)
+        if state is not None:
+            hosted.epoch, hosted.tasks, hosted.last_task = state.epoch, state.tasks, state.last_task
+            hosted.position = state.digest
+        answer.succeeded = True
+
+    def _do_leave(self, call: int, worker_id: int) -> None:
+        self.hosted.pop(worker_id, None)
+
+    def _do_run(self, call: int, worker_id: int, task_id: int, indices: Any) -> tuple[Any, ...] | None:
+        if self._is_dropped(call, task_id):
+            return None
+        hosted = self.hosted[worker_id]
+        while hosted.left:
+            if (ends := self._rebuild(hosted, *hosted.left.popleft())) is not None:
+                ends.task_id = task_id
+                return Up.ANSWER, worker_id, call, self._answer(hosted, ends).fields
+        return Up.ANSWER, worker_id, call, self._answer(hosted, self._build(hosted, task_id, indices)).fields
+
+    def _build(self, hosted: Hosted, task_id: int, indices: Any) -> Result:
+        if (hosted.epoch, task_id) in self.exits_at:
+            self.exits_at.discard((hosted.epoch, task_id))
+            return Result(task_id, ResultKind.EXITED, text=f"SystemExit in batch {task_id}")
+        fleet = self.fleet
+        if fleet.length is not None and hosted.tasks >= fleet.length(hosted.worker_id):
+            return Result(task_id, ResultKind.EXHAUSTED)
+        hosted.past[task_id] = hosted.position
+        hosted.tasks, hosted.last_task = hosted.tasks + 1, task_id
+        if (kind := fleet.outcome(task_id)) is not None:
+            hosted.position += 1
+            return kind
+        batch = fleet.batch(hosted.worker_id, hosted.epoch, hosted.position, indices)
+        hosted.position += 1
+        digest = zlib.crc32(repr(batch).encode())
+        return Result(
+            task_id, ResultKind.BATCH, to_wire(codec.encode(batch)), "", fleet.nbytes(task_id), digest=digest, samples=1
+        )
+
+    def _answer(self, hosted: Hosted, result: Result | None) -> Answer:
+        state = tuple(hosted.state) if hosted.tasks and hosted.tasks % self.fleet.snapshot_every == 0 else None
+        return Answer(
+            None if result is None else result.fields,
+            self.fleet.seconds,
+            spent.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0),
+            (hosted.rebuilt, hosted.to_rebuild),
+            state=state if result is not None and result.kind == ResultKind.BATCH else None,
+            **self.fleet.news,
+        )
+
+    def _do_replay(self, call: int, worker_id: int, _: Any, again: list[Any]) -> tuple[Any, ...]:
+        hosted = self.hosted[worker_id]
+        hosted.left.extend((call, *task) for task in again)
+        hosted.to_rebuild += len(again)
+        ends = None
+        for _ in range(min(self.fleet.slice, len(hosted.left))):
+            ends = ends or self._rebuild(hosted, *hosted.left.popleft())
+        return Up.ANSWER, worker_id, call, self._answer(hosted, ends).fields
+
+    def _rebuild(self, hosted: Hosted, call: int, task_id: int, indices: Any, digest: int | None) -> Result | None:
+        """Returns a result that ends the process."""
+        hosted.rebuilt += 1
+        if not self._is_dropped(call, task_id):
+            result = self._build(hosted, task_id, indices)
+            if result.kind == ResultKind.EXITED:
+                return result
+            assert digest in (None, result.digest), f"batch {task_id} was not rebuilt as it was"
+            self.fleet.rebuilt.append((hosted.worker_id, task_id))
+        return None
+
+    def _do_resume(self, call: int, worker_id: int, resumed: Resumed) -> tuple[Any, ...]:
+        hosted = self.hosted[worker_id]
+        for again in [*hosted.left]:
+            if resumed.undo_from is None or again[1] < resumed.undo_from:
+                self._rebuild(hosted, *again)
+        hosted.left.clear()
+        hosted.undo(resumed.undo_from)
+        hosted.epoch, hosted.tasks, hosted.last_task, hosted.past = resumed.epoch, 0, -1, {}
+        return Up.BEGUN, worker_id, call, tuple(hosted.state)
+
+    # ---- ends
+
+    def dies(self) -> None:
+        """What it has sent so far arrives, and then its end."""
+        self.is_dead = True
+        self.queue.clear()
+        self.inbox.clear()
+        self._tell_of_end()
+
+    def _tell_of_end(self) -> None:
+        self.fleet.mail.append((self, ActorLost(self, RayError("as planned"))))  # type: ignore[arg-type]
+
+    def refuses_line(self) -> None:
+        """What was told over the channel is lost; other calls of the actor arrive all the same."""
+        self.is_deaf = True
+        for messages in (self.queue, self.inbox):
+            kept = [message for message in messages if message[0] in ("start", "leave")]
+            messages.clear()
+            messages.extend(kept)
+        self.fleet.mail.append((self, LineRefused("as planned")))
+
+
+class FakeFleet:
+    """Stands for a `Fleet`, and for the mailbox of its workers, which are real.
+
+    Args:
+        num_workers: each in a process of its own, if there are as many.
+        processes: that host them.
+        journals: of the workers.
+
+    Attributes:
+        mail: what the processes have sent, and the engine has not received.
+        works: whether a wait lets processes work; otherwise only the test does.
+        batch: makes a batch, from worker_id, epoch, position of the worker's random stream, and indices.
+        length: batches of a worker's stream, for iterable datasets.
+        outcome: the result of a task that gives no batch.
+        nbytes: of a task's batch.
+        seconds: that a batch takes.
+        news: fields of every `Answer`.
+        slice: how many batches are rebuilt for one answer.
+        snapshot_every: after how many batches a worker sends a snapshot.
+        rebuilt: worker and task of every batch that was built again.
+        new_runs: whether processes that replace others run at once.
+        moves: workers that `spread` moves, and where to.
+        homeless: workers that `check_started` moves, and where to.
+        killed: processes.
+        ended: why the fleet cannot be used any more.
+    """
+
+    def __init__(self, num_workers: int, journals: list[Journal], *, processes: int = 0) -> None:
+        self.clock = Clock()
+        self.came = False  # a process runs by now
+        self.numbers = itertools.count()
+        self.mail: list[tuple[Process, Any]] = []
+        self.works = True
+        self.random: random.Random | None = None
+        self.batch: Callable[..., Any] = lambda worker_id, epoch, position, indices: [
+            worker_id,
+            epoch,
+            position,
+            *indices,
+        ]
+        self.length: Callable[[int], int] | None = None
+        self.outcome: Callable[[int], Result | None] = lambda task_id: None
+        self.nbytes: Callable[[int], int] = lambda task_id: 1000
+        self.seconds = 1.0
+        self.news: dict[str, Any] = {}
+        self.slice = 1000
+        self.snapshot_every = 3
+        self.rebuilt: list[tuple[int, int]] = []
+        self.new_runs = True
+        self.moves: dict[int, Process] = {}
+        self.homeless: dict[int, Process] = {}
+        self.killed: list[Process] = []
+        self.ended: str = ""
+        self.uses_store = self.copies = False
+        self.most_unanswered = math.inf
+        self.leased_bytes = 0
+        self.rung = self.read_count = self.joined = self.flushes = 0
+        self.waits: list[float] = []
+        self._idle = 0
+        self._changed = threading.Condition()
+        self.actors = [Process(self) for _ in range(processes or num_workers)]
+        everything: Any = self
+        self.workers = [
+            Worker(Setup(n), journals[n], self.actors[n % len(self.actors)], everything)  # type: ignore[arg-type]
+            for n in range(num_workers)
+        ]
+        self.revive()
+
+    def process(self, worker_id: int) -> Process:
+        """Of a worker."""
+        host: Any = self.workers[worker_id].host
+        return host
+
+    # ---- the mailbox's
+
+    def __contains__(self, process: Process) -> bool:
+        return not process.lost
+
+    def to(self, process: Process) -> Process:
+        assert not process.lost, "a call to a process that is gone"
+        return process
+
+    # ---- messages
+
+    def check_session(self) -> None:
+        if self.ended:
+            raise RaySessionError(self.ended)
+
+    def flush(self) -> None:
+        self.flushes += 1
+        for process in self.actors:
+            process.flush()
+
+    def wait(self, timeout: float) -> bool:
+        self.check_session()
+        assert not [process for process in self.actors if process.queue], "tasks were held back while somebody waits"
+        self.waits.append(timeout)
+        able = [process for process in self.actors if process.can_work]
+        if not self.mail and self.works and able:
+            (self.random.choice(able) if self.random is not None else able[0]).work()
+        if self.mail or self.came:
+            self.came, self._idle = False, 0
+            return True
+        if threading.current_thread() is not threading.main_thread():
+            with self._changed:
+                self._changed.wait(min(timeout, 0.01))
+            return False
+        self._idle += 1
+        assert self._idle < STANDSTILL, "nobody has anything to do"
+        self.clock.now += timeout
+        return False
+
+    def read(self) -> None:
+        self.read_count += 1
+
+    def receive(self, *, all_channels: bool = True, was_read: bool = False) -> list[tuple[Process, Any]]:
+        self.check_session()
+        mail, self.mail = self.mail, []
+        return mail
+
+    def ring(self) -> None:
+        self.rung += 1
+
+    @property
+    def awaited(self) -> list[Process]:
+        hosts: list[Any] = [worker.host for worker in self.workers if worker.away and not worker.host.lost]
+        return hosts
+
+    def lane(self, worker: Worker) -> str:
+        return "line"
+
+    def address(self, worker: Worker) -> WorkerAddress | None:
+        return worker.host.address
+
+    def fall_back(self, process: Process, reason: str) -> list[Worker]:
+        process.no_line, process.is_deaf = reason, False
+        workers = self.hosted_by(process)
+        for worker in workers:
+            self.restart(worker)
+        return workers
+
+    # ---- workers
+
+    def revive(self) -> list[Worker]:
+        ready = []
+        for worker in self.workers:
+            host: Any = worker.host
+            if worker.away and not host.lost:
+                if host.cannot_start:
+                    raise ActorLost(host, RayError("as planned"))
+                if host.address is not None:
+                    worker.begin(Source(None, []))  # type: ignore[arg-type]
+                    worker.begun_at = self.clock.now
+                    ready.append(worker)
+        return ready
+
+    def restart(self, worker: Worker) -> None:
+        if not worker.away:
+            self.drop(worker, from_task=0)
+            worker.leave()
+        worker.away = True
+
+    def drop(self, worker: Worker, from_task: int) -> None:
+        host: Any = worker.host
+        if host in self and len(self.hosted_by(host)) == 1:
+            worker.drop(from_task)
+
+    def hosted_by(self, process: Process) -> list[Worker]:
+        return [worker for worker in self.workers if worker.host is process] if process in self.actors else []
+
+    def lose(self, process: Process) -> None:
+        if not process.lost:
+            process.lost = process.is_dead = True
+            process.queue.clear()
+            process.inbox.clear()
+            for worker in self.hosted_by(process):
+                worker.away = True
+            self.killed.append(process)
+
+    def replace(self, worker: Worker) -> bool:
+        old: Any = worker.host
+        if not old.lost:
+            return False
+        new: Any = Process(self, runs=self.new_runs)
+        for other in self.hosted_by(old):
+            other.moves_to(new)
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        hosts: list[Any] = [worker.host for worker in self.workers]
+        self.actors = list(dict.fromkeys(hosts))
+
+    @property
+    def may_spread(self) -> bool:
+        return bool(self.moves)
+
+    def spread(self) -> list[Worker]:
+        return self._move(self.moves)
+
+    def check_started(self) -> list[Worker]:
+        return self._move(self.homeless)
+
+    def _move(self, moves: dict[int, Process]) -> list[Worker]:
+        moved = []
+        while moves:
+            worker_id, process = moves.popitem()
+            worker, host = self.workers[worker_id], process
+            worker.leave()
+            worker.moves_to(host)  # type: ignore[arg-type]
+            moved.append(worker)
+        self._settle()
+        return moved
+
+    def use_joined_nodes(self) -> None:
+        self.joined += 1
+
+    def resize(self, count: int) -> list[Worker]:
+        actors = (self.actors + [Process(self) for _ in range(count)])[:count]
+        moves = {w.worker_id: actors[w.worker_id % count] for w in self.workers}
+        return self._move({n: to for n, to in moves.items() if self.workers[n].host is not to})

@@ -1,0 +1,595 @@
+"""Which process hosts which worker, and when they are told so, without Ray: processes come and fail as tests say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from rayloader import WorkerStartError
+from rayloader.resume.journal import Journal
+from rayloader.workers import fleet as fleet_module
+from rayloader.workers.channel import ActorLost, Channel
+from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
+from rayloader.workers.placement import Verdict
+from rayloader.workers.waiting import NONE_YET
+from rayloader.workers.worker import Worker
+
+
+class Address:
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self.location = node_id, "machine"
+
+
+@dataclass
+class Setup:
+    """The part of the real one that is looked at."""
+
+    worker_id: int
+    process: Any = None
+
+    def __post_init__(self) -> None:
+        self.process = self.process or SimpleNamespace(without_secrets=lambda: "without secrets")
+
+
+class Process:
+    """Stands for an `Actor`."""
+
+    def __init__(self, node_id: str | None = None, *, world: World | None = None) -> None:
+        self._world = world
+        self.lane = self
+        self.address = None if node_id is None else Address(node_id)
+        self.hello = self.ref = self  # its answer, and the reference to that
+        self.answer: Any = NONE_YET
+        self.placed = self.lost = self.vanished = False
+        self.asked = 0  # how often Ray was asked for its place
+        self.options = {"num_cpus": 1}
+        self.no_line = ""
+        self.calls = 0
+        self.hosted: Any = None
+        self.started: list[Any] = []  # sources, one for each start
+
+    def comes(self, node_id: str) -> None:
+        self.answer, self.address = "hello", Address(node_id)
+
+    @property
+    def is_near(self) -> bool:
+        return self.address is not None and self.address.node_id == "here"
+
+    def start(self, setup: Setup, source: Any, state: object) -> Any:
+        self.started.append((setup, source))
+        return SimpleNamespace(succeeded=True)
+
+    def host(self, image: Any, contents: object) -> None:
+        self.hosted = image.address.name, SimpleNamespace(succeeded=True, value="address", ref=f"of {id(self)}")
+
+    def hosts(self, image: Any) -> bool:
+        return self.hosted is not None and self.hosted[0] == image.address.name
+
+    def is_placed(self) -> bool:
+        self.asked += 1
+        return self.placed
+
+    def has_started(self) -> bool:
+        if isinstance(self.answer, RayError):
+            raise self.answer
+        return self.answer is not NONE_YET
+
+    # ---- what its channel, and its arena, are asked for
+
+    def pause(self) -> None:
+        pass
+
+    def abandon(self, worker_id: int) -> None:
+        pass
+
+    def leave(self, worker_id: int) -> None:
+        self._world.left.append(worker_id)
+
+    def hurry(self, worker_id: int) -> None:
+        self._world.hurried.append(worker_id)
+
+
+class World:
+    """A fleet whose processes are on named nodes. This object is its pool, and the mailbox of its workers.
+
+    Attributes:
+        drained: nodes, with how late their workers are: 0 not at all, 1 unless room is found elsewhere, 2 in any case.
+        new: the processes that were asked for.
+        killed: processes that were ended.
+        hurried: workers, where their process was told that another one will be these soon.
+        left: workers, where their process was told that it is these no longer.
+    """
+
+    def __init__(self, *nodes: str) -> None:
+        self.drained: dict[str, int] = {}
+        self.new: list[Process] = []
+        self.killed: list[Process] = []
+        self.hurried: list[int] = []
+        self.left: list[int] = []
+        self.free = 0  # CPUs of nodes that have joined
+        self.draining = self
+        self.closed = False
+        everything: Any = self
+        self.fleet = Fleet(everything, None, {}, name="", fresh=False, lines=True)
+        self.fleet._mailbox = everything
+        processes: list[Any] = [Process(node, world=self) for node in nodes]
+        for process in processes:
+            process.answer = "hello"
+        setups: list[Any] = [Setup(number) for number in range(len(nodes))]
+        self.fleet.actors = processes
+        self.fleet.workers = [
+            Worker(setup, Journal(), process, everything) for setup, process in zip(setups, processes, strict=True)
+        ]
+        for worker in self.fleet.workers:
+            worker.away = False
+        self.open: set[Any] = {*processes}
+        self.verdicts: list[Verdict] = []  # to come; then it is to wait
+        self.given_back: list[Process] = []
+        self.told: list[list[Process]] = []  # who is waited for
+        self.without_lines: set[tuple[str, str]] = set()
+        self.any_may_be_lent = False
+
+    def hosts(self) -> list[Any]:
+        """Of each worker."""
+        return [worker.host for worker in self.fleet.workers]
+
+    def spread(self) -> list[int]:
+        """The workers that move; their new processes are told so."""
+        before = self.hosts()
+        moved = self.fleet.spread()
+        assert moved == [worker for worker in moved if worker.away]
+        assert {worker.worker_id for worker in moved} == {
+            number for number, (old, new) in enumerate(zip(before, self.hosts(), strict=True)) if old is not new
+        }
+        for worker in moved:
+            worker.away = False
+        self.open |= {*self.hosts()}
+        return [worker.worker_id for worker in moved]
+
+    # ---- the pool's
+
+    def begin_lease(self, *_: object) -> object:
+        return self
+
+    def session_alive(self) -> bool:
+        return True
+
+    def lend(self, lease: object, remote_args: object, count: int, *, fresh: bool) -> list[Process]:
+        assert fresh or self.any_may_be_lent, "idle ones may be on the same node"
+        self.new += [Process(world=self) for _ in range(count)]
+        return self.new[-count:]
+
+    def lend_on_joined(self, lease: object, remote_args: object, count: int) -> list[Process]:
+        return self.lend(lease, remote_args, min(count, self.free), fresh=True) if self.free else []
+
+    def is_draining(self, process: Process) -> bool:
+        return process.address is not None and process.address.node_id in self.drained
+
+    def is_late(self, node_id: str, *, at_last: bool) -> bool:
+        return self.drained[node_id] >= 1 + at_last
+
+    def __bool__(self) -> bool:
+        return bool(self.drained)
+
+    def kill(self, process: Process) -> None:
+        self.killed.append(process)
+
+    def give_back(self, process: Process) -> None:
+        self.given_back.append(process)
+
+    def verdict(self, pending: list[Process], remote_args: object, *, others: bool) -> Verdict:
+        return self.verdicts.pop(0) if self.verdicts else Verdict.WAIT
+
+    def tell(self, pending: list[Process], count: int) -> None:
+        self.told.append(pending)
+
+    def gave_up(self, pending: list[Process], count: int) -> None:
+        pass
+
+    def start_error(self, pending: list[Process], count: int) -> Exception:
+        return WorkerStartError(f"{len(pending)} of {count}")
+
+    def later(self, job: object) -> None:
+        pass
+
+    def tidy(self) -> None:
+        pass
+
+    # ---- the mailbox's
+
+    def add(self, channel: Channel) -> None:
+        self.open.add(channel.actor)
+
+    def __contains__(self, process: Process) -> bool:
+        return process in self.open
+
+    def to(self, process: Process) -> Process:
+        return process
+
+    def remove(self, process: Process) -> None:
+        self.open.discard(process)
+
+    def forget(self, ref: Process) -> None:
+        pass
+
+
+def test_without_a_notice_there_is_nothing_to_do() -> None:
+    world = World("here", "a")
+    assert not world.fleet.may_spread
+    assert world.spread() == []
+    assert not world.new
+
+
+def test_workers_that_share_cpus_move_to_a_node_that_has_joined_as_far_as_it_has_room() -> None:
+    world = World("here", "here", "here")
+    own, first, second = before = world.hosts()
+    first.options = second.options = {"num_cpus": 0}
+    world.fleet.use_joined_nodes()
+    assert not world.fleet.may_spread
+    world.free = 1
+    world.fleet.use_joined_nodes()
+    (new,) = world.new
+    assert world.spread() == []
+    assert world.hosts() == before, "they work on until it has come"
+    new.comes("joined")
+    assert world.spread() == [1]
+    assert world.hosts() == [own, new, second]
+    assert world.killed == [first]
+    assert not world.fleet.may_spread
+
+
+def test_a_process_on_a_drained_node_works_on_until_another_has_come() -> None:
+    world = World("here", "a", "b")
+    stays, goes, _ = before = world.hosts()
+    world.drained = {"a": 0}
+    assert world.fleet.may_spread
+    for _ in range(3):
+        assert world.spread() == []
+    (new,) = world.new
+    assert world.hurried == [1]
+    assert world.hosts() == before
+    assert not world.killed
+    new.comes("b")
+    assert world.spread() == [1]
+    assert world.hosts() == [stays, new, before[2]]
+    assert (world.left, world.killed) == ([1], [goes])
+    assert goes not in world.open
+    assert world.fleet.actors == world.hosts()
+    assert world.spread() == []
+    assert len(world.new) == 1
+
+
+def test_where_there_is_no_room_others_host_the_workers_until_there_is() -> None:
+    world = World("here", "a", "a")
+    stays, *gone = world.hosts()
+    world.drained = {"a": 0}
+    assert world.spread() == []
+    world.drained = {"a": 1}
+    assert world.spread() == [1, 2]
+    assert world.hosts() == [stays] * 3
+    assert world.killed == gone
+    world.drained = {}
+    assert world.fleet.may_spread
+    for new in world.new:
+        new.comes("b")
+    assert world.spread() == [1, 2]
+    assert world.hosts() == [stays, *world.new]
+    assert world.killed == gone
+
+
+def test_who_has_found_room_is_waited_for_until_the_node_goes() -> None:
+    world = World("here", "a")
+    stays, _ = world.hosts()
+    world.drained = {"a": 0}
+    world.spread()
+    world.new[0].placed = True
+    world.drained = {"a": 1}
+    assert world.spread() == []
+    world.drained = {"a": 2}
+    assert world.spread() == [1]
+    assert world.hosts() == [stays, stays]
+
+
+@pytest.mark.parametrize("nodes", [("a",), ("a", "b")], ids=["one node", "all nodes"])
+def test_where_nobody_stays_the_processes_work_on(nodes: tuple[str, ...]) -> None:
+    world = World(*nodes)
+    before = world.hosts()
+    world.drained = dict.fromkeys(nodes, 2)
+    for _ in range(3):
+        assert world.spread() == []
+    assert world.hosts() == before
+    assert [process.asked for process in world.new] == [0] * len(nodes), "a call to Ray for each batch"
+
+
+def test_who_comes_to_a_node_that_is_drained_by_then_moves_on() -> None:
+    world = World("here", "a")
+    world.drained = {"a": 0}
+    world.spread()
+    world.new[0].comes("b")
+    world.drained = {"a": 0, "b": 0}
+    assert world.spread() == [1]
+    assert world.spread() == []
+    world.new[1].comes("c")
+    assert world.spread() == [1]
+    assert world.hosts()[1] is world.new[1]
+
+
+@pytest.mark.parametrize("vanished", [False, True], ids=["died", "vanished"])
+def test_others_host_the_workers_of_one_that_dies_before_its_successor_comes(vanished: bool) -> None:
+    world = World("here", "a")
+    stays, goes = world.hosts()
+    world.drained = {"a": 0}
+    world.spread()
+    goes.vanished = vanished
+    world.fleet.lose(goes)
+    assert world.fleet.replace(world.fleet.workers[1])
+    assert world.hosts() == [stays, stays]
+    assert len(world.new) == 1, "one was asked for already"
+    world.new[0].comes("b")
+    assert world.spread() == [1]
+
+
+def test_one_that_dies_and_has_nobody_to_help_out_is_replaced() -> None:
+    world = World("a")
+    (goes,) = world.hosts()
+    world.drained = {"a": 0}
+    world.spread()
+    world.fleet.lose(goes)
+    assert world.fleet.replace(world.fleet.workers[0])
+    coming, instead = world.new
+    assert world.hosts() == [instead]
+    world.fleet.workers[0].away = False
+    instead.comes("b")
+    coming.comes("c")
+    assert world.spread() == [0]
+    assert world.hosts() == [coming]
+    assert world.killed == [goes, instead]
+
+
+def test_a_drained_process_leaves_also_whom_it_hosts_for_others() -> None:
+    world = World("a", "b")
+    helps, lost = world.hosts()
+    lost.vanished = True
+    world.fleet.lose(lost)
+    assert world.fleet.replace(world.fleet.workers[1])
+    world.fleet.workers[1].away = False
+    assert world.hosts() == [helps, helps]
+    world.drained = {"a": 1}
+    assert world.spread() == []
+    others, own = world.new
+    own.comes("c")
+    assert world.spread() == [0, 1]
+    assert world.hosts() == [own, own]
+    assert world.killed == [lost, helps]
+    others.comes("d")
+    assert world.spread() == [1]
+    assert world.hosts() == [own, others]
+
+
+def test_a_successor_that_cannot_start_is_asked_for_a_few_times() -> None:
+    world = World("here", "a")
+    stays, _ = world.hosts()
+    world.drained = {"a": 0}
+    for _ in range(2 * MOST_FAILED_STARTS):
+        assert world.spread() == []
+        world.new[-1].answer = RayError("as planned")
+    assert len(world.new) == 1 + MOST_FAILED_STARTS
+    world.drained = {"a": 1}
+    assert world.spread() == [1]
+    assert world.hosts() == [stays, stays]
+
+
+# ---- processes that do not come
+
+
+def waiting(*nodes: str | None) -> World:
+    """Of these processes, those without a node have not come; their workers are away."""
+    world = World(*[node or "nowhere" for node in nodes])
+    for node, process, worker in zip(nodes, world.hosts(), world.fleet.workers, strict=True):
+        if node is None:
+            process.answer, process.address = NONE_YET, None
+            worker.away = True
+    return world
+
+
+def test_while_there_is_hope_they_are_waited_for_and_that_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = waiting("here", None)
+    _, missing = before = world.hosts()
+    assert world.fleet.check_started() == []
+    assert world.told == [], "not at once"
+    world.fleet._notice_at = 0.0
+    for _ in range(3):
+        assert world.fleet.check_started() == []
+    assert world.told == [[missing]]
+    assert world.hosts() == before
+
+
+def test_where_all_have_come_nothing_is_asked() -> None:
+    world = waiting("here", "a")
+    world.verdicts = [Verdict.GIVE_UP]
+    assert world.fleet.check_started() == []
+    assert world.verdicts, "a call to Ray for nothing"
+
+
+def test_those_that_find_no_cpu_are_asked_for_again_without_one_but_not_those_that_have_a_place() -> None:
+    world = waiting("here", None, None)
+    here, placed, missing = world.hosts()
+    placed.placed = True
+    world.verdicts = [Verdict.SHARE_CPUS]
+    moved = world.fleet.check_started()
+    (new,) = world.new
+    assert [worker.worker_id for worker in moved] == [2]
+    assert world.hosts() == [here, placed, new]
+    assert world.killed == [missing]
+    assert all(worker.away for worker in moved)
+
+
+def test_where_there_is_no_room_those_that_have_come_host_the_workers_of_the_others_until_these_come() -> None:
+    world = waiting("here", None)
+    here, missing = world.hosts()
+    world.verdicts = [Verdict.GIVE_UP]
+    (moved,) = world.fleet.check_started()
+    assert moved.worker_id == 1
+    assert world.hosts() == [here, here]
+    assert not world.killed, "it is still wanted"
+    moved.away = False
+    missing.comes("b")
+    assert world.fleet.may_spread
+    assert world.spread() == [1]
+    assert world.hosts() == [here, missing]
+
+
+def test_where_nobody_has_come_and_there_is_no_room_it_is_an_error() -> None:
+    world = waiting(None, None)
+    world.verdicts = [Verdict.GIVE_UP]
+    with pytest.raises(WorkerStartError, match="2 of 2"):
+        world.fleet.check_started()
+
+
+def test_one_that_cannot_start_is_lost() -> None:
+    world = waiting("here", None)
+    missing = world.hosts()[1]
+    missing.answer = RayError("as planned")
+    with pytest.raises(ActorLost) as caught:
+        world.fleet.check_started()
+    assert caught.value.actor is missing
+    world.fleet.lose(missing)
+    assert world.fleet.check_started() == [], "nobody waits for it any more"
+
+
+# ---- other numbers of processes
+
+
+def test_resizing_deals_the_workers_and_gives_back_what_is_not_needed() -> None:
+    world = World("here", "here", "here", "here")
+    world.any_may_be_lent = True
+    first, second, third, fourth = world.hosts()
+    moved = world.fleet.resize(2)
+    assert [worker.worker_id for worker in moved] == [2, 3]
+    assert world.hosts() == [first, second, first, second]
+    assert world.given_back == [third, fourth]
+    assert world.left == [], "a process that is given back is told so by the pool"
+    assert world.open == {first, second}
+    for worker in moved:
+        worker.away = False
+    moved = world.fleet.resize(3)
+    (new,) = world.new
+    assert world.fleet.actors == [first, second, new]
+    assert world.hosts() == [first, second, new, first]
+    assert [worker.worker_id for worker in moved] == [2, 3]
+    assert sorted(world.left) == [2, 3]
+    assert world.fleet.resize(3) == []
+
+
+def test_resizing_gives_back_whom_it_has_still_waited_for() -> None:
+    world = World("here", "a")
+    world.any_may_be_lent = True
+    world.drained = {"a": 0}
+    world.spread()
+    (coming,) = world.new
+    world.fleet.resize(1)
+    assert coming in world.given_back
+    world.drained = {}
+    assert not world.fleet.may_spread
+
+
+# ---- to begin, and to begin again
+
+
+@pytest.fixture
+def somewhere(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Workers may be on other nodes; gives what went into Ray's store."""
+    stored: list[object] = []
+
+    def put(content: object) -> str:
+        stored.append(content)
+        return f"object {len(stored)}"
+
+    monkeypatch.setattr(fleet_module, "all_see_us", lambda: False)
+    monkeypatch.setattr(fleet_module.ray, "put", put)
+    return stored
+
+
+def with_image(world: World, name: str = "image") -> None:
+    image: Any = SimpleNamespace(address=SimpleNamespace(name=name), contents=lambda: [b"content"])
+    world.fleet._image, world.fleet._lines = image, False
+    for worker in world.fleet.workers:
+        worker.away = True
+    world.open.clear()
+
+
+def test_those_that_have_come_begin_and_the_others_are_awaited(somewhere: list[object]) -> None:
+    world = waiting("here", None, "here")
+    with_image(world)
+    first, missing, third = world.hosts()
+    third.lost = True
+    assert [worker.worker_id for worker in world.fleet.revive()] == [0]
+    assert world.fleet.awaited == [missing]
+    assert not first.started[0][1].contents
+    assert world.fleet.revive() == []
+    missing.comes("here")
+    assert [worker.worker_id for worker in world.fleet.revive()] == [1]
+    assert world.fleet.awaited == []
+    assert not somewhere
+
+
+def test_one_process_of_each_other_node_has_the_image_for_all_there(somewhere: list[object]) -> None:
+    world = World("here", "a", "a", "b", "a")
+    with_image(world)
+    assert len(world.fleet.revive()) == 5
+    here, first, second, other, third = world.hosts()
+    sources = [process.started[0][1] for process in world.hosts()]
+    assert len(somewhere) == 1, "the content went into the store once"
+    assert (sources[0].contents, sources[0].hosted) == (None, None)
+    assert [process.hosted is not None for process in (here, first, second, other, third)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    for process, source, host in ((first, 1, first), (second, 2, first), (third, 4, first), (other, 3, other)):
+        assert sources[source].contents == ["object 1"]
+        assert sources[source].hosted == [host.hosted[1].ref]
+        assert process.started[0][0].process == "without secrets"
+    assert here.started[0][0].process != "without secrets"
+
+
+def test_an_image_that_a_node_has_is_not_sent_again(somewhere: list[object]) -> None:
+    world = World("a", "a")
+    with_image(world)
+    world.fleet.revive()
+    with_image(world)
+    world.fleet.revive()
+    first, second = world.hosts()
+    assert len(somewhere) == 1
+    for process in (first, second):
+        assert process.started[1][1].contents == [None]
+        assert process.started[1][1].hosted == [first.hosted[1].ref]
+    with_image(world, "another")
+    world.fleet.revive()
+    assert len(somewhere) == 2
+    assert first.hosted[0] == "another"
+
+
+def test_where_a_line_is_refused_its_workers_begin_again_and_it_is_told_once_for_a_machine(
+    somewhere: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World("a", "a", "b")
+    world.fleet._lines = False
+    first, second, other = world.hosts()
+    assert [worker.worker_id for worker in world.fleet.fall_back(first, "as planned")] == [0]
+    assert first not in world.open
+    assert first.no_line == "as planned"
+    assert world.fleet.workers[0].away
+    assert world.hosts()[0] is first, "the process itself is well"
+    world.fleet.fall_back(second, "as planned")
+    assert len(caplog.records) == 1
+    world.fleet.fall_back(other, "as planned")
+    assert len(caplog.records) == 2
+    assert world.without_lines == {("a", "machine"), ("b", "machine")}
