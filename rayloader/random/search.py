@@ -5,9 +5,9 @@ it; another process follows these paths to its own.
 
 NOTE [Where a search ends]. Each epoch begins with a search, so it is a short one. It looks at no more than `MOST`
 objects behind those where it begins, and at as many for each module, the nearest first; of a container with more than
-`LONG` items it looks at the items but not into them. Of modules and classes it enters the program's own, and no functions
-there. A generator that it does not find is not followed: batches that are rebuilt are compared with the delivered ones
-(digest.py).
+`LONG` items it looks at the items but not into them. Of modules and classes it enters the program's own, and no
+functions there. A generator that it does not find is not followed: batches that are rebuilt are compared with the
+delivered ones (digest.py).
 """
 
 from __future__ import annotations
@@ -80,34 +80,42 @@ def search(objects: Mapping[str, Any], modules: Iterable[tuple[str, Mapping[str,
 def _in(modules: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[Path, Any]]:
     """Generators that are reached from globals; by the names of these in all modules, for not all may be imported."""
     names: dict[int, list[Path]] = {}
-    roots: list[tuple[Path, Any]] = []
-    count = 0
+    seen: dict[int, Any] = {}
+    roots: dict[str, list[tuple[Path, Any]]] = {}
     for module, contents in modules:
-        count += 1
+        roots[module] = []
         for step, value in _parts_but_code(contents):
             path: Path = (("module", module), step)
-            if id(value) not in names:
-                roots.append((path, value))
+            if id(value) not in seen:
+                seen[id(value)] = value
+                roots[module].append((path, value))
             names.setdefault(id(value), []).append(path)
-    paths = {root: names[id(value)] for root, value in roots}
-    for path, obj in walk(roots, count * MOST):
-        if is_a(obj, KINDS):
-            yield from ((root + path[2:], obj) for root in paths[path[:2]])
+    paths = {root: names[id(value)] for begun in roots.values() for root, value in begun}
+    for begun in roots.values():
+        for path, obj in walk(begun, seen):
+            if is_a(obj, KINDS):
+                yield from ((root + path[2:], obj) for root in paths[path[:2]])
 
 
-def walk(roots: Iterable[tuple[Path, Any]], most: int = MOST) -> Iterator[tuple[Path, Any]]:
-    """Objects that are reached from some, these included, with the shortest path to each; generators with each path."""
+def walk(roots: Iterable[tuple[Path, Any]], seen: dict[int, Any] | None = None) -> Iterator[tuple[Path, Any]]:
+    """Objects that are reached from some, these included, with the shortest path to each; generators with each path.
+
+    Args:
+        roots: paths and objects.
+        seen: those that are not entered, by identity; the reached ones are added, so that no identity is used twice.
+    """
     queue = collections.deque(roots)
-    most += len(queue)
-    seen: dict[int, Any] = {}  # the objects, so that no identity is used twice
-    while queue and len(seen) < most:
+    seen = {} if seen is None else seen
+    seen.update((id(obj), obj) for _, obj in queue)
+    for _ in range(len(queue) + MOST):
+        if not queue:
+            return
         path, obj = queue.popleft()
-        if id(obj) not in seen:
-            seen[id(obj)] = obj
-            queue.extend(((*path, step), part) for step, part in _parts(obj) if type(part) not in ATOMS)
-        elif not is_a(obj, KINDS):
-            continue
         yield path, obj
+        for step, part in _parts(obj):
+            if type(part) not in ATOMS and (id(part) not in seen or is_a(part, KINDS)):
+                seen[id(part)] = part
+                queue.append(((*path, step), part))
 
 
 def _parts(obj: Any) -> Iterator[tuple[Step, Any]]:

@@ -512,7 +512,7 @@ def test_a_look_ends_after_so_many_objects(where, monkeypatch):
     module.many = many if where == "module" else None
     visited = []
     walk = search.walk
-    monkeypatch.setattr(search, "walk", lambda roots: (visited.append(1) or one for one in walk(roots)))
+    monkeypatch.setattr(search, "walk", lambda *args: (visited.append(1) or one for one in walk(*args)))
     followed = Generators({"dataset": dataset}, [])
     assert search.MOST <= len(visited) <= 2 * search.MOST
     visited.clear()
