@@ -320,19 +320,22 @@ class Engine:
         With `resuming`, the workers are to continue with another epoch, from where torch's would be by now: they finish
         their first tasks, and `Worker.dropped` says which tasks must be undone.
         """
-        with self.lock:
-            for lost in self._lost if resuming else ():  # nobody else knows that these cannot continue
-                self.fleet.lose(lost.actor)
-            self.handle(Closed(resuming))
-            if resuming:
-                self.fleet.flush()
-            for worker in self.fleet.workers:
-                worker.rebuilding = None
+        self._end(resuming)
         ahead, self._ahead, self._preparation = self._ahead, None, None  # it refers to this object
         if ahead is not None:
             ahead.close(wait=wait)
         self._copies.close()
         self.fleet.ring()
+
+    @change
+    def _end(self, resuming: bool) -> None:
+        for lost in self._lost if resuming else ():  # nobody else knows that these cannot continue
+            self.fleet.lose(lost.actor)
+        self._handle(Closed(resuming))
+        if resuming:
+            self.fleet.flush()
+        for worker in self.fleet.workers:
+            worker.rebuilding = None
 
     # ---- events and commands
 

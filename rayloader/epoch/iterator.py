@@ -405,7 +405,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
 
 _MUCH = 64 << 20  # bytes that are held twice
-_LOOKED_AT = 2000  # objects of a dataset, the nearest first
 _seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
 
 
@@ -429,8 +428,7 @@ def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
     """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
     those = {*map(id, arrays)}
     return any(
-        id(obj) in those and path[-1][0] == "attribute"
-        for path, obj in walk([((("object", "dataset"),), dataset)], _LOOKED_AT)
+        id(obj) in those and path[-1][0] == "attribute" for path, obj in walk([((("object", "dataset"),), dataset)])
     )
 
 

@@ -54,7 +54,7 @@ def nodes():
         patch.setenv("RAY_raylet_start_wait_time_s", "300")
         patch.setenv("RAY_worker_niceness", "0")  # else other tests that run beside these leave their workers no time
         # For Ray's own workers: the tests send them tasks of these modules, which use the package that is tested here.
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, [HERE, HERE.parent, HERE.parents[1]])))
         cluster = Cluster(
             initialize_head=True,
             head_node_args={
