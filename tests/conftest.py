@@ -170,8 +170,8 @@ def our_files():
     names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     pool = sys.modules.get("rayloader.workers.pool")
     kept = pool.live_memory_files() if pool is not None else set()  # which actors may live is check_actors' matter
-    if "rayloader.epoch.kept" in sys.modules:
-        kept |= sys.modules["rayloader.epoch.kept"].image_files()
+    if "rayloader.epoch.iterator" in sys.modules:
+        kept |= sys.modules["rayloader.epoch.iterator"].image_files()
     return {name for name in names if "rayloader-" in name and not any(file in name for file in kept)}
 
 

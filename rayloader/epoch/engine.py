@@ -1,7 +1,7 @@
 """The engine of one epoch: the one place where the schedule meets I/O.
 
 Promise: what happens goes into the schedule as events, and its commands are carried out, under one lock (see
-NOTE [interrupts] in interrupts.py). The user's thread draws from the sampler when torch's would, gives tasks, replaces
+NOTE [interrupts] in bell.py). The user's thread draws from the sampler when torch's would, gives tasks, replaces
 workers, and receives. Where batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come
 through Ray's object store, or large ones over the network, it receives, and copies them into memory that the user may
 write to (ahead.py). `close` drops all work in progress.
@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rayloader import skipping
-from rayloader.epoch.ahead import AheadThread, Preparation
+from rayloader import fetching
+from rayloader.bell import Changes, change, interrupted
+from rayloader.epoch.ahead import AheadThread, Preparation, opened
 from rayloader.epoch.draws import Draws
-from rayloader.epoch.interrupts import Changes, change, interrupted
 from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
@@ -48,7 +48,6 @@ from rayloader.epoch.messages import (
     WorkerLost,
     WorkerReady,
 )
-from rayloader.epoch.opening import opened
 from rayloader.epoch.reports import (
     briefly,
     describe,
@@ -72,7 +71,7 @@ from rayloader.task import DELIVERED, UNOPENED, Task
 from rayloader.transport.lanes import leased_bytes, received
 from rayloader.transport.recycled import Recycled
 from rayloader.workers.actor import Actor
-from rayloader.workers.channel import ActorLost, LineRefused, Message
+from rayloader.workers.connection import ActorLost, LineRefused, Message
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.worker import Rebuilding, Worker
 
@@ -81,9 +80,6 @@ logger = logging.getLogger("rayloader")
 # For how many seconds at most a thread waits before it looks at what nothing wakes it for: a worker that is dead may be
 # the one whose batch is next, and the epoch may have ended meanwhile.
 TICK_S = 1.0
-# Workers that share a process cannot wait for each other: after this many seconds without the next batch, a warning
-# says so.
-SHARED_PATIENCE_S = 30.0
 # Rebuilding is reported after this many seconds, and again each time the elapsed time has doubled.
 REBUILDING_PATIENCE_S = 10.0
 # Tasks are held back while there are this many batches to take for each of them. See `Engine._may_wait`.
@@ -154,7 +150,6 @@ class Engine:
         self._given_bytes = 0  # to the user, since the last check of what the program keeps
         self._kept_bytes = 0  # as of that
         self._most_unanswered = math.inf
-        self._warned_of_sharing = False
         for worker in fleet.workers:
             worker.rebuilding = worker.dropped = None
 
@@ -174,7 +169,6 @@ class Engine:
         self.handle(Opened())
         self._draw_owed()
         self._start_ahead()
-        self.fleet.use_joined_nodes()
 
     @property
     def finished(self) -> bool:
@@ -223,14 +217,12 @@ class Engine:
                     self._out = None
                     continue
                 self._draw_owed()
-                if self._out.data is not skipping.NOTHING:
+                if self._out.data is not fetching.NOTHING:
                     return self._out
                 self._drop_out()
                 began = 0.0
                 continue
             self._draw_owed()
-            if not self._warned_of_sharing and time.monotonic() - began > SHARED_PATIENCE_S:
-                self._warn_of_sharing()
             if time.monotonic() >= self._deadline(began):
                 if self._options.on_timeout != "restart" or not self._restart_hung():
                     raise self._timed_out()
@@ -764,22 +756,6 @@ class Engine:
             head = self.schedule.head
         return timed_out(self._options.timeout, None if head is None else self.describe(head))
 
-    def _warn_of_sharing(self) -> None:
-        with self.lock:
-            head = self.schedule.head
-            if head is None or not head.is_assigned:
-                return
-            hosted = self.fleet.hosted_by(self.fleet.workers[head.worker_id].host)
-            waiting = [worker.worker_id for worker in hosted if self._owes(worker)]
-        if len(waiting) > 1:
-            self._warned_of_sharing = True
-            logger.warning(
-                "rayloader: no batch for %.0f s while workers %s wait for the same process; workers that wait for each "
-                "other cannot share one: raise num_workers, or resize(), to the number that the state was saved with",
-                SHARED_PATIENCE_S,
-                waiting,
-            )
-
     # ---- bytes
 
     @property
@@ -816,15 +792,13 @@ class Engine:
             self._tell_limits()
         if has_warned_of_bytes() or (automatic and kept < limit):
             return
-        ready = [0] * len(self.fleet.workers)
-        for task in self.schedule.untaken:
-            ready[task.worker_id] += task.nbytes
+        ready = self.bytes_under_way
         # Each batch that is not built is taken for one of this size.
-        under_way = [len(self.schedule.unanswered(worker_id)) * nbytes for worker_id in range(len(ready))]
+        workers = range(len(self.fleet.workers))
+        under_way = nbytes * sum(len(self.schedule.unanswered(worker_id)) for worker_id in workers)
         # Where the depth is automatic the rest is bounded, but for the first tasks of each worker, which are torch's.
-        if automatic or kept + sum(ready) + sum(under_way) >= limit:
-            addresses = [self.fleet.address(worker) for worker in self.fleet.workers]
-            warn_of_bytes(kept, ready, under_way, limit, addresses, automatic=automatic)
+        if automatic or kept + ready + under_way >= limit:
+            warn_of_bytes(kept, ready, under_way, limit, automatic=automatic)
 
 
 _CARRY_OUT: dict[type, Callable[[Engine, Any], None]] = {

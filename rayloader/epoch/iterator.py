@@ -16,6 +16,8 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
 from time import perf_counter
 from typing import Any
 
@@ -32,18 +34,15 @@ from rayloader._compat import (
     profiler_enabled,
     sharding_worker_init_fn,
 )
+from rayloader.epoch.depth import MAX_DEPTH, Pace
 from rayloader.epoch.engine import Engine
-from rayloader.epoch.epoch_plan import Begin, EpochPlan, plan_epoch
-from rayloader.epoch.kept import kept_of
 from rayloader.epoch.local import OfOneProcess
-from rayloader.epoch.pace import Pace
 from rayloader.epoch.schedule import Schedule
-from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note
+from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
 from rayloader.inherit.process_state import ProcessState
 from rayloader.options import Options
 from rayloader.protocol import CARRY, Replica, Setup
 from rayloader.random.generators import RECORDED
-from rayloader.random.search import walk
 from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
 from rayloader.resume.checkpoint import goes_on
@@ -55,7 +54,6 @@ from rayloader.sampling.prefetch import DrawAhead, may_draw_ahead, start
 from rayloader.sampling.shard_info import ranks_told
 from rayloader.start import session
 from rayloader.task import Task
-from rayloader.tracebacks import shorten
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
@@ -65,6 +63,123 @@ from rayloader.workers.fleet import Fleet
 from rayloader.workers.pool import Pool, get_pool
 
 logger = logging.getLogger("rayloader")
+
+
+class Begin(Enum):
+    """Where an epoch begins."""
+
+    FRESH = "fresh"  # the first epoch of its workers
+    NEXT = "next"  # the same workers have had an epoch, in this run or in the one that saved the state
+    RESUMED = "resumed"  # the rest of an epoch in which a state was saved
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """What an iterator must do to begin an epoch.
+
+    Attributes:
+        begin: where.
+        starts_workers: no workers are left that could continue.
+        elastic: the depth is automatic, and indices may be drawn earlier than torch would draw them.
+        goes_on: the sampler's iterator is not at its start: it has yielded what another run's had yielded.
+        carries_over: what a worker has built may affect what it builds in the next epoch (through its random streams,
+            or a generator of the dataset's), and torch's worker would have built the same. Dynamic scheduling gives no
+            such guarantee: which worker builds what depends on which was idle.
+    """
+
+    begin: Begin
+    starts_workers: bool
+    elastic: bool
+    goes_on: bool
+    carries_over: bool
+
+    @property
+    def max_undone(self) -> int:
+        """How many tasks persistent workers may have to undo because torch's would not have been given them."""
+        return MAX_DEPTH if self.elastic and self.carries_over else 0
+
+
+def plan_epoch(
+    options: Options,
+    *,
+    lives: bool,
+    saved: bool,
+    finished: bool,
+    redealt: bool,
+    persistent: bool,
+    iterable: bool,
+    may_draw_ahead: Callable[[bool], bool],
+) -> EpochPlan:
+    """The plan of an epoch.
+
+    Args:
+        options: of the loader.
+        lives: workers of a previous epoch can continue.
+        saved: the iterator is created from a state that has a position.
+        finished: the last epoch of these workers, or that of the state, was finished.
+        redealt: other ranks have begun the epoch.
+        persistent: workers keep their dataset objects.
+        iterable: the dataset is a stream.
+        may_draw_ahead: whether the sampler may be read early; its argument is whether its iterator is not at its start.
+    """
+    resumed = saved and not finished
+    goes_on = redealt or resumed
+    # Without order, a worker's batches depend on when it is given them; and how far a stream was read ahead shows when
+    # persistent workers continue. In both cases the depth is torch's.
+    elastic = (
+        options.automatic_depth
+        and (options.in_order or options.dynamic)
+        and not (persistent and iterable)
+        and may_draw_ahead(goes_on)
+    )
+    begin = Begin.RESUMED if resumed else Begin.NEXT if lives or finished else Begin.FRESH
+    return EpochPlan(begin, not lives, elastic, goes_on, carries_over=not options.dynamic)
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What is kept of one loader.
+
+    Attributes:
+        image: of its replica, as last sent: the next one is compared with it.
+        paces: of its workers, as their last epoch left them.
+    """
+
+    image: Image | None = None
+    paces: list[Pace] = field(default_factory=list)
+
+
+_kept: dict[int, tuple[weakref.ref[object], Kept]] = {}  # by the loader's identity
+
+
+def kept_of(loader: object, pool: Pool) -> Kept:
+    """What is kept of that loader."""
+    key = id(loader)
+    entry = _kept.get(key)
+    if entry is None or entry[0]() is not loader:
+        ended = functools.partial(_later, pool, key)
+        entry = _kept[key] = weakref.ref(loader, ended), Kept()
+    return entry[1]
+
+
+def forget() -> None:
+    """Ends the images of all loaders."""
+    _kept.clear()
+
+
+def image_files() -> set[str]:
+    """Names of the memory files of all images, of loaders that are not gone (test support)."""
+    images = [kept.image for _, kept in list(_kept.values()) if kept.image is not None]
+    return {file.name for image in images for file in image.address.files}
+
+
+def _later(pool: Pool, key: int, ref: weakref.ref[object]) -> None:
+    pool.later(functools.partial(_drop, key, ref))
+
+
+def _drop(key: int, ref: weakref.ref[object]) -> None:
+    if key in _kept and _kept[key][0] is ref:  # otherwise another loader is where that one was
+        del _kept[key]
 
 
 class EpochIterator(OfOneProcess, BaseIterator):
@@ -300,7 +415,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                     add_note(error, f"It cannot be sent to the workers: {explanation}")
             raise
         if encoded.overlap is not None:
-            _note_overlap(encoded.overlap, self._dataset)
+            _note_overlap(encoded.overlap)
         if encoded.copied is not None:
             _warn_of_copy(*encoded.copied)
         return encoded
@@ -325,7 +440,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             shorten(error, is_users or isinstance(error, (RayloaderError, KeyboardInterrupt)))
             raise
         self._task = task.data = None
-        self.position.handed = task  # and nothing may be called after it: see NOTE [interrupts] in interrupts.py
+        self.position.handed = task  # and nothing may be called after it: see NOTE [interrupts] in bell.py
         return data
 
     def _next_data(self) -> Any:
@@ -405,17 +520,15 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
 
 _MUCH = 64 << 20  # bytes that are held twice
-_LOOKED_AT = 2000  # objects of a dataset, the nearest first
-_seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
+_seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is told of once
 
 
-def _note_overlap(overlap: Overlap, dataset: object) -> None:
+def _note_overlap(overlap: Overlap) -> None:
     """Tells of arrays that share memory, unless it hardly matters: libraries keep samples as arrays and as tensors."""
     much = overlap.nbytes >= _MUCH
-    if (kind := (overlap.one, overlap.other, much)) in _seen_overlaps:
-        return
-    _seen_overlaps.add(kind)
-    if much or not overlap.converted or _have_attributes(dataset, overlap.arrays):
+    kind = overlap.one, overlap.other, much
+    if kind not in _seen_overlaps and (much or not overlap.converted):
+        _seen_overlaps.add(kind)
         logger.warning(
             "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if "
             "they are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it "
@@ -423,15 +536,6 @@ def _note_overlap(overlap: Overlap, dataset: object) -> None:
             overlap.one,
             overlap.other,
         )
-
-
-def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
-    """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
-    those = {*map(id, arrays)}
-    return any(
-        id(obj) in those and path[-1][0] == "attribute"
-        for path, obj in walk([((("object", "dataset"),), dataset)], _LOOKED_AT)
-    )
 
 
 def _warn_of_copy(function: str, generator: str) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayloader.epoch.allowance import Allowance
+from rayloader.epoch.depth import Allowance, Pace
 from rayloader.epoch.messages import (
     TRANSITIONS,
     BatchTaken,
@@ -46,7 +46,6 @@ from rayloader.epoch.messages import (
     WorkerLost,
     WorkerReady,
 )
-from rayloader.epoch.pace import Pace
 from rayloader.task import ANY_WORKER, DELIVERED, GONE, LOST, OUTSTANDING, QUEUED, READY, Task
 
 # NOTE [round-robin]
@@ -59,12 +58,12 @@ from rayloader.task import ANY_WORKER, DELIVERED, GONE, LOST, OUTSTANDING, QUEUE
 # would ever be drawn.
 #
 # NOTE [elastic]
-# If the depth is automatic, the window is as deep as the fastest worker needs (pace.py), and at least torch's.
+# If the depth is automatic, the window is as deep as the fastest worker needs (depth.py), and at least torch's.
 # When it shrinks, taken batches are not replaced until the table fits again.
 #
 # NOTE [waiting]
 # A task that is assigned waits until its worker has a process that may be given tasks (`WorkerReady`), and, if the
-# depth is automatic, until the bytes of the worker's batches leave room for one more (allowance.py). A LOST task had
+# depth is automatic, until the bytes of the worker's batches leave room for one more (depth.py). A LOST task had
 # that room before: it waits for the process only. Otherwise the head could wait for room that batches behind it take,
 # because a worker's answers may be reported in any order.
 #

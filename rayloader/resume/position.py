@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rayloader import skipping
+from rayloader import fetching
 from rayloader.errors import StateError
 from rayloader.resume.draws import Drawn, drawn
 from rayloader.resume.journal import Journal
@@ -233,10 +233,10 @@ class Position:
             self._checksums.pop(self._forgotten, None)
             self._forgotten += 1
 
-    def skip(self, samples: Sequence[skipping.Skipped], max_skipped: int) -> None:
+    def skip(self, samples: Sequence[fetching.Skipped], max_skipped: int) -> None:
         """These samples were left out. Raises SkipLimitError if they are too many."""
         self.skipped += len(samples)
-        skipping.tell(samples, self.skipped, max_skipped)
+        fetching.tell(samples, self.skipped, max_skipped)
 
     # ---- as a state
 

@@ -33,7 +33,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
-from rayloader._compat_ray import draining_nodes, leave_out_deaths, node_first
+from rayloader._compat_ray import draining_nodes, leave_out_deaths
 from rayloader.bell import TICK_S, Bell, DaemonThread
 from rayloader.errors import RaySessionError, WorkerStartError, add_note
 from rayloader.host.process import WorkerProcess
@@ -41,11 +41,9 @@ from rayloader.observe.metrics import Metrics
 from rayloader.start import session
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.workers.draining import Draining
-from rayloader.workers.janitor import Janitor
-from rayloader.workers.lifetimes import Lifetimes
+from rayloader.workers.lifetimes import Janitor, Lifetimes
 from rayloader.workers.output import Output
-from rayloader.workers.placement import Placement, Verdict
+from rayloader.workers.placement import Draining, Placement, Verdict
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
 # finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
@@ -149,22 +147,6 @@ class Pool:
             return False
         self._janitor.do(self.tidy)
         return True
-
-    def lend_on_joined(self, lease: Lease, remote_args: dict[str, Any], count: int) -> list[Actor]:
-        """So many new actors at most, with a CPU each, on nodes that joined after others had to share CPUs.
-
-        None while actors start: what is free will be less once they have their places.
-        """
-        self._check_lends()
-        if not (nodes := self._placement.joined(remote_args)[:count]):
-            return []
-        for actor in self.actors:
-            with contextlib.suppress(RayError):
-                if not actor.has_started():
-                    return []
-        options, key = self._placement.options({**remote_args, "num_cpus": 1}, count, count), _key(remote_args)
-        wheres = [{"scheduling_strategy": node_first(ray, node_id)} for node_id in nodes]
-        return [self._make(lease, key, options, where, had_room=True) for where in wheres]
 
     def _check_lends(self) -> None:
         if self.closed or not self.session_alive():

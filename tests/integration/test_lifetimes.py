@@ -24,10 +24,9 @@ from inside import actors_of, locks_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
-from rayloader.workers.actor import ActorState, Lease
+from rayloader.workers.actor import ActorState, Lease, wait_for
 from rayloader.workers.placement import Verdict
 from rayloader.workers.pool import get_pool, live_actor_pids
-from rayloader.workers.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -11,7 +11,7 @@ import torch
 
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
-from rayloader.epoch.kept import image_files
+from rayloader.epoch.iterator import image_files
 from rayloader.workers.actor import Actor
 from rayloader.workers.pool import get_pool
 

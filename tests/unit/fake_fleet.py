@@ -28,7 +28,7 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport import codec
 from rayloader.transport.lanes import to_wire
-from rayloader.workers.channel import ActorLost, LineRefused
+from rayloader.workers.connection import ActorLost, LineRefused
 from rayloader.workers.worker import Worker
 
 # Waits in a row in which nothing can happen: after so many the test fails, instead of hanging.
@@ -358,7 +358,7 @@ class FakeFleet:
         self.uses_store = self.copies = False
         self.most_unanswered = math.inf
         self.leased_bytes = 0
-        self.rung = self.read_count = self.joined = self.flushes = 0
+        self.rung = self.read_count = self.flushes = 0
         self.waits: list[float] = []
         self._idle = 0
         self._changed = threading.Condition()
@@ -515,9 +515,6 @@ class FakeFleet:
             moved.append(worker)
         self._settle()
         return moved
-
-    def use_joined_nodes(self) -> None:
-        self.joined += 1
 
     def resize(self, count: int) -> list[Worker]:
         actors = (self.actors + [Process(self) for _ in range(count)])[:count]

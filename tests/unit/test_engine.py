@@ -17,8 +17,8 @@ from rayloader import BatchTimeoutError, DataLoader, RayloaderError, SkipLimitEr
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch import reports
-from rayloader.epoch.engine import HELD_BACK, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, TICK_S, Engine
-from rayloader.epoch.pace import Pace
+from rayloader.epoch.depth import Pace
+from rayloader.epoch.engine import HELD_BACK, LOOKS, REBUILDING_PATIENCE_S, TICK_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
 from rayloader.errors import RaySessionError
 from rayloader.observe.recorder import Tally
@@ -857,21 +857,6 @@ def test_a_worker_that_hangs_is_replaced_if_that_was_asked_for(begin, scheduling
     assert epoch.tally.restarts >= 1
 
 
-def test_workers_that_wait_for_each_other_in_one_process_are_named(begin, caplog):
-    epoch = begin(2, processes=1).open()
-    epoch.fleet.works = False
-    wait = epoch.fleet.wait
-
-    def patient(timeout: float) -> bool:
-        epoch.fleet.works = epoch.fleet.clock.now > 1000 + 3 * SHARED_PATIENCE_S
-        return wait(timeout)
-
-    epoch.fleet.wait = patient
-    assert epoch.take() == expected(1)[0]
-    (message,) = [text for text in caplog.messages if "share one" in text]
-    assert "workers [0, 1] wait for the same process" in message
-
-
 # ---- the end of an epoch, and the next one
 
 
@@ -1034,18 +1019,11 @@ def test_where_the_depth_is_the_users_nothing_waits(begin):
 
 
 @pytest.mark.usefixtures("silent")
-@pytest.mark.parametrize(
-    ("same_node", "holder"),
-    [(True, "7 MB, is of worker 0"), (False, "7 MB, is of the workers of node node0 (host)")],
-)
-def test_where_the_depth_is_the_users_it_is_said_once_who_holds_more_than_was_agreed(begin, same_node, holder, caplog):
+def test_where_the_depth_is_the_users_it_is_said_once_that_more_is_held_than_was_agreed(begin, caplog):
     epoch = begin(2, prefetch_bytes=20 * MB)
     epoch.fleet.nbytes = lambda task_id: {0: 5 * MB, 1: 2 * MB}.get(task_id, 2 * MB)
     epoch.fleet.works = False
     epoch.open()
-    if same_node:
-        for process in epoch.fleet.actors:
-            process.address = dataclasses.replace(process.address, node_id="one")
     epoch.work(1, 1)
     epoch.work(0, 1)
     engine = epoch.engine
@@ -1060,7 +1038,6 @@ def test_where_the_depth_is_the_users_it_is_said_once_who_holds_more_than_was_ag
         engine._note_given(2 * MB)
     (record,) = caplog.records
     assert "keeps 9 MB of batches, 7 MB are ready, and about 4 MB are under way" in record.getMessage()
-    assert holder in record.getMessage()
     assert "as prefetch_factor says" in record.getMessage()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paces import StubPace
-from rayloader.epoch.allowance import GROWTH
+from rayloader.epoch.depth import GROWTH
 from rayloader.epoch.messages import (
     BatchTaken,
     Closed,

@@ -477,7 +477,6 @@ TESTS = {
 UNPROVOKED = [
     "the workers were shut down",
     "rayloader: waiting for Ray",
-    "rayloader: no batch for",
     "rayloader: a worker process",
     "the producer of the share ... has failed",
     "cannot pickle a text file",
