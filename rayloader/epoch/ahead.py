@@ -179,7 +179,7 @@ class Preparation:
             assert result.wire is not None
             result = replace(result, wire=lanes.owned(result.wire, self._copies.copy))
         with self._engine.lock:
-            if task.result is not None:  # otherwise it was taken back meanwhile
+            if task.result is not None:  # otherwise the epoch was closed meanwhile
                 if self._pin is not None:
                     task.data = data
                 else:

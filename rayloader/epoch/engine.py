@@ -31,7 +31,6 @@ from rayloader.epoch.messages import (
     Deliver,
     DrawIndices,
     DrawsPutOff,
-    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -213,7 +212,7 @@ class Engine:
             if self._out is not None:
                 if not self._out_is_taken:
                     self._end_turn(self._out)
-                if not self._out_is_taken:  # it was taken back meanwhile
+                if not self._out_is_taken:  # the epoch was closed meanwhile
                     self._out = None
                     continue
                 self._draw_owed()
@@ -271,7 +270,7 @@ class Engine:
 
     @change
     def _end_turn(self, task: Task) -> None:
-        """The batch is handed to the user, unless it was taken back."""
+        """The batch is handed to the user, unless the epoch was closed meanwhile."""
         if task.state is not DELIVERED:
             return
         skipped = task.result.skipped
@@ -409,10 +408,7 @@ class Engine:
     def _reach(self) -> None:
         """Checks draws that were made early, at the moment at which torch's loader would have made them."""
         self._drawing = True
-        newest = self._out.task_id if self._out is not None and self._out_is_taken else -1
-        changed = self._draws.reach(self.schedule.torch_draws, newest)
-        if changed is not None:
-            self._undo(changed)
+        self._draws.reach(self.schedule.torch_draws)
         self._drawing = False
 
     def _may_wait(self) -> bool:
@@ -427,23 +423,6 @@ class Engine:
         if not self.schedule.is_paced or min(unsent) < self.schedule.torch_draws:
             return False
         return HELD_BACK * len(unsent) <= len(self.schedule.deliverable)
-
-    def _undo(self, from_task: int) -> None:
-        """Takes the workers back to before they were given this task, to build what is drawn instead."""
-        self.note_begins()
-        with self.lock:
-            if self.failure is not None:
-                return
-            self._take()
-            before = [task for task in self.schedule.tasks if task.task_id < from_task]
-            last = before[-1] if before else self._out
-            self._draws.take_back(from_task, None if last is None else last.indices)
-            self.handle(DrawsUndone(from_task))
-            for worker in self.fleet.workers:
-                if worker.journal.take_back(from_task):
-                    self.fleet.restart(worker)
-                    self._lose_process(worker, "its tasks were taken back, because the sampler has changed")
-        self._revive()
 
     # ---- receiving
 

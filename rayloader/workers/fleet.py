@@ -255,7 +255,10 @@ class Fleet:
         self._mailbox.remove(actor)
         workers = self.hosted_by(actor)
         for worker in workers:
-            self.restart(worker)
+            if not worker.away:
+                self.drop(worker, from_task=0)
+                worker.leave()
+                worker.away = True
         return workers
 
     # ---- workers begin
@@ -326,13 +329,6 @@ class Fleet:
         assert host.hosted is not None
         # In lists: Ray resolves a bare reference before the call, and fails the call if the object is lost.
         return Source(self._image.address, self._carried, [contents[0] if contents else None], [host.hosted[1].ref])
-
-    def restart(self, worker: Worker) -> None:
-        """The worker is to be begun again on the same actor, as its journal says; it is away until then."""
-        if not worker.away:
-            self.drop(worker, from_task=0)
-            worker.leave()
-        worker.away = True
 
     def drop(self, worker: Worker, from_task: int) -> None:
         """`Worker.drop`; workers that share a process are not told: their calls have one sequence of numbers."""

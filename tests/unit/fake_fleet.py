@@ -440,7 +440,10 @@ class FakeFleet:
         process.no_line, process.is_deaf = reason, False
         workers = self.hosted_by(process)
         for worker in workers:
-            self.restart(worker)
+            if not worker.away:
+                self.drop(worker, from_task=0)
+                worker.leave()
+                worker.away = True
         return workers
 
     # ---- workers
@@ -457,12 +460,6 @@ class FakeFleet:
                     worker.begun_at = self.clock.now
                     ready.append(worker)
         return ready
-
-    def restart(self, worker: Worker) -> None:
-        if not worker.away:
-            self.drop(worker, from_task=0)
-            worker.leave()
-        worker.away = True
 
     def drop(self, worker: Worker, from_task: int) -> None:
         host: Any = worker.host
