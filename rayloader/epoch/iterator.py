@@ -167,12 +167,6 @@ def forget() -> None:
     _kept.clear()
 
 
-def image_files() -> set[str]:
-    """Names of the memory files of all images, of loaders that are not gone (test support)."""
-    images = [kept.image for _, kept in list(_kept.values()) if kept.image is not None]
-    return {file.name for image in images for file in image.address.files}
-
-
 def _later(pool: Pool, key: int, ref: weakref.ref[object]) -> None:
     pool.later(functools.partial(_drop, key, ref))
 

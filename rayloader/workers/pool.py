@@ -247,24 +247,6 @@ class Pool:
             self._probe.close()
         self.output.close()
 
-    # ---- test support
-
-    def live_actor_pids(self) -> set[int]:
-        """Process ids of the actors that run, lent or not."""
-        self.wait()
-        for actor in self.actors:
-            with contextlib.suppress(RayError):
-                actor.has_started()
-        return {actor.address.pid for actor in self.actors if actor.address is not None}
-
-    def live_memory_files(self) -> set[str]:
-        """Names of the probe and the actors' arenas."""
-        self.wait()
-        names = {name for actor in self.actors for name in actor.lane.arena_names}
-        if self._probe is not None:
-            names.add(self._probe.address.name)
-        return names
-
     # ----
 
     def _end_metrics(self) -> None:
@@ -403,16 +385,6 @@ def shutdown() -> None:
             _pool = None
         _janitor.end()
         session.end()
-
-
-def live_actor_pids() -> set[int]:
-    """Process ids of this process's actors that run (test support)."""
-    return _pool.live_actor_pids() if _pool is not None else set()
-
-
-def live_memory_files() -> set[str]:
-    """Names of the memory files that this process's actors use (test support)."""
-    return _pool.live_memory_files() if _pool is not None else set()
 
 
 def _forget_after_fork() -> None:

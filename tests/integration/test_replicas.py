@@ -28,10 +28,10 @@ import ray
 import torch
 
 import rayloader
+from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
 from rayloader.epoch import iterator as iterator_module
-from rayloader.epoch.iterator import image_files
 from rayloader.workers.actor import Actor, RayAnswer
 from rayloader.workers.pool import get_pool
 
