@@ -586,8 +586,6 @@ def shutdown() -> None:
         link.end_all()
     if pool is not None:
         pool.shutdown()
-    if iterator is not None:
-        iterator.forget()
 
 
 def _warn_about_multiprocessing_context() -> None:

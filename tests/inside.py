@@ -117,6 +117,7 @@ def live_memory_files():
 
 def image_files():
     """Names of the memory files of the images that loaders keep."""
-    iterator = sys.modules.get("rayloader.epoch.iterator")
-    images = [kept.image for _, kept in list(iterator._kept.values()) if kept.image] if iterator is not None else []
+    if (pool := pool_if_any()) is None:
+        return set()
+    images = [entry.kept.image for entry in [*pool._loaders.values()] if entry.kept and entry.kept.image]
     return {file.name for image in images for file in image.address.files}

@@ -138,7 +138,7 @@ def plan_epoch(
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """What is kept of one loader.
+    """What one iterator of a loader leaves to the next.
 
     Attributes:
         image: of its replica, as last sent: the next one is compared with it.
@@ -147,33 +147,6 @@ class Kept:
 
     image: Image | None = None
     paces: list[Pace] = field(default_factory=list)
-
-
-_kept: dict[int, tuple[weakref.ref[object], Kept]] = {}  # by the loader's identity
-
-
-def kept_of(loader: object, pool: Pool) -> Kept:
-    """What is kept of that loader."""
-    key = id(loader)
-    entry = _kept.get(key)
-    if entry is None or entry[0]() is not loader:
-        ended = functools.partial(_later, pool, key)
-        entry = _kept[key] = weakref.ref(loader, ended), Kept()
-    return entry[1]
-
-
-def forget() -> None:
-    """Ends the images of all loaders."""
-    _kept.clear()
-
-
-def _later(pool: Pool, key: int, ref: weakref.ref[object]) -> None:
-    pool.later(functools.partial(_drop, key, ref))
-
-
-def _drop(key: int, ref: weakref.ref[object]) -> None:
-    if key in _kept and _kept[key][0] is ref:  # otherwise another loader is where that one was
-        del _kept[key]
 
 
 class EpochIterator(OfOneProcess, BaseIterator):
@@ -336,7 +309,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             return []
         worker_bytes = self._options.prefetch_bytes / self._num_workers
         new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
-        kept = kept_of(loader, get_pool())
+        kept = get_pool().kept(loader, Kept)
         if [(p.worker_bytes, p.dynamic) for p in kept.paces] != [(p.worker_bytes, p.dynamic) for p in new]:
             kept.paces = new
         return kept.paces
@@ -394,7 +367,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             encoded = self._encode_replica(mappings)
             if warm:
                 fleet.lend(self._num_hosts)
-            kept = kept_of(loader, pool)
+            kept = pool.kept(loader, Kept)
             image = Image.write(encoded, mappings) if kept.image is None else kept.image.updated(encoded, mappings)
             kept.image = image
             return image, list(encoded.carried)

@@ -26,7 +26,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import ray
@@ -51,6 +51,7 @@ from rayloader.workers.placement import Draining, Placement, Verdict
 GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
 
+_Kept = TypeVar("_Kept")
 _remote_worker: Any = ray.remote(WorkerProcess)
 leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
 
@@ -60,7 +61,8 @@ class _LoaderEntry:
     """A loader that has iterated in this session."""
 
     ref: weakref.ref[object]
-    key: bytes  # of the options that its actors are created with
+    key: bytes = b""  # of the options that its actors are created with
+    kept: Any = None
 
 
 class Pool:
@@ -71,7 +73,7 @@ class Pool:
         self._janitor = janitor
         self._lifetimes = Lifetimes(janitor, self.session_alive)
         self._placement = Placement()
-        self._loaders: list[_LoaderEntry] = []
+        self._loaders: dict[int, _LoaderEntry] = {}  # by identity
         self._lock = threading.Lock()
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
@@ -109,10 +111,28 @@ class Pool:
         """
         self.wait()  # after this, actors that finalizers have left are warm
         with self._lock:
-            self._register(loader, _key(remote_args))
+            self._entry(loader).key = _key(remote_args)
         if self._metrics.watch(loader):
             self.later(self.tidy)
         return Lease(self._tidy_later, name)
+
+    def kept(self, loader: object, new: Callable[[], _Kept]) -> _Kept:
+        """What iterators of a loader leave to the next ones, until it is gone; `new` makes the first.
+
+        It ends in the janitor's thread, or with `shutdown`.
+        """
+        with self._lock:
+            entry = self._entry(loader)
+            if entry.kept is None:
+                entry.kept = new()
+            kept: _Kept = entry.kept
+            return kept
+
+    def _entry(self, loader: object) -> _LoaderEntry:
+        entry = self._loaders.get(id(loader))
+        if entry is None or entry.ref() is not loader:
+            entry = self._loaders[id(loader)] = _LoaderEntry(weakref.ref(loader, self._tidy_later))
+        return entry
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
@@ -228,8 +248,8 @@ class Pool:
     def tidy(self) -> float | None:
         """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
         with self._lock:
-            self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
-            usable = {entry.key for entry in self._loaders}
+            self._loaders = {number: entry for number, entry in self._loaders.items() if entry.ref() is not None}
+            usable = {entry.key for entry in self._loaders.values()}
         shared = not session.started_here()
         left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
         metrics = self._metrics.tell() if self.session_alive() else None
@@ -242,7 +262,7 @@ class Pool:
         self._janitor.do(self._end_metrics)
         self._janitor.do(self._lifetimes.kill_all)
         with self._lock:
-            self._loaders = []
+            self._loaders = {}
         if self._probe is not None:
             self._probe.close()
         self.output.close()
@@ -268,13 +288,6 @@ class Pool:
 
     def _tidy_later(self, _: object) -> None:
         self.later(self.tidy)
-
-    def _register(self, loader: object, key: bytes) -> None:
-        for entry in self._loaders:
-            if entry.ref() is loader:
-                entry.key = key
-                return
-        self._loaders.append(_LoaderEntry(weakref.ref(loader, self._tidy_later), key))
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
         had_room = not self._placement.lacks_cpus(remote_args, count)
