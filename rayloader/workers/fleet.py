@@ -393,27 +393,42 @@ class Fleet:
     def spread(self) -> list[Worker]:
         """Moves workers to processes of their own that have come, and away from nodes that will leave.
 
-        A process on such a node continues until its replacement has come. If the node goes before, it is lost as any
-        other would be.
+        A process on such a node continues until its replacement has come, or until it is late. Others then host its
+        workers.
 
         Returns:
             The workers that move; they are away now.
         """
         before = self.actors
-        for actor in before:
-            if actor.lost or actor in self._replaced or not self._pool.is_draining(actor):
-                continue
-            if own := self._own_of(actor):
+        draining = [actor for actor in before if not actor.lost and self._pool.is_draining(actor)]
+        for actor in draining:
+            if actor not in self._replaced and (own := self._own_of(actor)):
                 (new,) = self._lend(1)
                 self._coming[new] = own, 0
                 self._replaced.append(actor)
                 for worker in own:
                     worker.hurry()
         moved = self._take_over()
+        for actor in draining:
+            # If no actor stays, Ray must not be asked again for each batch.
+            if (hosts := self._survivors_of(actor)) and self._is_late(actor):
+                for worker in self.hosted_by(actor):
+                    worker.leave()
+                moved += self._move([actor], hosts)
         for actor in before:
             if actor not in self.actors and not actor.lost:
                 self._end(actor)
         return moved
+
+    def _is_late(self, actor: Actor) -> bool:
+        """Whether its workers must leave it at once: its node leaves, or they have waited long enough for room."""
+        assert actor.address is not None
+        node_id, draining = actor.address.node_id, self._pool.draining
+        if not draining.is_late(node_id, at_last=False):
+            return False
+        coming = [new for new, (workers, _) in self._coming.items() if actor in [worker.host for worker in workers]]
+        has_room = bool(coming) and all(new.is_placed() for new in coming)  # then Ray is not asked again
+        return not has_room or draining.is_late(node_id, at_last=True)
 
     def _take_over(self) -> list[Worker]:
         """Lets late processes take over their workers from those that have helped out."""

@@ -7,6 +7,7 @@ The only state is what was learned about the cluster; any thread may call.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import warnings
@@ -34,6 +35,8 @@ CPU_PATIENCE_S = 10.0
 OTHERS_PATIENCE_S = 15.0
 # How often Ray is asked which nodes will leave, in seconds. Clouds give at least 30 s of notice.
 INTERVAL_S = 2.0
+# How long before a node leaves its workers move, even if others must do their work: opening a dataset takes a while.
+MARGIN_S = 5.0
 # For actors that wait only for their processes.
 NO_RESOURCES = "no resources"
 
@@ -256,25 +259,36 @@ class Draining:
 
     def __init__(self, ask: Callable[[], Mapping[str, int]]) -> None:
         self._ask = ask
-        self._nodes: frozenset[str] = frozenset()  # with actors
+        self._moments: dict[str, tuple[float, float]] = {}  # by node, see `is_late`; replaced as a whole
         self._due = 0.0  # time.monotonic(): when to ask next
 
     def __bool__(self) -> bool:
         """Whether any actors are on such nodes."""
-        return bool(self._nodes)
+        return bool(self._moments)
 
     def __contains__(self, node_id: str) -> bool:
         """Whether Ray drains that node, if actors are there."""
-        return node_id in self._nodes
+        return node_id in self._moments
 
-    def look(self, actors: Mapping[str, int]) -> float | None:
+    def is_late(self, node_id: str, *, at_last: bool) -> bool:
+        """Whether workers must leave that node now, even if others must do their work.
+
+        Args:
+            node_id: that node.
+            at_last: whether only the node's own deadline counts; else also how long they have waited for room
+                elsewhere.
+        """
+        return time.monotonic() >= self._moments.get(node_id, (math.inf, math.inf))[at_last]
+
+    def look(self, actors: Mapping[str, int], patience: float) -> float | None:
         """Asks Ray, if that is due; returns the seconds until the next time, None if there is nothing to ask.
 
         Args:
             actors: how many there are on each other node.
+            patience: how many seconds workers wait for room on another node, if their node does not leave earlier.
         """
         if not actors:
-            self._nodes = frozenset()
+            self._moments = {}
             return None
         now = time.monotonic()
         if now < self._due:
@@ -284,15 +298,22 @@ class Draining:
             drained = self._ask()
         except Exception:  # Ray raises many kinds of errors; it reports the problem itself, and is asked again
             return INTERVAL_S
-        for node_id in drained.keys() & actors.keys() - self._nodes:
-            when = drained[node_id]
-            logger.warning(
-                "rayloader: Ray drains the node %s%s; its %d worker processes are replaced by others elsewhere",
-                node_id,
-                f", which goes in {max(0.0, when / 1000 - time.time()):.0f} s" if when else "",
-                actors[node_id],
-            )
-        self._nodes = frozenset(drained.keys() & actors.keys())
+        moments = {}
+        for node_id in drained:
+            if node_id not in actors:
+                continue
+            left = drained[node_id] / 1000 - time.time() if drained[node_id] else math.inf
+            at_last = now + left - MARGIN_S
+            patient = self._moments[node_id][False] if node_id in self._moments else now + patience
+            moments[node_id] = min(patient, at_last), at_last
+            if node_id not in self._moments:
+                logger.warning(
+                    "rayloader: Ray drains the node %s%s; its %d worker processes are replaced by others elsewhere",
+                    node_id,
+                    f", which goes in {max(0.0, left):.0f} s" if left < math.inf else "",
+                    actors[node_id],
+                )
+        self._moments = moments
         return INTERVAL_S
 
 

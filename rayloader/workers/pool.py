@@ -280,7 +280,7 @@ class Pool:
         here = session.node_id()
         nodes = [actor.address.node_id for actor in self.actors if actor.address is not None]
         elsewhere = collections.Counter(node_id for node_id in nodes if node_id != here)
-        seconds = self.draining.look(elsewhere)
+        seconds = self.draining.look(elsewhere, self._placement.limit_with_others)
         for actor in self.actors:
             if self.is_draining(actor):
                 self._lifetimes.kill(actor, if_spare=True)

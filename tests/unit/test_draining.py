@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from rayloader.workers import placement
-from rayloader.workers.placement import INTERVAL_S, Draining
+from rayloader.workers.placement import INTERVAL_S, MARGIN_S, Draining
+
+PATIENCE = 15.0
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def world(monkeypatch):
         return world.drained
 
     world.draining = Draining(ask)
-    world.look = world.draining.look
+    world.look = lambda actors: world.draining.look(actors, PATIENCE)
     return world
 
 
@@ -41,7 +43,7 @@ def test_ray_is_asked_once_in_an_interval(world):
     assert world.asked == 2
 
 
-def test_a_node_that_is_drained_is_said_once(world, caplog):
+def test_a_node_that_is_drained_is_said_once_and_left_when_it_is_late(world, caplog):
     world.drained = {"a": 0, "without actors": 0}
     for _ in range(2):
         world.look({"a": 2, "b": 1})
@@ -51,16 +53,44 @@ def test_a_node_that_is_drained_is_said_once(world, caplog):
     assert caplog.messages == [
         "rayloader: Ray drains the node a; its 2 worker processes are replaced by others elsewhere"
     ]
+    assert not world.draining.is_late("a", at_last=False)
+    world.now = 100 + PATIENCE
+    assert world.draining.is_late("a", at_last=False)
+    assert not world.draining.is_late("a", at_last=True), "it does not say when it goes"
+    assert not world.draining.is_late("b", at_last=False)
 
 
-@pytest.mark.parametrize("left", [60, 1])
-def test_when_a_node_goes_is_said(world, caplog, left):
+@pytest.mark.parametrize(
+    ("left", "patient", "at_last"),
+    [
+        pytest.param(60, PATIENCE, 60 - MARGIN_S, id="long"),
+        pytest.param(10, 10 - MARGIN_S, 10 - MARGIN_S, id="short"),
+        pytest.param(1, 0, 0, id="at once"),
+    ],
+)
+def test_a_node_is_left_before_it_goes(world, caplog, left, patient, at_last):
     world.drained = {"a": int(1000 * (world.now + left))}
     world.look({"a": 1})
     assert caplog.messages == [
         f"rayloader: Ray drains the node a, which goes in {left} s; its 1 worker processes are replaced by others "
         "elsewhere"
     ]
+    for when, moment in ((False, patient), (True, at_last)):
+        if moment:
+            world.now = 100 + moment - 0.01
+            assert not world.draining.is_late("a", at_last=when)
+        world.now = 100 + moment
+        assert world.draining.is_late("a", at_last=when)
+
+
+def test_an_earlier_end_that_is_told_later_counts(world):
+    world.drained = {"a": 0}
+    world.look({"a": 1})
+    world.now += INTERVAL_S
+    world.drained = {"a": int(1000 * (world.now + MARGIN_S + 1))}
+    world.look({"a": 1})
+    world.now += 1
+    assert world.draining.is_late("a", at_last=True)
 
 
 def test_what_ray_does_not_answer_changes_nothing(world):
@@ -79,3 +109,4 @@ def test_a_node_without_actors_is_forgotten(world, actors):
     world.now += INTERVAL_S
     world.look(actors)
     assert not world.draining
+    assert not world.draining.is_late("a", at_last=False)

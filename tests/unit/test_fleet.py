@@ -98,7 +98,7 @@ class World:
     """A fleet whose processes are on named nodes. This object is its pool, and the mailbox of its workers.
 
     Attributes:
-        drained: nodes.
+        drained: nodes, with how late their workers are: 0 not at all, 1 unless room is found elsewhere, 2 in any case.
         new: the processes that were asked for.
         killed: processes that were ended.
         hurried: workers, where their process was told that another one will be these soon.
@@ -106,7 +106,7 @@ class World:
     """
 
     def __init__(self, *nodes: str) -> None:
-        self.drained: set[str] = set()
+        self.drained: dict[str, int] = {}
         self.new: list[Process] = []
         self.killed: list[Process] = []
         self.hurried: list[int] = []
@@ -166,6 +166,9 @@ class World:
     def is_draining(self, process: Process) -> bool:
         return process.address is not None and process.address.node_id in self.drained
 
+    def is_late(self, node_id: str, *, at_last: bool) -> bool:
+        return self.drained[node_id] >= 1 + at_last
+
     def __bool__(self) -> bool:
         return bool(self.drained)
 
@@ -221,7 +224,7 @@ def test_without_a_notice_there_is_nothing_to_do() -> None:
 def test_a_process_on_a_drained_node_works_on_until_another_has_come() -> None:
     world = World("here", "a", "b")
     stays, goes, _ = before = world.hosts()
-    world.drained = {"a"}
+    world.drained = {"a": 0}
     assert world.fleet.may_spread
     for _ in range(3):
         assert world.spread() == []
@@ -239,11 +242,42 @@ def test_a_process_on_a_drained_node_works_on_until_another_has_come() -> None:
     assert len(world.new) == 1
 
 
+def test_where_there_is_no_room_others_host_the_workers_until_there_is() -> None:
+    world = World("here", "a", "a")
+    stays, *gone = world.hosts()
+    world.drained = {"a": 0}
+    assert world.spread() == []
+    world.drained = {"a": 1}
+    assert world.spread() == [1, 2]
+    assert world.hosts() == [stays] * 3
+    assert world.killed == gone
+    world.drained = {}
+    assert world.fleet.may_spread
+    for new in world.new:
+        new.comes("b")
+    assert world.spread() == [1, 2]
+    assert world.hosts() == [stays, *world.new]
+    assert world.killed == gone
+
+
+def test_who_has_found_room_is_waited_for_until_the_node_goes() -> None:
+    world = World("here", "a")
+    stays, _ = world.hosts()
+    world.drained = {"a": 0}
+    world.spread()
+    world.new[0].placed = True
+    world.drained = {"a": 1}
+    assert world.spread() == []
+    world.drained = {"a": 2}
+    assert world.spread() == [1]
+    assert world.hosts() == [stays, stays]
+
+
 @pytest.mark.parametrize("nodes", [("a",), ("a", "b")], ids=["one node", "all nodes"])
 def test_where_nobody_stays_the_processes_work_on(nodes: tuple[str, ...]) -> None:
     world = World(*nodes)
     before = world.hosts()
-    world.drained = {*nodes}
+    world.drained = dict.fromkeys(nodes, 2)
     for _ in range(3):
         assert world.spread() == []
     assert world.hosts() == before
@@ -252,10 +286,10 @@ def test_where_nobody_stays_the_processes_work_on(nodes: tuple[str, ...]) -> Non
 
 def test_who_comes_to_a_node_that_is_drained_by_then_moves_on() -> None:
     world = World("here", "a")
-    world.drained = {"a"}
+    world.drained = {"a": 0}
     world.spread()
     world.new[0].comes("b")
-    world.drained = {"a", "b"}
+    world.drained = {"a": 0, "b": 0}
     assert world.spread() == [1]
     assert world.spread() == []
     world.new[1].comes("c")
@@ -267,7 +301,7 @@ def test_who_comes_to_a_node_that_is_drained_by_then_moves_on() -> None:
 def test_others_host_the_workers_of_one_that_dies_before_its_successor_comes(vanished: bool) -> None:
     world = World("here", "a")
     stays, goes = world.hosts()
-    world.drained = {"a"}
+    world.drained = {"a": 0}
     world.spread()
     goes.vanished = vanished
     world.fleet.lose(goes)
@@ -281,7 +315,7 @@ def test_others_host_the_workers_of_one_that_dies_before_its_successor_comes(van
 def test_one_that_dies_and_has_nobody_to_help_out_is_replaced() -> None:
     world = World("a")
     (goes,) = world.hosts()
-    world.drained = {"a"}
+    world.drained = {"a": 0}
     world.spread()
     world.fleet.lose(goes)
     assert world.fleet.replace(world.fleet.workers[0])
@@ -303,28 +337,29 @@ def test_a_drained_process_leaves_also_whom_it_hosts_for_others() -> None:
     assert world.fleet.replace(world.fleet.workers[1])
     world.fleet.workers[1].away = False
     assert world.hosts() == [helps, helps]
-    world.drained = {"a"}
+    world.drained = {"a": 1}
     assert world.spread() == []
     others, own = world.new
     own.comes("c")
-    assert world.spread() == [0]
-    assert world.hosts() == [own, helps]
-    assert world.killed == [lost]
+    assert world.spread() == [0, 1]
+    assert world.hosts() == [own, own]
+    assert world.killed == [lost, helps]
     others.comes("d")
     assert world.spread() == [1]
     assert world.hosts() == [own, others]
-    assert world.killed == [lost, helps]
 
 
 def test_a_successor_that_cannot_start_is_asked_for_a_few_times() -> None:
     world = World("here", "a")
-    before = world.hosts()
-    world.drained = {"a"}
+    stays, _ = world.hosts()
+    world.drained = {"a": 0}
     for _ in range(2 * MOST_FAILED_STARTS):
         assert world.spread() == []
         world.new[-1].answer = RayError("as planned")
     assert len(world.new) == 1 + MOST_FAILED_STARTS
-    assert world.hosts() == before
+    world.drained = {"a": 1}
+    assert world.spread() == [1]
+    assert world.hosts() == [stays, stays]
 
 
 # ---- processes that do not come
@@ -432,12 +467,12 @@ def test_resizing_deals_the_workers_and_gives_back_what_is_not_needed() -> None:
 def test_resizing_gives_back_whom_it_has_still_waited_for() -> None:
     world = World("here", "a")
     world.any_may_be_lent = True
-    world.drained = {"a"}
+    world.drained = {"a": 0}
     world.spread()
     (coming,) = world.new
     world.fleet.resize(1)
     assert coming in world.given_back
-    world.drained = set()
+    world.drained = {}
     assert not world.fleet.may_spread
 
 

@@ -307,7 +307,7 @@ TESTS = {
         "test_who_keeps_all_batches_is_told_once_and_gets_the_rest": ["rayloader: the program keeps"],
     },
     "unit/test_draining.py": {
-        "test_a_node_that_is_drained_is_said_once": ["rayloader: Ray drains the node"],
+        "test_a_node_that_is_drained_is_said_once_and_left_when_it_is_late": ["rayloader: Ray drains the node"],
     },
     "multinode/test_cluster_join.py": {
         "test_ray_client_is_refused": ["rayloader needs a driver"],
