@@ -59,7 +59,8 @@ class Sample:
     def take(cls, batches: int, loader: Any) -> Sample:
         """As it is now."""
         driver = psutil.Process()
-        workers = [psutil.Process(pid) for pid in rayloader.workers.pool.live_actor_pids()]
+        actors = rayloader.workers.pool.get_pool().actors
+        workers = [psutil.Process(actor.address.pid) for actor in actors if actor.address is not None]
         state = io.BytesIO()
         torch.save(loader.state_dict(), state)
         return cls(

@@ -18,10 +18,8 @@ from collections.abc import Iterator
 import harness
 from harness import Figure, Options
 from rayloader.transport.local_line import connect
-from rayloader.workers.line_calls import LineCalls
-from rayloader.workers.mailbox import Mailbox
-from rayloader.workers.ray_calls import RayCalls
-from rayloader.workers.waiting import NONE_YET
+from rayloader.workers.actor import NONE_YET
+from rayloader.workers.connection import LineCalls, Mailbox, RayCalls
 
 QUESTION = "waiting"
 COUNTS = (1, 4, 16, 64, 256, 1024)

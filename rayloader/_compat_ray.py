@@ -113,12 +113,6 @@ def draining_nodes(ray: ModuleType) -> dict[str, int]:
     return nodes
 
 
-def free_cpus(ray: ModuleType) -> dict[str, float]:
-    """Of each node that lives."""
-    nodes: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
-    return {node_id: free.get("CPU", 0.0) for node_id, free in nodes.items()}
-
-
 def node_first(ray: ModuleType, node_id: str) -> Any:
     """The scheduling strategy of actors that should run on this node if it has room, otherwise on another one.
 

@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from rayloader._compat import BaseIterator, MultiProcessIterator, SingleProcessIterator
 from rayloader.epoch.local import LocalIterator, OfOneProcess
+from rayloader.errors import level_outside
 from rayloader.loader import DataLoader, no_loader
 from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments, check, checked_num_workers
 from rayloader.resume.samplers import note_first_attributes
-from rayloader.tracebacks import level_outside
 
 _ATTRIBUTE = "_rayloader_adopted"  # of such a loader
 _DEFAULTS = {

@@ -1,4 +1,6 @@
-"""The errors that rayloader itself raises. Errors in the user's own code arrive as torch's loader raises them.
+"""The errors that rayloader itself raises, and the lines that tracebacks and warnings show of it.
+
+Errors in the user's own code arrive as torch's loader raises them.
 
 ::
 
@@ -20,6 +22,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+from types import TracebackType
+
+# Their lines tell the user nothing: this package, and torch's loader.
+_OURS = ("rayloader.", "torch.utils.data.")
 
 
 class RayloaderError(RuntimeError):
@@ -87,3 +94,29 @@ def add_note(error: BaseException, note: str) -> None:
             error.add_note(note)
         else:
             error.__dict__.setdefault("__notes__", []).append(note)
+
+
+def shorten(error: BaseException, says_all: bool) -> None:
+    """Shortens the traceback of an error that passes through this package; it then holds none of our objects.
+
+    Args:
+        error: the one that is being raised; the function that calls this stays in its traceback.
+        says_all: it does not need the line where it was raised. Otherwise only the lines between the user's are
+            removed: an error that was raised in this package is a fault of it, and keeps all lines.
+    """
+    first = error.__traceback__
+    if first is None or (lines := first.tb_next) is None:
+        return
+    theirs: TracebackType | None = lines
+    while theirs is not None and theirs.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
+        theirs = theirs.tb_next
+    if theirs is not None or says_all:
+        first.tb_next = theirs
+
+
+def level_outside(*packages: str) -> int:
+    """The `stacklevel` for `warnings.warn` at which the caller's warning names the first line outside of packages."""
+    level, frame = 0, inspect.currentframe()  # this function's, in this package
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        level, frame = level + 1, frame.f_back
+    return level

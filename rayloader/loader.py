@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
-from rayloader.errors import StateError
+from rayloader.errors import StateError, level_outside, shorten
 from rayloader.observe.cpu_use import cpus
 from rayloader.observe.recorder import Recorder
 from rayloader.observe.stats import LoaderStats
@@ -44,7 +44,6 @@ from rayloader.resume.samplers import note_first_attributes
 from rayloader.resume.state import State
 from rayloader.sampling.prefetch import PREFETCH_BYTES, AutomaticPrefetch
 from rayloader.sampling.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
-from rayloader.tracebacks import level_outside, shorten
 
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
@@ -587,8 +586,6 @@ def shutdown() -> None:
         link.end_all()
     if pool is not None:
         pool.shutdown()
-    if (kept := sys.modules.get("rayloader.epoch.kept")) is not None:
-        kept.forget()
 
 
 def _warn_about_multiprocessing_context() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rayloader import skipping
+from rayloader import fetching
 from rayloader.inherit.process_state import ProcessState
 from rayloader.replica.opening import ImageAddress
 from rayloader.transport.lanes import Wire, fits_in_band
@@ -130,7 +130,7 @@ class Result:
     wire: Wire | None = None
     text: str = ""
     nbytes: int = 0  # of the batch's buffers
-    skipped: tuple[skipping.Skipped, ...] = ()
+    skipped: tuple[fetching.Skipped, ...] = ()
     digest: int = 0  # tells whether a rebuilt batch is the same
     samples: int = 0  # in the batch
 

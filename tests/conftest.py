@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from inside import pool_if_any
+from inside import image_files, live_actor_pids, live_memory_files, pool_if_any
 
 ROOT = Path(__file__).parents[1]
 PIP_LIMIT = 600  # seconds; on expiry the test fails
@@ -168,17 +168,13 @@ def our_files():
         with contextlib.suppress(OSError):
             names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    pool = sys.modules.get("rayloader.workers.pool")
-    kept = pool.live_memory_files() if pool is not None else set()  # which actors may live is check_actors' matter
-    if "rayloader.epoch.kept" in sys.modules:
-        kept |= sys.modules["rayloader.epoch.kept"].image_files()
+    kept = live_memory_files() | image_files()  # which actors may live is check_actors' matter
     return {name for name in names if "rayloader-" in name and not any(file in name for file in kept)}
 
 
 def pool_pids():
     """Processes of the actors that this process's pool knows and keeps."""
-    pool = sys.modules.get("rayloader.workers.pool")
-    return pool.live_actor_pids() if pool is not None else set()
+    return live_actor_pids()
 
 
 def our_actors():

@@ -6,6 +6,7 @@ also around tests that never import the library.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -91,3 +92,32 @@ def pool_if_any():
     """The pool of this process; None if there is none, and does not make one."""
     module = sys.modules.get("rayloader.workers.pool")
     return None if module is None else module._pool
+
+
+def live_actor_pids(pool=None):
+    """Processes of the actors that run, of this process's pool or of the given one."""
+    pool = pool or pool_if_any()
+    if pool is None:
+        return set()
+    pool.wait()
+    for actor in pool.actors:
+        with contextlib.suppress(Exception):  # it is dead
+            actor.has_started()
+    return {actor.address.pid for actor in pool.actors if actor.address is not None}
+
+
+def live_memory_files():
+    """Names of the memory files that this process's pool uses: its probe's, and its actors' arenas."""
+    if (pool := pool_if_any()) is None:
+        return set()
+    pool.wait()
+    names = {name for actor in pool.actors for name in actor.lane.arena_names}
+    return names | ({pool._probe.address.name} if pool._probe is not None else set())
+
+
+def image_files():
+    """Names of the memory files of the images that loaders keep."""
+    if (pool := pool_if_any()) is None:
+        return set()
+    images = [entry.kept.image for entry in [*pool._loaders.values()] if entry.kept and entry.kept.image]
+    return {file.name for image in images for file in image.address.files}

@@ -1,4 +1,4 @@
-"""The thread that prepares batches before the user asks for them: copies or pins them.
+"""Turns results into batches, and the thread that does so before the user asks for them: it copies or pins them.
 
 Promise: an `AheadThread` owns one thread, `rayloader-ahead`, from `start` on. It ends when `close` is called, or with
 an error, which `check` raises. An exception that a signal handler raises in the user's thread, at any line, leaves
@@ -18,12 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from rayloader import skipping
+from rayloader import fetching
 from rayloader._compat import ExceptionWrapper
 from rayloader.bell import TICK_S, Bell, DaemonThread
-from rayloader.epoch.opening import opened
 from rayloader.epoch.schedule import Schedule
-from rayloader.protocol import Result
+from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import lanes
 from rayloader.transport.recycled import Recycled
@@ -180,7 +179,7 @@ class Preparation:
             assert result.wire is not None
             result = replace(result, wire=lanes.owned(result.wire, self._copies.copy))
         with self._engine.lock:
-            if task.result is not None:  # otherwise it was taken back meanwhile
+            if task.result is not None:  # otherwise the epoch was closed meanwhile
                 if self._pin is not None:
                     task.data = data
                 else:
@@ -188,9 +187,43 @@ class Preparation:
 
     def _opened_and_pinned(self, task: Task, result: Result, pin: Callable[[Any], Any]) -> Any:
         data = opened(task, result)
-        if isinstance(data, ExceptionWrapper) or data is skipping.NOTHING:
+        if isinstance(data, ExceptionWrapper) or data is fetching.NOTHING:
             return data
         try:
             return pin(data)
         except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
             return ExceptionWrapper(where=f"in pin memory thread for device {self._device_index}")
+
+
+def opened(task: Task, result: Result) -> Any:
+    """The batch, or an ExceptionWrapper, also if it can't be unpickled; `fetching.NOTHING` if all was skipped."""
+    if result.kind == ResultKind.EMPTY:
+        return fetching.NOTHING
+    if result.wire is None:
+        return _RemoteError(result.text)
+    try:
+        return lanes.from_wire(result.wire)
+    except Exception:  # the user's own unpickling may raise anything, and so may a signal handler here
+        if threading.current_thread() is threading.main_thread() and _opens(result.wire):
+            raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in bell.py
+        if result.kind == ResultKind.ERROR:
+            return _RemoteError(result.text)
+        return ExceptionWrapper(where=f"unpickling a batch of DataLoader worker process {task.worker_id}")
+
+
+def _opens(wire: lanes.Wire) -> bool:
+    try:
+        lanes.from_wire(wire)
+    except Exception:  # the user's own unpickling, again
+        return False
+    return True
+
+
+class _RemoteError(ExceptionWrapper):
+    """A user's exception whose type cannot come here: raised as torch raises one that it cannot construct."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reraise(self) -> None:
+        raise RuntimeError(self._text)

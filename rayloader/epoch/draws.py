@@ -62,30 +62,18 @@ class Draws:
         self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)
         return result
 
-    def reach(self, torch_draws: int, newest: int) -> int | None:
+    def reach(self, torch_draws: int) -> None:
         """Checks draws that were made early, at the moment at which torch's loader would have made them.
 
-        Args:
-            torch_draws: how often that would have drawn by now.
-            newest: the newest task whose batch is on its way out of the loader.
-
-        Returns:
-            The first task whose indices would be others now, if there is one: `take_back` must follow.
+        Raises:
+            RayloaderError: that would draw something else now.
         """
         if self._ahead is None:
-            return None
-        changed = self._ahead.reach(torch_draws)
-        if changed is not None and self._ahead.regroups and (newest >= changed or self._position.is_past(changed)):
-            raise RayloaderError(  # only without order
-                "the sampler's batch_size was changed during the epoch, and you already have batches that would "
-                'have to be drawn again in other sizes. With in_order=False and scheduling="dynamic" the sampler '
-                "is read far ahead: change batch_size between two epochs, or pass prefetch_factor"
+            return
+        if not self._ahead.reach(torch_draws):
+            raise RayloaderError(
+                "the sampler was changed during the epoch (batch_size of a BatchSampler, or indices of a "
+                "SubsetRandomSampler), after batches had been drawn from it ahead of time; change it between two "
+                "epochs, or pass prefetch_factor=2, with which batches are drawn when torch's loader draws them"
             )
         self._position.drawn_by_torch = torch_draws
-        return changed
-
-    def take_back(self, from_task: int, before: Drawn | None) -> None:
-        """The draws from this task on will be repeated; `before`: the draw before it, if it is not the user's yet."""
-        self._checksum = self._position.checksum if before is None else before.checksum
-        self.count = from_task
-        self._position.undrawn(from_task)

@@ -1,7 +1,7 @@
 """The engine of one epoch: the one place where the schedule meets I/O.
 
 Promise: what happens goes into the schedule as events, and its commands are carried out, under one lock (see
-NOTE [interrupts] in interrupts.py). The user's thread draws from the sampler when torch's would, gives tasks, replaces
+NOTE [interrupts] in bell.py). The user's thread draws from the sampler when torch's would, gives tasks, replaces
 workers, and receives. Where batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come
 through Ray's object store, or large ones over the network, it receives, and copies them into memory that the user may
 write to (ahead.py). `close` drops all work in progress.
@@ -21,17 +21,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rayloader import skipping
-from rayloader.epoch.ahead import AheadThread, Preparation
+from rayloader import fetching
+from rayloader.bell import Changes, change, interrupted
+from rayloader.epoch.ahead import AheadThread, Preparation, opened
 from rayloader.epoch.draws import Draws
-from rayloader.epoch.interrupts import Changes, change, interrupted
 from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
     Deliver,
     DrawIndices,
     DrawsPutOff,
-    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -48,7 +47,6 @@ from rayloader.epoch.messages import (
     WorkerLost,
     WorkerReady,
 )
-from rayloader.epoch.opening import opened
 from rayloader.epoch.reports import (
     briefly,
     describe,
@@ -72,7 +70,7 @@ from rayloader.task import DELIVERED, UNOPENED, Task
 from rayloader.transport.lanes import leased_bytes, received
 from rayloader.transport.recycled import Recycled
 from rayloader.workers.actor import Actor
-from rayloader.workers.channel import ActorLost, LineRefused, Message
+from rayloader.workers.connection import ActorLost, LineRefused, Message
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.worker import Rebuilding, Worker
 
@@ -174,7 +172,6 @@ class Engine:
         self.handle(Opened())
         self._draw_owed()
         self._start_ahead()
-        self.fleet.use_joined_nodes()
 
     @property
     def finished(self) -> bool:
@@ -219,11 +216,11 @@ class Engine:
             if self._out is not None:
                 if not self._out_is_taken:
                     self._end_turn(self._out)
-                if not self._out_is_taken:  # it was taken back meanwhile
+                if not self._out_is_taken:  # the epoch was closed meanwhile
                     self._out = None
                     continue
                 self._draw_owed()
-                if self._out.data is not skipping.NOTHING:
+                if self._out.data is not fetching.NOTHING:
                     return self._out
                 self._drop_out()
                 began = 0.0
@@ -279,7 +276,7 @@ class Engine:
 
     @change
     def _end_turn(self, task: Task) -> None:
-        """The batch is handed to the user, unless it was taken back."""
+        """The batch is handed to the user, unless the epoch was closed meanwhile."""
         if task.state is not DELIVERED:
             return
         skipped = task.result.skipped
@@ -420,10 +417,7 @@ class Engine:
     def _reach(self) -> None:
         """Checks draws that were made early, at the moment at which torch's loader would have made them."""
         self._drawing = True
-        newest = self._out.task_id if self._out is not None and self._out_is_taken else -1
-        changed = self._draws.reach(self.schedule.torch_draws, newest)
-        if changed is not None:
-            self._undo(changed)
+        self._draws.reach(self.schedule.torch_draws)
         self._drawing = False
 
     def _may_wait(self) -> bool:
@@ -438,23 +432,6 @@ class Engine:
         if not self.schedule.is_paced or min(unsent) < self.schedule.torch_draws:
             return False
         return HELD_BACK * len(unsent) <= len(self.schedule.deliverable)
-
-    def _undo(self, from_task: int) -> None:
-        """Takes the workers back to before they were given this task, to build what is drawn instead."""
-        self.note_begins()
-        with self.lock:
-            if self.failure is not None:
-                return
-            self._take()
-            before = [task for task in self.schedule.tasks if task.task_id < from_task]
-            last = before[-1] if before else self._out
-            self._draws.take_back(from_task, None if last is None else last.indices)
-            self.handle(DrawsUndone(from_task))
-            for worker in self.fleet.workers:
-                if worker.journal.take_back(from_task):
-                    self.fleet.restart(worker)
-                    self._lose_process(worker, "its tasks were taken back, because the sampler has changed")
-        self._revive()
 
     # ---- receiving
 
@@ -819,15 +796,13 @@ class Engine:
             self._tell_limits()
         if has_warned_of_bytes() or (automatic and kept < limit):
             return
-        ready = [0] * len(self.fleet.workers)
-        for task in self.schedule.untaken:
-            ready[task.worker_id] += task.nbytes
+        ready = self.bytes_under_way
         # Each batch that is not built is taken for one of this size.
-        under_way = [len(self.schedule.unanswered(worker_id)) * nbytes for worker_id in range(len(ready))]
+        workers = range(len(self.fleet.workers))
+        under_way = nbytes * sum(len(self.schedule.unanswered(worker_id)) for worker_id in workers)
         # Where the depth is automatic the rest is bounded, but for the first tasks of each worker, which are torch's.
-        if automatic or kept + sum(ready) + sum(under_way) >= limit:
-            addresses = [self.fleet.address(worker) for worker in self.fleet.workers]
-            warn_of_bytes(kept, ready, under_way, limit, addresses, automatic=automatic)
+        if automatic or kept + ready + under_way >= limit:
+            warn_of_bytes(kept, ready, under_way, limit, automatic=automatic)
 
 
 _CARRY_OUT: dict[type, Callable[[Engine, Any], None]] = {

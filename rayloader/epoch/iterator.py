@@ -16,6 +16,8 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
 from time import perf_counter
 from typing import Any
 
@@ -32,13 +34,11 @@ from rayloader._compat import (
     profiler_enabled,
     sharding_worker_init_fn,
 )
+from rayloader.epoch.depth import MAX_DEPTH, Pace
 from rayloader.epoch.engine import Engine
-from rayloader.epoch.epoch_plan import Begin, EpochPlan, plan_epoch
-from rayloader.epoch.kept import kept_of
 from rayloader.epoch.local import OfOneProcess
-from rayloader.epoch.pace import Pace
 from rayloader.epoch.schedule import Schedule
-from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note
+from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
 from rayloader.inherit.process_state import ProcessState
 from rayloader.options import Options
 from rayloader.protocol import CARRY, Replica, Setup
@@ -55,7 +55,6 @@ from rayloader.sampling.prefetch import DrawAhead, may_draw_ahead, start
 from rayloader.sampling.shard_info import ranks_told
 from rayloader.start import session
 from rayloader.task import Task
-from rayloader.tracebacks import shorten
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
@@ -65,6 +64,90 @@ from rayloader.workers.fleet import Fleet
 from rayloader.workers.pool import Pool, get_pool
 
 logger = logging.getLogger("rayloader")
+
+
+class Begin(Enum):
+    """Where an epoch begins."""
+
+    FRESH = "fresh"  # the first epoch of its workers
+    NEXT = "next"  # the same workers have had an epoch, in this run or in the one that saved the state
+    RESUMED = "resumed"  # the rest of an epoch in which a state was saved
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """What an iterator must do to begin an epoch.
+
+    Attributes:
+        begin: where.
+        starts_workers: no workers are left that could continue.
+        elastic: the depth is automatic, and indices may be drawn earlier than torch would draw them.
+        goes_on: the sampler's iterator is not at its start: it has yielded what another run's had yielded.
+        carries_over: what a worker has built may affect what it builds in the next epoch (through its random streams,
+            or a generator of the dataset's), and torch's worker would have built the same. Dynamic scheduling gives no
+            such guarantee: which worker builds what depends on which was idle.
+    """
+
+    begin: Begin
+    starts_workers: bool
+    elastic: bool
+    goes_on: bool
+    carries_over: bool
+
+    @property
+    def max_undone(self) -> int:
+        """How many tasks persistent workers may have to undo because torch's would not have been given them."""
+        return MAX_DEPTH if self.elastic and self.carries_over else 0
+
+
+def plan_epoch(
+    options: Options,
+    *,
+    lives: bool,
+    saved: bool,
+    finished: bool,
+    redealt: bool,
+    persistent: bool,
+    iterable: bool,
+    may_draw_ahead: Callable[[bool], bool],
+) -> EpochPlan:
+    """The plan of an epoch.
+
+    Args:
+        options: of the loader.
+        lives: workers of a previous epoch can continue.
+        saved: the iterator is created from a state that has a position.
+        finished: the last epoch of these workers, or that of the state, was finished.
+        redealt: other ranks have begun the epoch.
+        persistent: workers keep their dataset objects.
+        iterable: the dataset is a stream.
+        may_draw_ahead: whether the sampler may be read early; its argument is whether its iterator is not at its start.
+    """
+    resumed = saved and not finished
+    goes_on = redealt or resumed
+    # Without order, a worker's batches depend on when it is given them; and how far a stream was read ahead shows when
+    # persistent workers continue. In both cases the depth is torch's.
+    elastic = (
+        options.automatic_depth
+        and (options.in_order or options.dynamic)
+        and not (persistent and iterable)
+        and may_draw_ahead(goes_on)
+    )
+    begin = Begin.RESUMED if resumed else Begin.NEXT if lives or finished else Begin.FRESH
+    return EpochPlan(begin, not lives, elastic, goes_on, carries_over=not options.dynamic)
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What one iterator of a loader leaves to the next.
+
+    Attributes:
+        image: of its replica, as last sent: the next one is compared with it.
+        paces: of its workers, as their last epoch left them.
+    """
+
+    image: Image | None = None
+    paces: list[Pace] = field(default_factory=list)
 
 
 class EpochIterator(OfOneProcess, BaseIterator):
@@ -227,7 +310,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             return []
         worker_bytes = self._options.prefetch_bytes / self._num_workers
         new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
-        kept = kept_of(loader, get_pool())
+        kept = get_pool().kept(loader, Kept)
         if [(p.worker_bytes, p.dynamic) for p in kept.paces] != [(p.worker_bytes, p.dynamic) for p in new]:
             kept.paces = new
         return kept.paces
@@ -285,7 +368,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             encoded = self._encode_replica(mappings)
             if warm:
                 fleet.lend(self._num_hosts)
-            kept = kept_of(loader, pool)
+            kept = pool.kept(loader, Kept)
             image = Image.write(encoded, mappings) if kept.image is None else kept.image.updated(encoded, mappings)
             kept.image = image
             return image, list(encoded.carried)
@@ -325,7 +408,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             shorten(error, is_users or isinstance(error, (RayloaderError, KeyboardInterrupt)))
             raise
         self._task = task.data = None
-        self.position.handed = task  # and nothing may be called after it: see NOTE [interrupts] in interrupts.py
+        self.position.handed = task  # and nothing may be called after it: see NOTE [interrupts] in bell.py
         return data
 
     def _next_data(self) -> Any:

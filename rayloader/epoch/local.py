@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
-from rayloader import _compat_datasets, fetching, skipping
+from rayloader import _compat_datasets, fetching
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
@@ -138,7 +138,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         count = self.position.next_task
         with contextlib.suppress(StopIteration):
             for task in range(count):
-                with contextlib.suppress(skipping.NothingLeft):
+                with contextlib.suppress(fetching.NothingLeft):
                     self._build_again(task)
                 count -= 1
         if count or self._stream.digest != expected:
@@ -151,7 +151,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def _build_again(self, task: int) -> None:
         try:
             self._build(task, next(self._sampler_iter), [])
-        except (StopIteration, skipping.NothingLeft):
+        except (StopIteration, fetching.NothingLeft):
             raise
         except Exception:  # the user's own: it was raised the first time too
             pass
@@ -171,8 +171,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def _next_data(self) -> Any:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        data = skipping.NOTHING
-        while data is skipping.NOTHING:
+        data = fetching.NOTHING
+        while data is fetching.NOTHING:
             task, indices, checksum = self._draw()
             if not self.position.has(task):
                 data = self._take(task, indices, checksum)
@@ -203,13 +203,13 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def _take(self, task: int, indices: Any, checksum: int) -> Any:
         """The batch, or `NOTHING`. The task counts as the user's in any case, unless the stream has ended."""
-        skipped: list[skipping.Skipped] = []
+        skipped: list[fetching.Skipped] = []
         ended = False
         try:
             data = self._build(task, indices, skipped)
             return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
-        except skipping.NothingLeft:
-            return skipping.NOTHING
+        except fetching.NothingLeft:
+            return fetching.NOTHING
         except StopIteration:
             ended = self._iterable
             raise
@@ -222,7 +222,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._stream.ended = getattr(self._dataset_fetcher, "ended", False)
             self._count_skipped(skipped)
 
-    def _build(self, task: int, indices: Any, skipped: list[skipping.Skipped]) -> Any:
+    def _build(self, task: int, indices: Any, skipped: list[fetching.Skipped]) -> Any:
         left_out = skipped if self._options.skips_errors else None
         # A dataset may pass a state that it has loaded on to others only when it is iterated.
         loading = _compat_datasets.loading(self._dataset) if self._has_just_loaded else contextlib.nullcontext()
@@ -237,7 +237,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._stream.digest = chain(digest(data), self._stream.digest)
         return data
 
-    def _count_skipped(self, skipped: list[skipping.Skipped]) -> None:
+    def _count_skipped(self, skipped: list[fetching.Skipped]) -> None:
         self._tally.skipped += len(skipped)
         try:
             self.position.skip(skipped, self._options.max_skipped)

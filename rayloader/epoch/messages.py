@@ -46,13 +46,6 @@ class DrawsPutOff:
 
 
 @dataclass(slots=True)
-class DrawsUndone:
-    """From this task on, the indices differ from those that were drawn early; they are drawn when torch draws them."""
-
-    from_task: int
-
-
-@dataclass(slots=True)
 class TaskDone:
     """A worker answered this task, with a batch or with the user's exception.
 
@@ -139,7 +132,6 @@ Event = (
     | SamplerExhausted
     | SamplerFailed
     | DrawsPutOff
-    | DrawsUndone
     | TaskDone
     | Limited
     | WorkerExhausted
@@ -201,16 +193,15 @@ Command = DrawIndices | Submit | Deliver | Drop | ReplaceWorker | Fail
 # state before -> event -> state after; `Submit` and `Deliver` are the schedule's own steps. The picture in
 # docs/architecture.md is generated from this table.
 TRANSITIONS: dict[TaskState, dict[type, TaskState]] = {
-    QUEUED: {Submit: OUTSTANDING, DrawsUndone: GONE, WorkerExhausted: GONE, Closed: GONE},
+    QUEUED: {Submit: OUTSTANDING, WorkerExhausted: GONE, Closed: GONE},
     OUTSTANDING: {
         TaskDone: READY,
-        DrawsUndone: GONE,
         WorkerExhausted: GONE,
         WorkerLost: LOST,
         Closed: GONE,
     },
-    READY: {Deliver: DELIVERED, DrawsUndone: GONE, Closed: GONE},
-    DELIVERED: {BatchTaken: GONE, DrawsUndone: GONE, Closed: GONE},
-    LOST: {Submit: OUTSTANDING, DrawsUndone: GONE, Closed: GONE},
+    READY: {Deliver: DELIVERED, Closed: GONE},
+    DELIVERED: {BatchTaken: GONE, Closed: GONE},
+    LOST: {Submit: OUTSTANDING, Closed: GONE},
     GONE: {},
 }

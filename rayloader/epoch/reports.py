@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Sequence
 from typing import Any
 
 from rayloader.epoch.messages import Fail
@@ -73,39 +72,22 @@ def has_warned_of_bytes() -> bool:
     return _warned_of_bytes
 
 
-def warn_of_bytes(
-    kept: int,
-    ready: Sequence[int],
-    under_way: Sequence[int],
-    limit: int,
-    addresses: Sequence[WorkerAddress | None],
-    *,
-    automatic: bool,
-) -> None:
-    """Tells who holds what, when batches take more memory than was agreed.
+def warn_of_bytes(kept: int, ready: int, under_way: int, limit: int, *, automatic: bool) -> None:
+    """Tells that batches take more memory than was agreed.
 
     Args:
         kept: bytes of batches that the program keeps.
-        ready: bytes of batches that were not taken, by worker.
-        under_way: bytes of what the workers are building or will, by worker.
+        ready: bytes of batches that were not taken.
+        under_way: bytes of what the workers are building or will.
         limit: the loader's prefetch_bytes.
-        addresses: of the workers, where they are known.
         automatic: whether the depth is, and the workers are given less because of this.
     """
     global _warned_of_bytes
     _warned_of_bytes = True
-    by_worker = [sum(both) for both in zip(ready, under_way, strict=True)]
-    of_node: dict[str, int] = {}
-    for nbytes, address in zip(by_worker, addresses, strict=True):
-        if address is not None:
-            where = f"the workers of node {address.node_id} ({address.hostname})"
-            of_node[where] = of_node.get(where, 0) + nbytes
-    holders = of_node if len(of_node) > 1 else {f"worker {number}": n for number, n in enumerate(by_worker)}
-    holder = max(holders, key=lambda name: holders[name])
     logger.warning(
         "rayloader: the program keeps %d MB of batches, %d MB are ready, and about %d MB are under way, where "
-        "prefetch_bytes is %d MB; most of what is ready and under way, %d MB, is of %s. %s",
-        *(kept >> 20, sum(ready) >> 20, sum(under_way) >> 20, limit >> 20, holders[holder] >> 20, holder),
+        "prefetch_bytes is %d MB. %s",
+        *(kept >> 20, ready >> 20, under_way >> 20, limit >> 20),
         "Meanwhile the workers are given no more to do than torch's would be. Drop batches once they are used, or "
         "raise prefetch_bytes"
         if automatic

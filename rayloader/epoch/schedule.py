@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayloader.epoch.allowance import Allowance
+from rayloader.epoch.depth import Allowance, Pace
 from rayloader.epoch.messages import (
     TRANSITIONS,
     BatchTaken,
@@ -29,7 +29,6 @@ from rayloader.epoch.messages import (
     Deliver,
     DrawIndices,
     DrawsPutOff,
-    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -46,7 +45,6 @@ from rayloader.epoch.messages import (
     WorkerLost,
     WorkerReady,
 )
-from rayloader.epoch.pace import Pace
 from rayloader.task import ANY_WORKER, DELIVERED, GONE, LOST, OUTSTANDING, QUEUED, READY, Task
 
 # NOTE [round-robin]
@@ -59,12 +57,12 @@ from rayloader.task import ANY_WORKER, DELIVERED, GONE, LOST, OUTSTANDING, QUEUE
 # would ever be drawn.
 #
 # NOTE [elastic]
-# If the depth is automatic, the window is as deep as the fastest worker needs (pace.py), and at least torch's.
+# If the depth is automatic, the window is as deep as the fastest worker needs (depth.py), and at least torch's.
 # When it shrinks, taken batches are not replaced until the table fits again.
 #
 # NOTE [waiting]
 # A task that is assigned waits until its worker has a process that may be given tasks (`WorkerReady`), and, if the
-# depth is automatic, until the bytes of the worker's batches leave room for one more (allowance.py). A LOST task had
+# depth is automatic, until the bytes of the worker's batches leave room for one more (depth.py). A LOST task had
 # that room before: it waits for the process only. Otherwise the head could wait for room that batches behind it take,
 # because a worker's answers may be reported in any order.
 #
@@ -98,7 +96,6 @@ class _Worker:
         waiting: those that it will be given: QUEUED or LOST, in order.
         unanswered: those that it was given and has not answered: OUTSTANDING, oldest first.
         restarts: since it last finished a task.
-        exhausted_at: the task at which its stream ended, if it has.
         pace: how deep the window should be; None: that is the user's to say.
         allowance: how many tasks it may be given; None: all.
     """
@@ -109,7 +106,6 @@ class _Worker:
     waiting: deque[Task] = field(default_factory=deque)
     unanswered: deque[Task] = field(default_factory=deque)
     restarts: int = 0
-    exhausted_at: int | None = None
     pace: Pace | None = None
     allowance: Allowance | None = None
 
@@ -235,14 +231,6 @@ class Schedule:
     def unanswered(self, worker_id: int) -> deque[Task]:
         """The tasks that a worker was given and has not answered, oldest first. Not to be changed."""
         return self._workers[worker_id].unanswered
-
-    def task(self, task_id: int) -> Task | None:
-        """The task with this number, if it is in the task table."""
-        return self._tasks.get(task_id)
-
-    def has(self, task: Task) -> bool:
-        """Whether it is in the task table; another task with its number may be."""
-        return self._tasks.get(task.task_id) is task
 
     @property
     def finished(self) -> bool:
@@ -415,39 +403,9 @@ class Schedule:
         return []
 
     def _put_off(self, event: DrawsPutOff) -> list[Command]:
-        self._shrink_to_torch()
-        return []
-
-    def _draws_undone(self, event: DrawsUndone) -> list[Command]:
-        """Drops the tasks from this one on; their workers are told again what they have to do."""
-        if self._failed:
-            return []
-        gone = [task for task in self._tasks.values() if task.task_id >= event.from_task]
-        next_worker_id = gone[0].worker_id if gone else self._next_worker_id
-        for worker_id, worker in enumerate(self._workers):
-            if worker.exhausted_at is not None and worker.exhausted_at >= event.from_task:
-                if worker.exhausted_at == event.from_task:
-                    next_worker_id = worker_id
-                self._set_active(worker, True)
-                worker.exhausted_at = None
-        if not self.dynamic:
-            self._next_worker_id = next_worker_id
-        for task in gone:
-            self._move(task, DrawsUndone)
-            self._kills.pop(task.task_id, None)
-        self._queued = _not_gone(self._queued)
-        self.deliverable = _not_gone(self.deliverable)
-        for worker in self._workers:
-            worker.waiting = _not_gone(worker.waiting)
-        self._next_task_id = event.from_task
-        self._head_id = min(self._head_id, event.from_task)
-        self._sampler_exhausted = False
-        self._shrink_to_torch()
-        return [*self._feed_all(), *self._draw(self.torch_draws - event.from_task)]
-
-    def _shrink_to_torch(self) -> None:
         self._grows, self._depth, self.owed_draws = False, self._prefetch_factor, 0
         self._surplus = max(0, len(self._tasks) - self.window)
+        return []
 
     def _limited(self, event: Limited) -> list[Command]:
         self._most_unanswered = event.unanswered
@@ -539,7 +497,6 @@ class Schedule:
         if worker.active and self._surplus:
             self._surplus = max(0, self._surplus - max(0, worker.held - self._depth))
         self._set_active(worker, False)
-        worker.exhausted_at = event.task_id
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
         for task in dropped:
             self._move(task, WorkerExhausted)
@@ -646,7 +603,6 @@ _HANDLERS: dict[type, Callable[[Schedule, Any], list[Command]]] = {
     SamplerExhausted: Schedule._sampler_ended,
     SamplerFailed: Schedule._sampler_failed,
     DrawsPutOff: Schedule._put_off,
-    DrawsUndone: Schedule._draws_undone,
     TaskDone: Schedule._done,
     Limited: Schedule._limited,
     WorkerExhausted: Schedule._worker_exhausted,

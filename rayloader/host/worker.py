@@ -27,7 +27,7 @@ from ray.exceptions import RayError
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
-from rayloader import _compat_datasets, fetching, skipping
+from rayloader import _compat_datasets, fetching
 from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
 from rayloader.errors import ReplayError, ReplicaMemoryError, add_note
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
@@ -377,7 +377,7 @@ class HostedWorker:
             return replace(self._failure, task_id=task_id)
         if self._exhausted:
             return Result(task_id, ResultKind.EXHAUSTED)
-        skipped: list[skipping.Skipped] = []
+        skipped: list[fetching.Skipped] = []
         setup = self._setup
         try:
             if setup.seed_batches:
@@ -399,7 +399,7 @@ class HostedWorker:
                 del batch, encoded, fresh  # the last references to the batch, unless user code has some
                 wire = sealed(wire, arena)
             result = Result(task_id, ResultKind.BATCH, wire, "", nbytes, tuple(skipped), checksum, samples)
-        except skipping.NothingLeft:
+        except fetching.NothingLeft:
             result = Result(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
         except Exception as error:  # anything that user code can raise: it belongs to the user, not to Ray
             if isinstance(error, StopIteration) and self._is_iterable:
@@ -424,7 +424,7 @@ class HostedWorker:
         return result
 
     def _load(
-        self, indices: tuple[Any, ...], arena: ArenaWriter | None, skipped: list[skipping.Skipped]
+        self, indices: tuple[Any, ...], arena: ArenaWriter | None, skipped: list[fetching.Skipped]
     ) -> tuple[Any, int, FreshTensors]:
         """Returns a batch, how many samples are in it, and which of its tensors are fresh."""
         setup = self._setup

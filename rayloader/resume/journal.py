@@ -117,17 +117,6 @@ class Journal:
         """The worker was given another task."""
         self._given[task.task_id] = task
 
-    def take_back(self, from_task: int) -> bool:
-        """Goes back to before it was given this task of the current epoch, or a later one; returns whether it was."""
-        kept = {task_id: task for task_id, task in self._given.items() if task_id < from_task}
-        if len(kept) == len(self._given):
-            return False
-        self._given = kept
-        self.replay = {task_id: task for task_id, task in self.replay.items() if task_id < from_task}
-        self._snapshots = deque(state for state in self._snapshots if state.last_task < from_task)
-        self._last_answered = min(self._last_answered, from_task - 1)
-        return True
-
     def begins(self, resumed: Resumed, *, undoes: bool = True) -> None:
         """A new epoch begins; `undoes`: tasks from `undo_from` on must have no effect."""
         state, entries = self.state, self.entries

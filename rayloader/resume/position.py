@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rayloader import skipping
+from rayloader import fetching
 from rayloader.errors import StateError
 from rayloader.resume.draws import Drawn, drawn
 from rayloader.resume.journal import Journal
@@ -189,18 +189,9 @@ class Position:
         """The sampler has yielded the indices of `total` tasks, and has no more."""
         self._draws = total + 1
 
-    def undrawn(self, from_task: int) -> None:
-        """Early draws, from this task on, will be repeated."""
-        self._draws = from_task
-        self._checksums = {task_id: c for task_id, c in self._checksums.items() if task_id < from_task}
-
     def has(self, task_id: int) -> bool:
         """Whether the user already has this task's batch."""
         return task_id in self._ahead
-
-    def is_past(self, task_id: int) -> bool:
-        """Whether the user already has a batch of this task or of a later one."""
-        return self.next_task > task_id or any(taken >= task_id for taken in self._ahead)
 
     def settle(self) -> None:
         """Counts the batch that was handed over last, if it is not counted yet."""
@@ -233,10 +224,10 @@ class Position:
             self._checksums.pop(self._forgotten, None)
             self._forgotten += 1
 
-    def skip(self, samples: Sequence[skipping.Skipped], max_skipped: int) -> None:
+    def skip(self, samples: Sequence[fetching.Skipped], max_skipped: int) -> None:
         """These samples were left out. Raises SkipLimitError if they are too many."""
         self.skipped += len(samples)
-        skipping.tell(samples, self.skipped, max_skipped)
+        fetching.tell(samples, self.skipped, max_skipped)
 
     # ---- as a state
 

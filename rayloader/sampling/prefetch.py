@@ -1,7 +1,7 @@
 """How deep to prefetch, and which samplers allow it.
 
-Promise: says which samplers may be read earlier than torch's loader would read them without a visible difference; a
-draw that was made early has no effect if torch's loader would have drawn something else.
+Promise: says which samplers may be read earlier than torch's loader would read them without a visible difference, and
+notices if torch's loader would have drawn something else than was drawn early.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFETCH_BYTES = 256 << 20
 # meanwhile. That little is checked when torch's loader would have drawn:
 # - `batch_size` of a BatchSampler (without drop_last, with which it is read once), and `indices` of a
 #   SubsetRandomSampler, are read at each draw. An early draw is compared with what would be drawn now. If they
-#   differ, everything from there on is drawn again, and rebuilt, when torch draws it.
+#   differ, the epoch ends with an error.
 # - A RandomSampler that has given a permutation asks for its own length, which may have changed, and draws from its
 #   generator, which may be the user's. So nothing after the permutation is drawn early.
 # A rank's shard of any sampler has drawn its whole epoch by then, whichever sampler it wraps.
@@ -135,35 +135,22 @@ class DrawAhead(Iterator[Any]):
         """The iterator was read this many times before, when torch's loader would have read it."""
         self._draws = self._torch_draws = draws
 
-    def reach(self, torch_draws: int) -> int | None:
-        """Torch's loader would have drawn this many times by now.
-
-        Returns:
-            The first draw that would have given something else then: it and the later ones are repeated, none of them
-            early. None if there is no such draw.
-        """
-        changed = None
-        while changed is None and self._early and self._torch_draws < torch_draws:
+    def reach(self, torch_draws: int) -> bool:
+        """Torch's loader would have drawn this many times by now; returns whether it would have drawn the same."""
+        while self._early and self._torch_draws < torch_draws:
             if self._has_changed(*self._early[0]):
-                changed = self._draws = self._torch_draws
-                self._start_over()
-            else:
-                self._early.popleft()
-                self._torch_draws += 1
+                return False
+            self._early.popleft()
+            self._torch_draws += 1
         self._torch_draws = max(torch_draws, self._torch_draws)
-        return changed
-
-    @property
-    def regroups(self) -> bool:
-        """Whether batches are of another size now than when the first were drawn."""
-        return not self._fixed_size and self._sampler.batch_size != self._batch_size
+        return True
 
     def _has_changed(self, given: Any, drawn: Any) -> bool:
-        if self.regroups:
+        if not self._fixed_size and self._sampler.batch_size != self._batch_size:
             return True
         try:
             return self._subset is not None and not _same(self._looked_up(given), drawn)
-        except Exception:  # the subset has become too small: this is raised when the draw is repeated
+        except Exception:  # the subset has become too small
             return True
 
     def _looked_up(self, given: Any) -> Any:
@@ -171,15 +158,6 @@ class DrawAhead(Iterator[Any]):
             return given
         indices = self._subset.indices
         return [indices[place] for place in given] if self._batched else indices[given]
-
-    def _start_over(self) -> None:
-        given = itertools.chain([given for given, _ in self._early], self._indices)
-        self._early, self._certain = deque(), 0
-        samples: Iterator[Any] = itertools.chain.from_iterable(given) if self._batched else given
-        if self._subset is not None:
-            subset, self._subset = self._subset, None
-            samples = (subset.indices[place] for place in samples)
-        self._indices = _batches(samples, self._sampler, self._batch_size) if self._batched else samples
 
 
 def _batches(samples: Iterator[Any], sampler: BatchSampler, batch_size: int) -> Iterator[list[Any]]:

@@ -30,7 +30,7 @@ from rayloader.transport.lanes import SMALL_BYTES
 from rayloader.transport.line import LineError, Message
 from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import TcpDriverLine
-from rayloader.workers.waiting import NONE_YET, RayAnswer
+from rayloader.workers.actor import NONE_YET, RayAnswer
 
 # How many batches a consumer requests by Ray calls, over those that the user has taken.
 _CALLS_AHEAD = 3

@@ -33,7 +33,7 @@ from rayloader.start import session
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
-from rayloader.workers.waiting import NONE_YET, wait_for
+from rayloader.workers.actor import NONE_YET, wait_for
 
 # After this many seconds of waiting for others, a consumer logs which ones it waits for.
 NOTICE_S = 60.0

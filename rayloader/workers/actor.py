@@ -1,14 +1,16 @@
-"""One actor as the driver knows it: its process, its lease, and what it shares with this process.
+"""One actor as the driver knows it: its process, its lease, the answers to its calls, what it shares with this process.
 
-Promise: nothing here waits.
+Promise: no thread waits inside Ray (NOTE [waiting] in connection.py), so exceptions of signal handlers pass through
+unchanged; and only `wait_for` waits at all.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -17,16 +19,62 @@ import ray
 from ray.exceptions import RayError
 from typing_extensions import override
 
-from rayloader._compat_ray import has_process
+from rayloader._compat_ray import has_process, on_completed
+from rayloader.bell import Bell
 from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.resume.snapshot import WorkerState
 from rayloader.start import session
 from rayloader.transport import memory_file
 from rayloader.transport.lanes import ArenaLane
-from rayloader.workers.waiting import NONE_YET, RayAnswer
 
+NONE_YET: Any = object()
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
+
+
+class RayAnswer:
+    """The answer to a Ray call, once it comes; no thread waits inside Ray to find out.
+
+    Attributes:
+        ref: of the call.
+        value: the answer, or an error of Ray's; NONE_YET before.
+    """
+
+    __slots__ = ("ref", "value")
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+        self.value: Any = NONE_YET
+        on_completed(ref, self._note)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether an answer came, and no error."""
+        return self.value is not NONE_YET and not isinstance(self.value, Exception)
+
+    def _note(self, value: Any) -> None:  # in one of Ray's threads
+        self.value = value
+
+
+def wait_for(refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
+    """Waits until `count` of these calls are answered, for `timeout` seconds at most.
+
+    Returns:
+        The answer to each of them: an error of Ray's if there will be none, NONE_YET if there is none so far.
+    """
+    bell = Bell()
+    answers = [NONE_YET] * len(refs)
+
+    def note(index: int, answer: Any) -> None:  # in one of Ray's threads
+        answers[index] = answer
+        bell.ring()
+
+    for index, ref in enumerate(refs):
+        on_completed(ref, functools.partial(note, index))
+    until = time.monotonic() + timeout
+    while sum(answer is not NONE_YET for answer in answers) < count and (left := until - time.monotonic()) > 0:
+        bell.wait(left)
+    return list(answers)
 
 
 class Lease:

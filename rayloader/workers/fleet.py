@@ -30,12 +30,9 @@ from rayloader.transport.lanes import SMALL_BYTES
 from rayloader.transport.line import LineError
 from rayloader.transport.recycled import Recycled
 from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
-from rayloader.workers.channel import ActorLost, Channel, Message
-from rayloader.workers.line_calls import LineCalls, TcpCalls
-from rayloader.workers.mailbox import Mailbox
+from rayloader.workers.connection import ActorLost, Channel, LineCalls, Mailbox, Message, RayCalls, TcpCalls
 from rayloader.workers.placement import Verdict
 from rayloader.workers.pool import Pool
-from rayloader.workers.ray_calls import RayCalls
 from rayloader.workers.worker import Worker
 
 logger = logging.getLogger("rayloader")
@@ -258,7 +255,10 @@ class Fleet:
         self._mailbox.remove(actor)
         workers = self.hosted_by(actor)
         for worker in workers:
-            self.restart(worker)
+            if not worker.away:
+                self.drop(worker, from_task=0)
+                worker.leave()
+                worker.away = True
         return workers
 
     # ---- workers begin
@@ -329,13 +329,6 @@ class Fleet:
         assert host.hosted is not None
         # In lists: Ray resolves a bare reference before the call, and fails the call if the object is lost.
         return Source(self._image.address, self._carried, [contents[0] if contents else None], [host.hosted[1].ref])
-
-    def restart(self, worker: Worker) -> None:
-        """The worker is to be begun again on the same actor, as its journal says; it is away until then."""
-        if not worker.away:
-            self.drop(worker, from_task=0)
-            worker.leave()
-        worker.away = True
 
     def drop(self, worker: Worker, from_task: int) -> None:
         """`Worker.drop`; workers that share a process are not told: their calls have one sequence of numbers."""
@@ -426,17 +419,6 @@ class Fleet:
             if actor not in self.actors and not actor.lost:
                 self._end(actor)
         return moved
-
-    def use_joined_nodes(self) -> None:
-        """Asks for processes on nodes that have joined, for workers whose processes had to share CPUs.
-
-        They take over when they have come. For the beginning of an epoch: Ray is asked what is free.
-        """
-        crowded = [a for a in self.actors if not a.lost and not a.options.get("num_cpus") and self._own_of(a)]
-        if crowded:
-            news = self._pool.lend_on_joined(self.check_session(), self._remote_args, len(crowded))
-            for actor, new in zip(crowded, news, strict=False):
-                self._coming[new] = self._own_of(actor), 0
 
     def _is_late(self, actor: Actor) -> bool:
         """Whether its workers must leave it at once: its node leaves, or they have waited long enough for room."""

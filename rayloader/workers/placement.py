@@ -1,4 +1,4 @@
-"""Which resources new actors ask Ray for, and how long they may wait for them.
+"""Where actors may run: which resources they ask Ray for, how long they wait for them, which nodes they must leave.
 
 Promise: workers that cannot get CPUs of their own share them, as torch's do, unless the user's options name a number.
 The only state is what was learned about the cluster; any thread may call.
@@ -7,14 +7,17 @@ The only state is what was learned about the cluster; any thread may call.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 import warnings
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
 import ray
 
-from rayloader._compat_ray import free_cpus, may_autoscale, node_first
+from rayloader._compat_ray import may_autoscale, node_first
 from rayloader.errors import WorkerStartError
 from rayloader.start import session
 
@@ -30,6 +33,10 @@ ROOM_PATIENCE_S = 5.0
 CPU_PATIENCE_S = 10.0
 # How long they may wait before running actors of the same loader do their work meanwhile.
 OTHERS_PATIENCE_S = 15.0
+# How often Ray is asked which nodes will leave, in seconds. Clouds give at least 30 s of notice.
+INTERVAL_S = 2.0
+# How long before a node leaves its workers move, even if others must do their work: opening a dataset takes a while.
+MARGIN_S = 5.0
 # For actors that wait only for their processes.
 NO_RESOURCES = "no resources"
 
@@ -50,7 +57,6 @@ class Placement:
         self._autoscaling = False
         self._others_have_the_cpus = False
         self._not_placed: set[bytes] = set()  # options of actors that were given up
-        self._crowded_on: set[str] | None = None  # the nodes that there were when actors first had to share CPUs
 
     def options(self, remote_args: dict[str, Any], count: int, wanted: int) -> dict[str, Any]:
         """Each actor's options, except for `where`.
@@ -65,20 +71,7 @@ class Placement:
         options: dict[str, Any] = {"enable_task_events": False, **remote_args}
         if "num_cpus" not in options:
             options["num_cpus"] = self._cpus_per_worker(count, wanted)
-            if not options["num_cpus"] and self._crowded_on is None and not session.started_here():
-                self._crowded_on = set(free_cpus(ray))
         return options
-
-    def joined(self, remote_args: dict[str, Any]) -> list[str]:
-        """Nodes that joined after workers had to share CPUs, one for each CPU that is free there.
-
-        Args:
-            remote_args: the user's options; where they say how much workers get, or where they run, that holds.
-        """
-        if self._crowded_on is None or {"num_cpus", "scheduling_strategy", "label_selector"} & remote_args.keys():
-            return []
-        new = {node_id: free for node_id, free in free_cpus(ray).items() if node_id not in self._crowded_on}
-        return [node_id for node_id, free in new.items() for _ in range(int(free))]
 
     def where(self, options: dict[str, Any]) -> dict[str, Any]:
         """The option that says where an actor with these options runs, if they leave it open.
@@ -251,6 +244,77 @@ class Placement:
             f"{self.limit_once_placed:g} s: the machine is overloaded, or the process hangs, and Ray's log says where. "
             f"Remedies: lower num_workers; raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
         )
+
+
+class Draining:
+    """The nodes that Ray drains in one session: they will leave, perhaps at a known time, and get nothing new.
+
+    Ray is asked at most once in `INTERVAL_S`, in the janitor's thread, and only while actors run on other nodes than
+    the driver's. Any thread may query this object.
+
+    Args:
+        ask: returns the nodes that Ray drains, with the time at which each will leave, in milliseconds since 1970; 0 if
+            that is open.
+    """
+
+    def __init__(self, ask: Callable[[], Mapping[str, int]]) -> None:
+        self._ask = ask
+        self._moments: dict[str, tuple[float, float]] = {}  # by node, see `is_late`; replaced as a whole
+        self._due = 0.0  # time.monotonic(): when to ask next
+
+    def __bool__(self) -> bool:
+        """Whether any actors are on such nodes."""
+        return bool(self._moments)
+
+    def __contains__(self, node_id: str) -> bool:
+        """Whether Ray drains that node, if actors are there."""
+        return node_id in self._moments
+
+    def is_late(self, node_id: str, *, at_last: bool) -> bool:
+        """Whether workers must leave that node now, even if others must do their work.
+
+        Args:
+            node_id: that node.
+            at_last: whether only the node's own deadline counts; else also how long they have waited for room
+                elsewhere.
+        """
+        return time.monotonic() >= self._moments.get(node_id, (math.inf, math.inf))[at_last]
+
+    def look(self, actors: Mapping[str, int], patience: float) -> float | None:
+        """Asks Ray, if that is due; returns the seconds until the next time, None if there is nothing to ask.
+
+        Args:
+            actors: how many there are on each other node.
+            patience: how many seconds workers wait for room on another node, if their node does not leave earlier.
+        """
+        if not actors:
+            self._moments = {}
+            return None
+        now = time.monotonic()
+        if now < self._due:
+            return self._due - now
+        self._due = now + INTERVAL_S
+        try:
+            drained = self._ask()
+        except Exception:  # Ray raises many kinds of errors; it reports the problem itself, and is asked again
+            return INTERVAL_S
+        moments = {}
+        for node_id in drained:
+            if node_id not in actors:
+                continue
+            left = drained[node_id] / 1000 - time.time() if drained[node_id] else math.inf
+            at_last = now + left - MARGIN_S
+            patient = self._moments[node_id][False] if node_id in self._moments else now + patience
+            moments[node_id] = min(patient, at_last), at_last
+            if node_id not in self._moments:
+                logger.warning(
+                    "rayloader: Ray drains the node %s%s; its %d worker processes are replaced by others elsewhere",
+                    node_id,
+                    f", which goes in {max(0.0, left):.0f} s" if left < math.inf else "",
+                    actors[node_id],
+                )
+        self._moments = moments
+        return INTERVAL_S
 
 
 def _in_words(options: dict[str, Any]) -> str:

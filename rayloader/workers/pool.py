@@ -26,14 +26,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import ray
 from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
-from rayloader._compat_ray import draining_nodes, leave_out_deaths, node_first
+from rayloader._compat_ray import draining_nodes, leave_out_deaths
 from rayloader.bell import TICK_S, Bell, DaemonThread
 from rayloader.errors import RaySessionError, WorkerStartError, add_note
 from rayloader.host.process import WorkerProcess
@@ -41,11 +41,9 @@ from rayloader.observe.metrics import Metrics
 from rayloader.start import session
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.workers.draining import Draining
-from rayloader.workers.janitor import Janitor
-from rayloader.workers.lifetimes import Lifetimes
+from rayloader.workers.lifetimes import Janitor, Lifetimes
 from rayloader.workers.output import Output
-from rayloader.workers.placement import Placement, Verdict
+from rayloader.workers.placement import Draining, Placement, Verdict
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
 # finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
@@ -53,6 +51,7 @@ from rayloader.workers.placement import Placement, Verdict
 GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
 
+_Kept = TypeVar("_Kept")
 _remote_worker: Any = ray.remote(WorkerProcess)
 leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
 
@@ -62,7 +61,8 @@ class _LoaderEntry:
     """A loader that has iterated in this session."""
 
     ref: weakref.ref[object]
-    key: bytes  # of the options that its actors are created with
+    key: bytes = b""  # of the options that its actors are created with
+    kept: Any = None
 
 
 class Pool:
@@ -73,7 +73,7 @@ class Pool:
         self._janitor = janitor
         self._lifetimes = Lifetimes(janitor, self.session_alive)
         self._placement = Placement()
-        self._loaders: list[_LoaderEntry] = []
+        self._loaders: dict[int, _LoaderEntry] = {}  # by identity
         self._lock = threading.Lock()
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
@@ -111,10 +111,28 @@ class Pool:
         """
         self.wait()  # after this, actors that finalizers have left are warm
         with self._lock:
-            self._register(loader, _key(remote_args))
+            self._entry(loader).key = _key(remote_args)
         if self._metrics.watch(loader):
             self.later(self.tidy)
         return Lease(self._tidy_later, name)
+
+    def kept(self, loader: object, new: Callable[[], _Kept]) -> _Kept:
+        """What iterators of a loader leave to the next ones, until it is gone; `new` makes the first.
+
+        It ends in the janitor's thread, or with `shutdown`.
+        """
+        with self._lock:
+            entry = self._entry(loader)
+            if entry.kept is None:
+                entry.kept = new()
+            kept: _Kept = entry.kept
+            return kept
+
+    def _entry(self, loader: object) -> _LoaderEntry:
+        entry = self._loaders.get(id(loader))
+        if entry is None or entry.ref() is not loader:
+            entry = self._loaders[id(loader)] = _LoaderEntry(weakref.ref(loader, self._tidy_later))
+        return entry
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
@@ -149,22 +167,6 @@ class Pool:
             return False
         self._janitor.do(self.tidy)
         return True
-
-    def lend_on_joined(self, lease: Lease, remote_args: dict[str, Any], count: int) -> list[Actor]:
-        """So many new actors at most, with a CPU each, on nodes that joined after others had to share CPUs.
-
-        None while actors start: what is free will be less once they have their places.
-        """
-        self._check_lends()
-        if not (nodes := self._placement.joined(remote_args)[:count]):
-            return []
-        for actor in self.actors:
-            with contextlib.suppress(RayError):
-                if not actor.has_started():
-                    return []
-        options, key = self._placement.options({**remote_args, "num_cpus": 1}, count, count), _key(remote_args)
-        wheres = [{"scheduling_strategy": node_first(ray, node_id)} for node_id in nodes]
-        return [self._make(lease, key, options, where, had_room=True) for where in wheres]
 
     def _check_lends(self) -> None:
         if self.closed or not self.session_alive():
@@ -246,8 +248,8 @@ class Pool:
     def tidy(self) -> float | None:
         """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
         with self._lock:
-            self._loaders = [entry for entry in self._loaders if entry.ref() is not None]
-            usable = {entry.key for entry in self._loaders}
+            self._loaders = {number: entry for number, entry in self._loaders.items() if entry.ref() is not None}
+            usable = {entry.key for entry in self._loaders.values()}
         shared = not session.started_here()
         left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
         metrics = self._metrics.tell() if self.session_alive() else None
@@ -260,28 +262,10 @@ class Pool:
         self._janitor.do(self._end_metrics)
         self._janitor.do(self._lifetimes.kill_all)
         with self._lock:
-            self._loaders = []
+            self._loaders = {}
         if self._probe is not None:
             self._probe.close()
         self.output.close()
-
-    # ---- test support
-
-    def live_actor_pids(self) -> set[int]:
-        """Process ids of the actors that run, lent or not."""
-        self.wait()
-        for actor in self.actors:
-            with contextlib.suppress(RayError):
-                actor.has_started()
-        return {actor.address.pid for actor in self.actors if actor.address is not None}
-
-    def live_memory_files(self) -> set[str]:
-        """Names of the probe and the actors' arenas."""
-        self.wait()
-        names = {name for actor in self.actors for name in actor.lane.arena_names}
-        if self._probe is not None:
-            names.add(self._probe.address.name)
-        return names
 
     # ----
 
@@ -304,13 +288,6 @@ class Pool:
 
     def _tidy_later(self, _: object) -> None:
         self.later(self.tidy)
-
-    def _register(self, loader: object, key: bytes) -> None:
-        for entry in self._loaders:
-            if entry.ref() is loader:
-                entry.key = key
-                return
-        self._loaders.append(_LoaderEntry(weakref.ref(loader, self._tidy_later), key))
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
         had_room = not self._placement.lacks_cpus(remote_args, count)
@@ -421,16 +398,6 @@ def shutdown() -> None:
             _pool = None
         _janitor.end()
         session.end()
-
-
-def live_actor_pids() -> set[int]:
-    """Process ids of this process's actors that run (test support)."""
-    return _pool.live_actor_pids() if _pool is not None else set()
-
-
-def live_memory_files() -> set[str]:
-    """Names of the memory files that this process's actors use (test support)."""
-    return _pool.live_memory_files() if _pool is not None else set()
 
 
 def _forget_after_fork() -> None:

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from rayloader.protocol import Setup, Source
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.task import Task
-from rayloader.workers.actor import Actor
-from rayloader.workers.channel import Channel
-from rayloader.workers.mailbox import Mailbox
-from rayloader.workers.waiting import RayAnswer
+from rayloader.workers.actor import Actor, RayAnswer
+from rayloader.workers.connection import Channel, Mailbox
 
 
 @dataclass(slots=True)

@@ -480,30 +480,43 @@ add(
 add("loop_reseeds", "2", shuffled_noise, script=scripts.reseed_between_batches)
 add("prefetch_deep", "2", partial(shuffled_noise, prefetch_factor=20))
 
-# What the loop changes of a sampler in mid-epoch; long epochs, so that much is drawn early where that may be.
+# What the loop changes of a sampler in mid-epoch; long epochs, so that much is drawn early where that may be. With
+# automatic depth a change that shows is an error: see `test_depth.py`.
 
 CHANGED_SIZES = scripts.change_while_drawing((20, scripts.set_batch_size(7)), (25, scripts.set_batch_size(2)))
 
 
 def changed(sampler=None, length=400, **options):
-    return {"dataset": data.Noisy(length), "batch_size": 4, "sampler": sampler and sampler(), **options}
+    return {
+        "dataset": data.Noisy(length),
+        "batch_size": 4,
+        "sampler": sampler and sampler(),
+        "prefetch_factor": 2,
+        **options,
+    }
 
 
 add("batch_size_changes", "0 1 2 2p 3", changed, CHANGED_SIZES, sample={"0"})
 add("batch_size_changes_shuffled", "2", lambda: changed(shuffle=True, generator=seeded(1)), CHANGED_SIZES)
-add("batch_size_changes_drop_last", "2", partial(changed, drop_last=True), CHANGED_SIZES, sample=NOT_SAMPLED)
+add(
+    "batch_size_changes_drop_last",
+    "2",
+    partial(changed, drop_last=True, prefetch_factor=None),
+    CHANGED_SIZES,
+    sample=NOT_SAMPLED,
+)
 add("batch_size_changes_pinned", "1", partial(changed, pin_memory=True), CHANGED_SIZES, sample=NOT_SAMPLED)
 add(
     "batch_size_changes_stream",
     "2",
-    lambda: {"dataset": streams.NoisyStream(400), "batch_size": 4},
+    lambda: {"dataset": streams.NoisyStream(400), "batch_size": 4, "prefetch_factor": 2},
     CHANGED_SIZES,
     sample=NOT_SAMPLED,
 )
 add(
     "batch_size_changes_uneven_streams",
     "3",
-    lambda: {"dataset": streams.Uneven((90, 150, 400)), "batch_size": 2},
+    lambda: {"dataset": streams.Uneven((90, 150, 400)), "batch_size": 2, "prefetch_factor": 2},
     CHANGED_SIZES,
     sample=NOT_SAMPLED,
 )
@@ -530,14 +543,14 @@ add(
 add(
     "source_grows",
     "2 2p",
-    partial(changed, lambda: RandomSampler(list(range(300)), generator=seeded(1))),
+    partial(changed, lambda: RandomSampler(list(range(300)), generator=seeded(1)), prefetch_factor=None),
     scripts.change_while_drawing((20, scripts.grow_source)),
     sample=NOT_SAMPLED,
 )
 add(
     "source_grows_replaced",
     "2",
-    partial(changed, lambda: RandomSampler(list(range(300)), replacement=True)),
+    partial(changed, lambda: RandomSampler(list(range(300)), replacement=True), prefetch_factor=None),
     scripts.change_while_drawing((20, scripts.grow_source)),
     sample=NOT_SAMPLED,
 )

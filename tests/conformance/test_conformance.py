@@ -15,12 +15,11 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
-from rayloader.epoch.pace import Pace
+from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
 from rayloader.workers import fleet
-from rayloader.workers.line_calls import LineCalls, TcpCalls
-from rayloader.workers.ray_calls import RayCalls
+from rayloader.workers.connection import LineCalls, RayCalls, TcpCalls
 
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
 

@@ -29,10 +29,10 @@ from fault_points import (
     wait_for_exit,
     warned,
 )
+from inside import live_actor_pids
 from pairwise import sample
 from rayloader import DataLoader
 from rayloader.epoch.schedule import KILLS
-from rayloader.workers.pool import live_actor_pids
 
 OWN_ACTORS = {"ray_remote_args": {"num_cpus": 0, "memory": 13}}  # no other test's loader shares them
 TIMEOUT = 2  # seconds, for workers that hang; no other batch takes so long once its worker runs

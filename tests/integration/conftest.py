@@ -9,8 +9,8 @@ def depth_of(monkeypatch):
 
     These are tasks that the worker was told and the user has not taken: where a thread receives, few are unanswered.
     """
+    from rayloader.epoch.depth import Pace
     from rayloader.epoch.engine import Engine
-    from rayloader.epoch.pace import Pace
     from rayloader.task import TaskState
 
     depths, sees = [], Pace.saw

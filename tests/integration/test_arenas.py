@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from inside import live_memory_files
 from latches import Gate, Mail
 from pretended import pretend_accelerator
 from probes import Calls, Stream, load
@@ -31,7 +32,7 @@ from rayloader import DataLoader
 from rayloader.transport import arena, lanes
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import pool
-from rayloader.workers.pool import get_pool, live_memory_files
+from rayloader.workers.pool import get_pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -29,10 +29,7 @@ from rayloader.task import Task
 from rayloader.transport.lanes import SMALL_BYTES, from_wire, received
 from rayloader.transport.line import LineSocket
 from rayloader.transport.recycled import Recycled
-from rayloader.workers.channel import ActorLost, LineRefused
-from rayloader.workers.line_calls import LineCalls, TcpCalls
-from rayloader.workers.mailbox import Mailbox
-from rayloader.workers.ray_calls import RayCalls
+from rayloader.workers.connection import ActorLost, LineCalls, LineRefused, Mailbox, RayCalls, TcpCalls
 from rayloader.workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_session")

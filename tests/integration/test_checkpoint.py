@@ -12,8 +12,8 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import checkpoint_data as data
-import rayloader.workers.pool
 from checkpoint_data import batches, check, endless, hosted, make, plain, read, resumed, run, save
+from inside import live_actor_pids
 from latches import Gate, Mail
 from probes import Calls, Stream, oversubscribed
 from rayloader import ReplayError
@@ -383,7 +383,7 @@ def test_a_state_saved_after_the_workers_were_lost(case):
     loader = make(CASES[case])
     iterator = batches(loader)
     found = [next(iterator) for _ in range(3)]
-    for pid in rayloader.workers.pool.live_actor_pids():
+    for pid in live_actor_pids():
         os.kill(pid, signal.SIGKILL)
     found += itertools.islice(iterator, 2)
     assert found + resumed(make(CASES[case], 2, seed=2), save(loader))[0] == epochs[0]

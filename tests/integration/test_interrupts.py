@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import rayloader.workers.pool
+from inside import live_actor_pids
 from interrupts import HANG_LIMIT, interrupted_at, no_hang
 from probes import Calls
 from rayloader import DataLoader, RayloaderError
@@ -174,12 +175,12 @@ def test_after_an_interrupted_shutdown_the_next_one_ends_every_actor(monkeypatch
         iterator, interrupt = iter(loader), None
         assert next(iterator).item() == 0
         pool = rayloader.workers.pool.get_pool()
-        (pid,) = pool.live_actor_pids()
+        (pid,) = live_actor_pids(pool)
         with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
             with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
                 pool.shutdown()
             pool.shutdown()
-            assert pool.live_actor_pids() == set()
+            assert live_actor_pids(pool) == set()
             with pytest.raises(RayloaderError, match=r"call iter\(\) on the loader again"):
                 list(iterator)
             with contextlib.suppress(psutil.NoSuchProcess):

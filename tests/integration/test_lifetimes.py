@@ -20,14 +20,13 @@ import rayloader.workers.fleet
 import rayloader.workers.lifetimes
 import rayloader.workers.pool
 import rayloader.workers.worker
-from inside import actors_of, locks_of
+from inside import actors_of, live_actor_pids, locks_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
-from rayloader.workers.actor import ActorState, Lease
+from rayloader.workers.actor import ActorState, Lease, wait_for
 from rayloader.workers.placement import Verdict
-from rayloader.workers.pool import get_pool, live_actor_pids
-from rayloader.workers.waiting import wait_for
+from rayloader.workers.pool import get_pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -110,13 +109,13 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
 
     note(rayloader.workers.fleet.Fleet, "lend")
     note(rayloader.epoch.iterator.codec, "encode")
-    note(rayloader.epoch.iterator, "kept_of")
+    note(rayloader.workers.pool.Pool, "kept")
     loader, epochs = load(pid, 1, **own), []
     for _ in range(2):
         assert len(list(loader)) == 1
         epochs.append(steps[:3])  # what follows is the batches' way
         steps.clear()
-    assert epochs == [["lend", "encode", "kept_of"], ["encode", "lend", "kept_of"]]
+    assert epochs == [["lend", "encode", "kept"], ["encode", "lend", "kept"]]
 
 
 def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
@@ -329,7 +328,7 @@ def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
     (running,) = [actor for actor in pool.actors if actor.options.get("memory") == own["ray_remote_args"]["memory"]]
     nowhere = {"num_cpus": 0, "resources": {"nowhere": 1}}
     wait_for([actor.hello.ref for actor in pool.actors], len(pool.actors), START_LIMIT)
-    pool.live_actor_pids()  # notes the starts of all: none is news below
+    live_actor_pids()  # notes the starts of all: none is news below
     lease = Lease(print)
     (pending,) = pool.lend(lease, nowhere, 1, fresh=True)
     pending.created_at -= 1000

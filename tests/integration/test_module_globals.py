@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from inside import live_actor_pids
 from probes import as_is
 from rayloader import DataLoader
 from rayloader.resume.state import State
-from rayloader.workers.pool import live_actor_pids
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -28,13 +28,12 @@ import ray
 import torch
 
 import rayloader
+from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
 from rayloader.epoch import iterator as iterator_module
-from rayloader.epoch.kept import image_files
-from rayloader.workers.actor import Actor
+from rayloader.workers.actor import Actor, RayAnswer
 from rayloader.workers.pool import get_pool
-from rayloader.workers.waiting import RayAnswer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

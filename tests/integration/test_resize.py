@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import checkpoint_data as data
-import rayloader.workers.pool
 from checkpoint_data import batches, endless, hosted, make, read, save
+from inside import live_actor_pids
 from probes import Calls, as_is, oversubscribed
 from rayloader import DataLoader, ReplayError
 
@@ -91,7 +91,7 @@ def test_as_many_actors_as_were_asked_for():
         last = list(itertools.islice(iterator, 36))[-12:]
         assert len(set(last)) == actors
         assert len({*loader}) == actors
-        assert {*last} <= rayloader.workers.pool.live_actor_pids()
+        assert {*last} <= live_actor_pids()
 
 
 class CountsInWorkerOne(Dataset):

@@ -14,7 +14,7 @@ from inside import tasks_of, workers_are_idle
 from multinode_data import AWAY, Calls, as_is
 from multinode_waiting import wait_until
 from rayloader import DataLoader
-from rayloader.epoch.pace import Pace
+from rayloader.epoch.depth import Pace
 from rayloader.transport.lanes import SMALL_BYTES
 from rayloader.workers.fleet import TASKS_AHEAD
 

@@ -14,11 +14,10 @@ import rayloader.workers.pool
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
-from rayloader.workers.actor import Lease
+from rayloader.workers.actor import NONE_YET, Lease, wait_for
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.placement import Verdict
 from rayloader.workers.pool import get_pool
-from rayloader.workers.waiting import NONE_YET, wait_for
 
 pytestmark = pytest.mark.multinode
 

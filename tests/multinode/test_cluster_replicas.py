@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from inside import image_files
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
-from rayloader.epoch.kept import image_files
 from rayloader.workers.actor import Actor
 from rayloader.workers.pool import get_pool
 

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 import ray
 
-from inside import actors_of
 from multinode_data import Calls, as_is, origin
 from multinode_waiting import START_LIMIT, wait_until
 from rayloader import DataLoader
@@ -71,24 +70,3 @@ def test_a_slow_node_does_not_set_the_pace_of_a_dynamic_schedule(add_node, tmp_p
     )
     assert list(loader) == list(range(length))
     assert waited.exists()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_that_share_cpus_move_to_a_node_that_joins(persistent, add_node):
-    """With default arguments, four workers and three CPUs: two find CPUs of their own there, and the others stay."""
-    options = {"num_workers": 4, "collate_fn": as_is, "persistent_workers": persistent}
-    loader = DataLoader(Calls(lambda index: index, 40), None, **options)
-
-    def epoch():
-        """How many processes it ended with, by node."""
-        batches = iter(loader)
-        assert list(batches) == list(range(40))
-        return Counter(actor.address.node_id for actor in actors_of(batches))
-
-    assert epoch().total() == 4
-    joined = add_node(num_cpus=2)
-    wait_until(lambda: ray.available_resources().get("CPU") == 5, "the node has joined")
-    wait_until(lambda: epoch()[joined] == 2, "two workers are there", START_LIMIT)
-    assert epoch().total() == 4
-    wait_until(lambda: ray.available_resources().get("CPU") == 3, "each of the two has a CPU there")

@@ -28,7 +28,7 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport import codec
 from rayloader.transport.lanes import to_wire
-from rayloader.workers.channel import ActorLost, LineRefused
+from rayloader.workers.connection import ActorLost, LineRefused
 from rayloader.workers.worker import Worker
 
 # Waits in a row in which nothing can happen: after so many the test fails, instead of hanging.
@@ -358,7 +358,7 @@ class FakeFleet:
         self.uses_store = self.copies = False
         self.most_unanswered = math.inf
         self.leased_bytes = 0
-        self.rung = self.read_count = self.joined = self.flushes = 0
+        self.rung = self.read_count = self.flushes = 0
         self.waits: list[float] = []
         self._idle = 0
         self._changed = threading.Condition()
@@ -440,7 +440,10 @@ class FakeFleet:
         process.no_line, process.is_deaf = reason, False
         workers = self.hosted_by(process)
         for worker in workers:
-            self.restart(worker)
+            if not worker.away:
+                self.drop(worker, from_task=0)
+                worker.leave()
+                worker.away = True
         return workers
 
     # ---- workers
@@ -457,12 +460,6 @@ class FakeFleet:
                     worker.begun_at = self.clock.now
                     ready.append(worker)
         return ready
-
-    def restart(self, worker: Worker) -> None:
-        if not worker.away:
-            self.drop(worker, from_task=0)
-            worker.leave()
-        worker.away = True
 
     def drop(self, worker: Worker, from_task: int) -> None:
         host: Any = worker.host
@@ -515,9 +512,6 @@ class FakeFleet:
             moved.append(worker)
         self._settle()
         return moved
-
-    def use_joined_nodes(self) -> None:
-        self.joined += 1
 
     def resize(self, count: int) -> list[Worker]:
         actors = (self.actors + [Process(self) for _ in range(count)])[:count]

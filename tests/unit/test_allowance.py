@@ -8,7 +8,7 @@ import random
 import pytest
 
 from paces import StubPace
-from rayloader.epoch.allowance import GROWTH, Allowance
+from rayloader.epoch.depth import GROWTH, Allowance
 from rayloader.epoch.messages import (
     BatchTaken,
     DrawIndices,

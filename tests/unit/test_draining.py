@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayloader.workers import draining
-from rayloader.workers.draining import INTERVAL_S, MARGIN_S, Draining
+from rayloader.workers import placement
+from rayloader.workers.placement import INTERVAL_S, MARGIN_S, Draining
 
 PATIENCE = 15.0
 
@@ -14,7 +14,7 @@ PATIENCE = 15.0
 def world(monkeypatch):
     """What Ray says, how often it was asked, and what time it is."""
     world = SimpleNamespace(drained={}, asked=0, now=100.0)
-    monkeypatch.setattr(draining, "time", SimpleNamespace(monotonic=lambda: world.now, time=lambda: world.now))
+    monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: world.now, time=lambda: world.now))
 
     def ask():
         world.asked += 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rayloader.epoch.epoch_plan import Begin, EpochPlan, plan_epoch
-from rayloader.epoch.pace import MAX_DEPTH
+from rayloader.epoch.depth import MAX_DEPTH
+from rayloader.epoch.iterator import Begin, EpochPlan, plan_epoch
 from rayloader.options import Options
 
 

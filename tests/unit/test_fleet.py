@@ -12,10 +12,10 @@ from ray.exceptions import RayError
 from rayloader import WorkerStartError
 from rayloader.resume.journal import Journal
 from rayloader.workers import fleet as fleet_module
-from rayloader.workers.channel import ActorLost, Channel
+from rayloader.workers.actor import NONE_YET
+from rayloader.workers.connection import ActorLost, Channel
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
 from rayloader.workers.placement import Verdict
-from rayloader.workers.waiting import NONE_YET
 from rayloader.workers.worker import Worker
 
 
@@ -111,7 +111,6 @@ class World:
         self.killed: list[Process] = []
         self.hurried: list[int] = []
         self.left: list[int] = []
-        self.free = 0  # CPUs of nodes that have joined
         self.draining = self
         self.closed = False
         everything: Any = self
@@ -163,9 +162,6 @@ class World:
         assert fresh or self.any_may_be_lent, "idle ones may be on the same node"
         self.new += [Process(world=self) for _ in range(count)]
         return self.new[-count:]
-
-    def lend_on_joined(self, lease: object, remote_args: object, count: int) -> list[Process]:
-        return self.lend(lease, remote_args, min(count, self.free), fresh=True) if self.free else []
 
     def is_draining(self, process: Process) -> bool:
         return process.address is not None and process.address.node_id in self.drained
@@ -223,24 +219,6 @@ def test_without_a_notice_there_is_nothing_to_do() -> None:
     assert not world.fleet.may_spread
     assert world.spread() == []
     assert not world.new
-
-
-def test_workers_that_share_cpus_move_to_a_node_that_has_joined_as_far_as_it_has_room() -> None:
-    world = World("here", "here", "here")
-    own, first, second = before = world.hosts()
-    first.options = second.options = {"num_cpus": 0}
-    world.fleet.use_joined_nodes()
-    assert not world.fleet.may_spread
-    world.free = 1
-    world.fleet.use_joined_nodes()
-    (new,) = world.new
-    assert world.spread() == []
-    assert world.hosts() == before, "they work on until it has come"
-    new.comes("joined")
-    assert world.spread() == [1]
-    assert world.hosts() == [own, new, second]
-    assert world.killed == [first]
-    assert not world.fleet.may_spread
 
 
 def test_a_process_on_a_drained_node_works_on_until_another_has_come() -> None:

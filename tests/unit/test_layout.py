@@ -55,13 +55,11 @@ MAY_IMPORT_RAY |= {
     f"rayloader/workers/{name}.py"
     for name in [
         "actor",
-        "channel",
+        "connection",
         "fleet",
         "lifetimes",
-        "line_calls",
         "placement",
         "pool",
-        "ray_calls",
     ]
 }
 
@@ -274,7 +272,7 @@ def test_ray_is_used_where_it_may_be() -> None:
 
 
 def test_the_schedule_imports_the_standard_library_only() -> None:
-    pure = {f"rayloader.epoch.{name}" for name in ("schedule", "messages", "pace", "allowance")} | {"rayloader.task"}
+    pure = {f"rayloader.epoch.{name}" for name in ("schedule", "messages", "depth")} | {"rayloader.task"}
     for module in pure:
         source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
         assert imported(source)
@@ -305,7 +303,7 @@ print("checked")
 
 
 def test_nobody_waits_within_ray():
-    """NOTE [waiting] in workers/answers.py: what signal handlers raise there ends as SystemError, or is lost.
+    """NOTE [waiting] in workers/connection.py: what signal handlers raise there ends as SystemError, or is lost.
 
     Without a time limit or with one of 0, in the user's thread or in another.
     """

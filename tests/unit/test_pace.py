@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rayloader.epoch.pace import MAX_TASKS_PER_TURN, TURN_SECONDS, TURNS_AHEAD, TURNS_UNDER_WAY, Pace
+from rayloader.epoch.depth import MAX_TASKS_PER_TURN, TURN_SECONDS, TURNS_AHEAD, TURNS_UNDER_WAY, Pace
 
 
 def settle(pace: Pace, seconds: float, nbytes: int = 0, *, tasks: int = 3000) -> int:

@@ -65,22 +65,3 @@ def test_what_is_waited_for_is_said(monkeypatch, caplog, homeless, options, said
     assert text.startswith("rayloader: waiting for 2 of 3 worker processes. ")
     assert said in text
     assert "group" not in text
-
-
-def test_only_nodes_that_joined_after_cpus_had_to_be_shared_have_room_for_those_who_share(monkeypatch):
-    free = {"here": 0.0, "there": 1.0}
-    monkeypatch.setattr(placement, "free_cpus", lambda ray: dict(free))
-    monkeypatch.setattr(placement, "may_autoscale", lambda ray: False)
-    monkeypatch.setattr(placement, "ray", types.SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0}))
-    monkeypatch.setattr(placement.session, "cpus_of_this_process", lambda: 0.0)
-    monkeypatch.setattr(placement.session, "started_here", lambda: False)
-    placed = Placement()
-    assert placed.options({}, 2, 2)["num_cpus"] == 1
-    free["early"] = 4.0
-    assert placed.joined({}) == [], "nobody has had to share"
-    with pytest.warns(UserWarning, match="so the workers will share CPUs"):
-        assert placed.options({}, 3, 3)["num_cpus"] == 0
-    free |= {"late": 2.5, "full": 0.0, "there": 1.0}
-    assert placed.joined({}) == ["late", "late"]
-    for option in ("num_cpus", "scheduling_strategy", "label_selector"):
-        assert placed.joined({option: "the user's"}) == []

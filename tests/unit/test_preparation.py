@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from rayloader.epoch import ahead
-from rayloader.epoch.ahead import COPIED_AHEAD, PINNED_AHEAD, AheadThread, Preparation
-from rayloader.epoch.opening import opened
+from rayloader.epoch.ahead import COPIED_AHEAD, PINNED_AHEAD, AheadThread, Preparation, opened
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import codec

@@ -32,7 +32,6 @@ from rayloader.epoch.messages import (
     Deliver,
     DrawIndices,
     DrawsPutOff,
-    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -50,7 +49,7 @@ from rayloader.epoch.messages import (
     WorkerReady,
 )
 from rayloader.epoch.schedule import Schedule
-from rayloader.task import GONE, OUTSTANDING, TaskState
+from rayloader.task import GONE, TaskState
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "schedule").glob("*.txt"))
 INDENT = "    "
@@ -178,13 +177,10 @@ class Player:
     def do_draws_put_off(self) -> list[Event]:
         return [DrawsPutOff()]
 
-    def do_draws_undone(self, task: str) -> list[Event]:
-        return [DrawsUndone(int(task))]
-
     def do_done(self, *tasks: str, bytes: float = 0, depth: float = 0, ahead: float = 2) -> Iterator[Event]:
         """`depth` and `ahead`: what the worker's pace wants from then on."""
         for task_id in map(int, tasks):
-            if self.paces and (task := self.schedule.task(task_id)) is not None:
+            if self.paces and (task := {t.task_id: t for t in self.schedule.tasks}.get(task_id)) is not None:
                 self.paces[task.worker_id].wanted = int(depth), int(ahead)
             yield TaskDone(task_id, nbytes=int(bytes))
 
@@ -288,7 +284,6 @@ INTERRUPTED = [
     IndicesDrawn(None),
     WorkerLost(0, "killed"),
     WorkerReady(0),
-    DrawsUndone(2),
     Limited(0, 1),
     Closed(resuming=True),
 ]
@@ -341,16 +336,6 @@ def test_a_batch_is_kept_by_its_task_alone_until_it_is_taken():
     schedule.handle(BatchTaken(0))
     assert task.result is None
     assert schedule.untaken == []
-
-
-def test_another_task_with_the_same_number_is_not_in_the_table():
-    schedule = opened(1, 1)
-    before = schedule.tasks[0]
-    assert schedule.has(before)
-    schedule.handle(DrawsUndone(0))
-    schedule.handle(IndicesDrawn(None))
-    assert schedule.task(0).state is OUTSTANDING
-    assert not schedule.has(before)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paces import StubPace
-from rayloader.epoch.allowance import GROWTH
+from rayloader.epoch.depth import GROWTH
 from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
     Deliver,
     DrawIndices,
     DrawsPutOff,
-    DrawsUndone,
     Drop,
     Event,
     Fail,
@@ -245,32 +244,6 @@ class AnyOrder(RuleBasedStateMachine):
             self.owed = 0
             self.act(DrawsPutOff())
 
-    @precondition(lambda self: self.schedule and self.schedule.elastic and not self.failed and not self.schedule.closed)
-    @rule(data=st.data())
-    def undo_draws(self, data):
-        """The program has changed its sampler: workers forget what was drawn early, and are given other indices."""
-        assert self.schedule is not None
-        known = [*self.taken, *(task_id for task_id in self.skips if task_id < self.drawn)]
-        earliest, latest = max([self.first - 1, *known]) + 1, min(self.drawn, self.schedule.torch_draws) - 1
-        if earliest > latest:
-            return
-        from_task = data.draw(st.integers(earliest, latest))
-        self.left_in_sampler += self.drawn - from_task
-        self.drawn, self.owed = from_task, 0
-        self.deliverable = [task_id for task_id in self.deliverable if task_id < from_task]
-        told = {self.origin.pop(task_id)[0] for task_id in list(self.origin) if task_id >= from_task}
-        for worker in self.workers:
-            worker.told = [task_id for task_id in worker.told if task_id < from_task]
-            worker.ready = {task_id: nbytes for task_id, nbytes in worker.ready.items() if task_id < from_task}
-            if worker.exhausted_at is not None and worker.exhausted_at >= from_task:
-                worker.exhausted_at = None
-        for k in told:
-            self.workers[k].given = sum(worker_id == k for worker_id, _ in self.origin.values())
-        self.act(DrawsUndone(from_task))
-        for k in told:
-            self.process_is_gone(k)
-            self.act(WorkerLost(k, "it was given what was not to come", blameless=True))
-
     @precondition(lambda self: self.schedule and any(worker.queue for worker in self.workers))
     @rule(data=st.data())
     def build(self, data):
@@ -295,7 +268,7 @@ class AnyOrder(RuleBasedStateMachine):
         k, task_id, exhausted = answer
         worker = self.workers[k]
         if exhausted:
-            if self.schedule.task(task_id) is not None:
+            if task_id in [task.task_id for task in self.schedule.tasks]:
                 worker.exhausted_at = task_id
             worker.told = [told for told in worker.told if told < task_id]
             self.act(WorkerExhausted(task_id))
