@@ -32,6 +32,8 @@ from rayloader._compat import (
     profiler_enabled,
     sharding_worker_init_fn,
 )
+from rayloader.data.shard_info import ranks_told
+from rayloader.epoch.draw_ahead import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.epoch_plan import Begin, EpochPlan, plan_epoch
 from rayloader.epoch.kept import kept_of
@@ -51,8 +53,6 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Resuming, Samplers
 from rayloader.resume.state import State
-from rayloader.sampling.prefetch import DrawAhead, may_draw_ahead, start
-from rayloader.sampling.shard_info import ranks_told
 from rayloader.start import session
 from rayloader.task import Task
 from rayloader.tracebacks import shorten
@@ -405,7 +405,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
 
 _MUCH = 64 << 20  # bytes that are held twice
-_LOOKED_AT = 2000  # objects of a dataset, the nearest first
 _seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
 
 
@@ -429,8 +428,7 @@ def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
     """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
     those = {*map(id, arrays)}
     return any(
-        id(obj) in those and path[-1][0] == "attribute"
-        for path, obj in walk([((("object", "dataset"),), dataset)], _LOOKED_AT)
+        id(obj) in those and path[-1][0] == "attribute" for path, obj in walk([((("object", "dataset"),), dataset)])
     )
 
 
