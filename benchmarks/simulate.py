@@ -23,7 +23,7 @@ from typing import Any
 from rayloader.epoch import messages as rules
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
-from rayloader.sampling.prefetch import PREFETCH_BYTES
+from rayloader.options import PREFETCH_BYTES
 from rayloader.task import Task
 
 

@@ -1,5 +1,6 @@
 """torch's DataLoader with Ray actors as workers: change the import, keep the training script."""
 
+from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.data.shared_list import SharedList
 from rayloader.errors import (
     BatchTimeoutError,
@@ -19,7 +20,6 @@ from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
 from rayloader.observe.progress_bar import progress
 from rayloader.observe.stats import LoaderStats
-from rayloader.sampling.shard_info import ShardInfo, get_shard_info
 from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
 __all__ = [

@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from rayloader import adopted
 from rayloader.loader import DataLoader, WorkerCount, lost_state, source_of
-from rayloader.options import OwnArguments
+from rayloader.options import AutomaticPrefetch, OwnArguments
 from rayloader.readers import callers
-from rayloader.sampling.prefetch import AutomaticPrefetch
-from rayloader.sampling.sharding import Ranks, check_once
+from rayloader.resume.ranks import Ranks, check_once
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

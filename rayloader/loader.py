@@ -28,6 +28,8 @@ from rayloader.observe.stats import LoaderStats
 from rayloader.observe.trace import Tracing
 from rayloader.observe.verdict import verdict
 from rayloader.options import (
+    PREFETCH_BYTES,
+    AutomaticPrefetch,
     OnError,
     OnTimeout,
     Scheduling,
@@ -40,10 +42,9 @@ from rayloader.options import (
 )
 from rayloader.readers import EarlierState, ReadAhead, find_reader
 from rayloader.resume import checkpoint
+from rayloader.resume.ranks import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.resume.samplers import note_first_attributes
 from rayloader.resume.state import State
-from rayloader.sampling.prefetch import PREFETCH_BYTES, AutomaticPrefetch
-from rayloader.sampling.sharding import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:

@@ -13,13 +13,23 @@ from typing import Any, Literal, TypedDict, get_args
 
 from torch.utils.data import IterableDataset
 
-from rayloader.sampling.prefetch import AutomaticPrefetch
-from rayloader.sampling.sharding import is_whole
+# Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
+# each of sixteen workers, and little compared with what training takes. More would only hide longer pauses of workers.
+PREFETCH_BYTES = 256 << 20
 
 Seeding = Literal["worker", "batch"]
 Scheduling = Literal["static", "dynamic"]
 OnTimeout = Literal["raise", "restart"]
 OnError = Literal["raise", "skip"]
+
+
+class AutomaticPrefetch(int):
+    """torch's default for `prefetch_factor`, not requested by the user; survives being passed to another loader."""
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number; True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class OwnArguments(TypedDict, total=False):

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from rayloader.epoch.draw_ahead import DrawAhead
 from rayloader.errors import RayloaderError
 from rayloader.observe.recorder import Tally
 from rayloader.protocol import CARRY
 from rayloader.resume.draws import Drawn, drawn
 from rayloader.resume.position import Position
-from rayloader.sampling.prefetch import DrawAhead
 
 
 class Draws:

@@ -34,7 +34,9 @@ from rayloader._compat import (
     profiler_enabled,
     sharding_worker_init_fn,
 )
+from rayloader.data.shard_info import ranks_told
 from rayloader.epoch.depth import MAX_DEPTH, Pace
+from rayloader.epoch.draw_ahead import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
@@ -51,8 +53,6 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Resuming, Samplers
 from rayloader.resume.state import State
-from rayloader.sampling.prefetch import DrawAhead, may_draw_ahead, start
-from rayloader.sampling.shard_info import ranks_told
 from rayloader.start import session
 from rayloader.task import Task
 from rayloader.transport import codec

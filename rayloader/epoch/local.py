@@ -25,18 +25,17 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
+from rayloader.data.shard_info import Reader, ranks_told
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
-from rayloader.resume.checkpoint import goes_on
+from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, restore_random
 from rayloader.resume.digest import chain, digest
 from rayloader.resume.draws import drawn
-from rayloader.resume.local_state import capture_random, generators_of, restore_random
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Resuming, Samplers
 from rayloader.resume.snapshot import has_state, load_state
 from rayloader.resume.state import State, Stream
-from rayloader.sampling.shard_info import Reader, ranks_told
 
 
 class OfOneProcess:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rayloader._compat import set_worker_info
+from rayloader.data.shard_info import nobody_reads
 from rayloader.host.finalizers import finalize_at_exit, without_finalizers
 from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.protocol import Answer, Result
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
-from rayloader.sampling.shard_info import nobody_reads
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import WorkerLane
 

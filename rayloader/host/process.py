@@ -29,8 +29,8 @@ from rayloader.host.hosting import Hosting
 from rayloader.host.line_server import LineServer
 from rayloader.host.output import WorkerOutput
 from rayloader.host.worker import BuildOrder, HostedWorker
+from rayloader.inherit.left_behind import end_own, own_what_is_created
 from rayloader.inherit.process_state import Baseline
-from rayloader.inherit.resource_trackers import end_own, own_what_is_created
 from rayloader.protocol import Answer, Served, Setup, Source, WorkerAddress, final
 from rayloader.replica.image import Image, image_from_contents
 from rayloader.replica.opening import ImageAddress

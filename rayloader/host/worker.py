@@ -29,6 +29,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
+from rayloader.data.shard_info import Reader
 from rayloader.errors import ReplayError, ReplicaMemoryError, add_note
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
 from rayloader.host.output import WorkerOutput
@@ -42,7 +43,6 @@ from rayloader.replica.opening import open_image
 from rayloader.resume.digest import chain, digest
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, has_state, load_state
-from rayloader.sampling.shard_info import Reader
 from rayloader.start import session
 from rayloader.start.signals import exit_in_words
 from rayloader.transport import codec

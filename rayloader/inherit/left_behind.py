@@ -1,16 +1,27 @@
 """What user code may leave behind in a process, other than the settings that it has taken over from the driver.
 
-Promise: after `undo`, either the process is as it was, or something is named that cannot be put back exactly. What a
-module sets as it is imported belongs to the program: the driver has imported it too, and it is not imported again.
+Promise: after `undo` and `end_own`, either the process is as it was, or something is named that cannot be put back
+exactly. What a module sets as it is imported belongs to the program: the driver has imported it too, and it is not
+imported again. What the program binds anew in installed modules is not looked for.
+
+NOTE [Resource trackers]. A resource tracker is a process that removes shared memory and semaphores once all processes
+that could have told it of them are gone: they hold the pipe on which it is told. In a worker's process the first
+segment that user code creates starts one, as in a forked worker of a program that has none. `end_own` ends it, before
+Ray ends the process: Ray kills the trackers first.
+
+`SharedMemory` tells the tracker of segments that it only attaches too, as if it had created them. A tracker that ends
+with the worker would then remove what belongs to others. So in a worker's process only those that it creates are told.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import gc
 import locale
 import multiprocessing
+import multiprocessing.shared_memory
 import os
 import resource
 import signal
@@ -18,13 +29,17 @@ import socket
 import sys
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from rayloader.inherit.patches import Patches, is_programs
-from rayloader.own_modules import is_own_namespace
+from rayloader._compat import tracker_of
+from rayloader.namespaces import is_a
+from rayloader.own_modules import is_own_name, is_own_namespace
 
 
 class LeftBehind:
@@ -32,7 +47,6 @@ class LeftBehind:
 
     def __init__(self) -> None:
         self._values = _read()
-        self._patches = Patches()
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
@@ -41,10 +55,8 @@ class LeftBehind:
         try:
             yield
         finally:
-            imported = len(sys.modules) != number
-            if imported:
+            if len(sys.modules) != number:
                 self._values.update({name: value for name, value in _read().items() if value != before[name]})
-            self._patches.note(anew=imported)
 
     def undo(self) -> str:
         """Puts back what one assignment puts back exactly; the thread is the main one.
@@ -59,7 +71,7 @@ class LeftBehind:
                     trace.write(value)
             if trace.read() != value:
                 return name
-        return self._patches.undo()  # last: some of the above are attributes of modules
+        return ""
 
 
 class _Trace(NamedTuple):
@@ -78,8 +90,14 @@ def _priority() -> tuple[int, int]:
     return os.getpriority(os.PRIO_PROCESS, 0), scheduler
 
 
-def _rename_thread(name: str) -> None:
-    threading.current_thread().name = name
+def _attributes(*places: tuple[Any, str]) -> _Trace:
+    """Attributes of objects that are there for as long as the process is."""
+
+    def write(values: list[Any]) -> None:
+        for (owner, name), value in zip(places, values, strict=True):
+            setattr(owner, name, value)
+
+    return _Trace(lambda: [getattr(owner, name) for owner, name in places], write)
 
 
 def _collector() -> tuple[bool, tuple[int, int, int], int]:
@@ -106,38 +124,13 @@ def _set_handlers(handlers: dict[int, Any]) -> None:
 _TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
 
 
-def _set_timers(timers: list[tuple[float, float]]) -> None:
-    for which, timer in zip(_TIMERS, timers, strict=True):
-        signal.setitimer(which, *timer)
-
-
-def _error_hooks() -> tuple[Any, ...]:
-    return sys.displayhook, sys.excepthook, sys.unraisablehook, threading.excepthook
-
-
-def _set_error_hooks(hooks: tuple[Any, ...]) -> None:
-    sys.displayhook, sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
-
-
 def _tracers() -> tuple[Any, ...]:
     return sys.getprofile(), sys.gettrace(), threading.getprofile(), threading.gettrace()
-
-
-def _set_tracers(tracers: tuple[Any, ...]) -> None:
-    kept = _tracers()  # until others are set: a profiler of C code must not end meanwhile
-    setters = sys.setprofile, sys.settrace, threading.setprofile, threading.settrace
-    for put, tracer in zip(setters, tracers, strict=True):
-        put(tracer)
-    del kept
 
 
 def _monitors() -> list[Any]:
     monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
     return [] if monitoring is None else [monitoring.get_tool(number) for number in range(6)]
-
-
-def _set_tempdir(folder: str | None) -> None:
-    tempfile.tempdir = folder
 
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
@@ -151,7 +144,15 @@ def _set_limits(limits: list[tuple[int, int]]) -> None:
 
 def _hooks() -> list[Any]:
     """Those of the program. Libraries add theirs when they are imported, and go on needing them."""
-    return [hook for hook in (*sys.meta_path, *sys.path_hooks, *gc.callbacks) if is_programs(hook)]
+    return [hook for hook in (*sys.meta_path, *sys.path_hooks, *gc.callbacks) if _is_programs(hook)]
+
+
+def _is_programs(hook: Any) -> bool:
+    """Whether the program has written it. A class whose module is not imported here has been pickled by value."""
+    if is_a(hook, types.FunctionType):
+        return is_own_namespace(hook.__globals__)
+    module = (hook if is_a(hook, type) else type(hook)).__module__
+    return module == "__main__" or module not in sys.modules or is_own_name(module)
 
 
 def _threads() -> set[int]:
@@ -169,9 +170,9 @@ def _threads() -> set[int]:
 _TRACES = {
     # Threads that were started meanwhile keep it, and without privileges it can only be raised.
     "the niceness": _Trace(_priority),
-    "profile and trace functions": _Trace(_tracers, _set_tracers),
+    "profile and trace functions": _Trace(_tracers),
     "monitoring tools": _Trace(_monitors),
-    "timers": _Trace(lambda: [signal.getitimer(which) for which in _TIMERS], _set_timers),
+    "timers": _Trace(lambda: [signal.getitimer(which) for which in _TIMERS]),
     "signal handlers": _Trace(_handlers, _set_handlers),
     "blocked signals": _Trace(
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -182,10 +183,12 @@ _TRACES = {
     "torch's number of interop threads": _Trace(torch.get_num_interop_threads),  # it can be set only once
     "torch's anomaly detection": _Trace(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "the timeout of sockets": _Trace(socket.getdefaulttimeout, socket.setdefaulttimeout),
-    "the name of the thread": _Trace(lambda: threading.current_thread().name, _rename_thread),
+    "the name of the thread": _attributes((threading.main_thread(), "name")),
     "the switch interval": _Trace(sys.getswitchinterval, sys.setswitchinterval),
-    "hooks for errors and output": _Trace(_error_hooks, _set_error_hooks),
-    "the folder of `tempfile`": _Trace(lambda: tempfile.tempdir, _set_tempdir),
+    "hooks for errors and output": _attributes(
+        (sys, "displayhook"), (sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook")
+    ),
+    "the folder of `tempfile`": _attributes((tempfile, "tempdir")),
     "resource limits": _Trace(lambda: [resource.getrlimit(which) for which in _LIMITS], _set_limits),
     "the locale": _Trace(lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)),
     "the start method of `multiprocessing`": _Trace(
@@ -196,3 +199,71 @@ _TRACES = {
     "import hooks or callbacks of the garbage collector": _Trace(_hooks),
     "a thread that still runs": _Trace(_threads),
 }
+
+
+# ---- resource trackers
+
+_KIND = "shared_memory"
+
+_created: set[str] = set()  # names of shared memory
+
+
+def end_own() -> str:
+    """Has the trackers of this process remove what is left, and end.
+
+    Returns:
+        What is left, because of which the process must end, in words; other child processes are killed.
+    """
+    trackers = list(filter(None, map(tracker_of, list(sys.modules.items()))))
+    others = _children() - {pid for pid, _ in trackers}
+    for pid in others:  # they hold the pipe too
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    for _, end in trackers:
+        end()
+    left = [name for name in _created if os.path.exists(f"/dev/shm{name}")]  # names may contain the process's number
+    _created.clear()
+    return "a child process" if others else "shared memory" if left else ""
+
+
+def _children() -> set[int]:
+    multiprocessing.active_children()  # reaps those that have ended
+    pids: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # that thread has ended
+            pids.update(map(int, file.read_text().split()))
+    return pids
+
+
+_attaching = threading.local()
+
+
+def own_what_is_created() -> None:
+    """From now on the tracker of this process is told of shared memory only by its creator."""
+    module: Any = resource_tracker
+    register, unregister = module.register, module.unregister
+    memory: Any = multiprocessing.shared_memory.SharedMemory
+    begin = memory.__init__
+
+    @functools.wraps(begin)
+    def __init__(self: Any, name: Any = None, create: Any = False, *args: Any, **options: Any) -> None:
+        _attaching.now = not create
+        try:
+            begin(self, name, create, *args, **options)
+        finally:
+            _attaching.now = False
+
+    def tell(name: str, kind: str) -> None:
+        if kind == _KIND:
+            if getattr(_attaching, "now", False):
+                return
+            _created.add(name)
+        register(name, kind)
+
+    def untell(name: str, kind: str) -> None:
+        if kind == _KIND:
+            register(name, kind)  # a tracker complains about what it does not know
+        unregister(name, kind)
+
+    memory.__init__ = __init__
+    module.register, module.unregister = tell, untell

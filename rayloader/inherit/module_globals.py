@@ -24,9 +24,11 @@ import copy
 import enum
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import itertools
 import logging
 import operator
+import os
 import pickle
 import sys
 import threading
@@ -51,11 +53,12 @@ from rayloader.inherit.plain_values import (
 )
 from rayloader.namespaces import attributes_of, functions_of, is_a, namespace_of
 from rayloader.own_modules import own_modules
-from rayloader.random.placing import Located, Placed, located
+from rayloader.random.generators import Located, Placed, located
 from rayloader.random.search import search
 
 logger = logging.getLogger("rayloader")
 
+File = tuple[str, "list[str] | None"]  # its path, and where the modules of a package are
 _Path = tuple[str, ...]  # the name of a global, or of a class or function and of its attribute
 _NOTHING = object()  # bound to a name that does not exist
 
@@ -390,3 +393,43 @@ class _Loader(importlib.abc.Loader):
 
 
 _finder = _Finder()
+
+
+# ---- modules that are loaded from their files
+
+
+def loaded_files() -> dict[str, File]:
+    """The files of the program's modules in this process, by the modules' names."""
+    files: dict[str, File] = {}
+    for name, attributes in own_modules():
+        folders = attributes.get("__path__")
+        files[name] = os.path.abspath(attributes["__file__"]), None if folders is None else [*map(str, folders)]
+    return files
+
+
+def adopt_files(files: Mapping[str, File]) -> None:
+    """In a worker: finds these modules, and no longer those of an earlier call."""
+    _files.files = files
+    if _files not in sys.meta_path:
+        sys.meta_path.append(_files)
+
+
+class _FileFinder(importlib.abc.MetaPathFinder):
+    """Comes after the other finders, for modules of the program that these do not find.
+
+    A program may load a module from any file and put it into `sys.modules`, and may change `sys.path` after an import.
+    A forked worker has such a module.
+    """
+
+    files: Mapping[str, File]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        file, folders = self.files.get(fullname, ("", None))
+        if not os.path.exists(file):
+            return None
+        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=folders)
+
+
+_files = _FileFinder()

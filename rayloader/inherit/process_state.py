@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from rayloader._compat import default_collate_fn_map, print_options
-from rayloader.inherit import loaded_files
 from rayloader.inherit.left_behind import LeftBehind
 from rayloader.inherit.logging_state import LoggingState
-from rayloader.inherit.module_globals import ModuleGlobals
+from rayloader.inherit.module_globals import File, ModuleGlobals, adopt_files, loaded_files
 
 
 class _Setting(NamedTuple):
@@ -47,7 +46,7 @@ class ProcessState:
     inference_mode: bool
     settings: dict[str, Any]  # values of _SETTINGS
     module_globals: ModuleGlobals
-    files: dict[str, loaded_files.File]  # of the program's modules
+    files: dict[str, File]  # of the program's modules
     logging: LoggingState
     authkey: bytes = field(repr=False)  # of multiprocessing: a secret that only workers of this node need
 
@@ -68,7 +67,7 @@ class ProcessState:
             inference_mode=torch.is_inference_mode_enabled(),
             settings=_read_settings(),
             module_globals=ModuleGlobals.capture(),
-            files=loaded_files.loaded_files(),
+            files=loaded_files(),
             logging=LoggingState.capture(),
             authkey=bytes(multiprocessing.current_process().authkey),
         )
@@ -110,7 +109,7 @@ class Baseline:
             os.sched_setaffinity(0, state.affinity)
         if here and state.authkey:
             multiprocessing.current_process().authkey = state.authkey
-        loaded_files.adopt(state.files)
+        adopt_files(state.files)
         if alone:
             state.module_globals.adopt()
         self._modes.enter_context(warnings.catch_warnings())
@@ -147,7 +146,7 @@ class Baseline:
         _write_settings(self._settings)
         torch.clear_autocast_cache()
         multiprocessing.current_process().authkey = self._key
-        loaded_files.adopt({})
+        adopt_files({})
         default_collate_fn_map.clear()
         default_collate_fn_map.update(self._collate_fn_map)
         return left_behind

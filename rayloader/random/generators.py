@@ -1,27 +1,46 @@
-"""The random generators of a worker, and how the pickler of its replica tells of them.
+"""The random generators of a worker, restored in another process where they were: in the replica and in modules.
 
-Promise: a worker's `Generators` restores the states that those of the same worker had in another process.
+Promise: a worker's `Generators` restores the states that those of the same worker had in another process; a generator
+that `Placed` has from the driver is restored as soon as the worker has imported its module, as a forked worker would
+have it: in the same state, at all the places where it was, and as one object.
 
 NOTE [Given and later]. The pickler of a replica meets each generator in it, and `reduce_generator` makes the
 worker's unpickler record each one: these are *given*, in an order that is the same in every worker, and need no search.
 The *later* ones (created by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample), and those of
 the program's modules that were drawn from, are found by `search`. In another process they are looked up by their paths
-and given their states; one that does not exist yet is created.
+and given their states; one that does not exist yet is created. Where that fails, batches that are rebuilt differ.
+
+NOTE [As imported]. Modules may draw while they are imported: `NOISE = common.RNG.normal(size=4)`. In the driver that
+mostly happened before the program seeded anything, and later draws are included in the states that are sent. So while a
+worker imports modules, the generators continue from where earlier imports have left them; then they are set to the
+driver's states, or back to where they were before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pickle
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from rayloader.errors import ReplayError
+from rayloader.namespaces import is_a
 from rayloader.own_modules import own_modules
-from rayloader.random.generator_kinds import KINDS, distinct, engine, global_generators, state_of
-from rayloader.random.placing import Located, import_modules, located, place
-from rayloader.random.search import Found, in_words, search
+from rayloader.random.generator_kinds import (
+    KINDS,
+    distinct,
+    engine,
+    global_generators,
+    kind_of,
+    make_generator,
+    set_state,
+    state_of,
+    suits,
+)
+from rayloader.random.search import Found, Path, follow, in_words, put, search
 from rayloader.transport.pickler import Special
 
 _noted: list[Any] | None = None
@@ -73,6 +92,75 @@ def _note(make: Callable[..., Any], *arguments: Any) -> Any:
     return generator
 
 
+# See NOTE [As imported]: generators of this process that modules have created, with their states, by identity.
+_as_imported: dict[int, tuple[Any, Any]] = {}
+
+
+class Located(NamedTuple):
+    """A generator of another process.
+
+    Attributes:
+        paths: all paths that lead to it.
+        kind: of which to create one where it is missing; empty: only the program can.
+        state: its state.
+        lasts: whether its next draws may depend on its state; False of one in the place of another.
+    """
+
+    paths: tuple[Path, ...]
+    kind: str
+    state: Any
+    lasts: bool = False
+
+    def is_like(self, generator: Any) -> bool:
+        """Whether it can be that generator."""
+        return is_a(generator, KINDS) and kind_of(generator) == self.kind and suits(generator, self.state)
+
+
+def located(found: Iterable[Found]) -> tuple[Located, ...]:
+    """Generators with their states."""
+    return tuple(Located(paths, kind_of(generator), state_of(generator)) for generator, paths in found)
+
+
+def import_modules(those: Iterable[Located]) -> None:
+    """Imports the modules of generators, which the other process had imported."""
+    for module in {name for one in those for (kind, name), *_ in one.paths if kind == "module"} - sys.modules.keys():
+        with contextlib.suppress(Exception):  # the program may have to do something else first
+            importlib.import_module(module)
+
+
+def place(one: Located, objects: Mapping[str, Any], avoid: Collection[int] = ()) -> tuple[Any, list[Path]]:
+    """Gives the generator at its paths its state, and creates it where there is none.
+
+    Args:
+        one: the generator.
+        objects: from which paths start, by name.
+        avoid: identities of the engines of those that are others.
+
+    Returns:
+        The generator, and the paths where it could not be put.
+    """
+    there = [follow(path, objects) for path in one.paths]
+    fitting = [obj for obj in there if one.is_like(obj) and id(engine(obj)) not in avoid]
+    try:
+        generator = fitting[0] if fitting else make_generator(one.kind, one.state)
+        set_state(generator, one.state)
+    except Exception:  # a class of the user's
+        return None, list(one.paths)
+    return generator, bind(generator, one.paths, objects)
+
+
+def bind(generator: Any, paths: Iterable[Path], objects: Mapping[str, Any]) -> list[Path]:
+    """Makes paths lead to a generator; returns those that cannot."""
+    failed = []
+    for path in paths:
+        try:
+            if follow(path, objects) is not generator:
+                put(path, objects, generator)
+        except Exception:  # depends on the object that is there instead
+            failed.append(path)
+    return failed
+
+
 class Generators:
     """The generators of one worker.
 
@@ -89,7 +177,7 @@ class Generators:
         self._replica = replica
         self._noted = noted  # keeps their identities
         self._known = {id(engine(generator)) for generator in noted}
-        self._last: list[Any] = []  # those of the last look
+        self._at: dict[Path, Any] = {}  # those of the last look
         # In another process those of modules are like that too: as the driver has them, or as imports create them.
         of_modules = [one for one in self._others() if _is_global(one)]
         self._at_start = {id(one.generator): (one.generator, _picture(one)) for one in of_modules}
@@ -101,9 +189,10 @@ class Generators:
     def look(self) -> tuple[Located, ...]:
         """The current later ones, and those of modules that were drawn from since the start."""
         found = [one for one in self._others() if not (_is_global(one) and self._is_as_at_start(one))]
-        lasting = set(map(id, self._last))
-        self._last = [one.generator for one in found]
-        return located(found, lasting)
+        before, self._at = self._at, {path: one.generator for one in found for path in one.paths}
+        renewed = {path for path, generator in self._at.items() if before.get(path, generator) is not generator}
+        places = located(found)
+        return tuple(one._replace(lasts=renewed.isdisjoint(one.paths)) for one in places)
 
     def _is_as_at_start(self, found: Found) -> bool:
         _, picture = self._at_start.get(id(found.generator), (None, None))
@@ -117,13 +206,13 @@ class Generators:
         """
         import_modules(later)
         given = {id(engine(generator)) for generator in self.given}
-        self._last = []
+        self._at = {}
         for one in later:
             generator, failed = place(one, self._replica, given)
-            self._last.append(generator)
             self._at_start.pop(id(generator), None)
+            self._at.update(dict.fromkeys(one.paths, generator))
             # Otherwise it may be created again for each sample, so that nothing depends on its state.
-            if one.lasting and len(failed) == len(one.paths):
+            if one.lasts and len(failed) == len(one.paths):
                 raise ReplayError(
                     f"the random generator at {in_words(failed[0])} was made while loading, and can't be made again in "
                     "another process; make it in __init__ or in worker_init_fn, or give the dataset state_dict() and "
@@ -139,3 +228,47 @@ def _is_global(found: Found) -> bool:
 def _picture(found: Found) -> bytes:
     """Its state, to be compared."""
     return pickle.dumps(state_of(found.generator))
+
+
+class Placed:
+    """Generators of the driver in a worker: placed when their modules are imported.
+
+    Args:
+        carried: their states.
+    """
+
+    def __init__(self, carried: tuple[Located, ...] = ()) -> None:
+        self._carried = carried
+        self._generators: dict[int, Any] = {}  # those in place, by their number in `carried`
+
+    @contextlib.contextmanager
+    def as_imported(self) -> Iterator[None]:
+        """Around the import of modules; see NOTE [As imported]."""
+        here = [generator for generator in self._generators.values() if id(generator) in _as_imported]
+        states = list(map(state_of, here))
+        for generator in here:
+            set_state(*_as_imported[id(generator)])
+        try:
+            yield
+        finally:
+            for generator, state in zip(here, states, strict=True):
+                _as_imported[id(generator)] = generator, state_of(generator)
+                set_state(generator, state)
+
+    def put_in(self, module: str) -> list[str]:
+        """A module has been imported: places its generators. Returns, in words, those that could not be placed."""
+        failed = []
+        for number, one in enumerate(self._carried):
+            paths = tuple(path for path in one.paths if path[0] == ("module", module))
+            if number in self._generators:
+                failed += bind(self._generators[number], paths, {})
+            elif paths:
+                for there in (follow(path, {}) for path in paths):
+                    if one.is_like(there):
+                        _as_imported.setdefault(id(there), (there, state_of(there)))
+                others = {id(engine(other)) for other in self._generators.values()}
+                generator, missing = place(one._replace(paths=paths), {}, others)
+                failed += missing
+                if generator is not None:
+                    self._generators[number] = generator
+        return list(map(in_words, failed))

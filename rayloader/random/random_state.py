@@ -19,7 +19,7 @@ import torch
 from rayloader import _compat
 from rayloader.plain_state import bytes_of, text_of
 from rayloader.random.generator_kinds import set_state, state_of
-from rayloader.random.placing import Located
+from rayloader.random.generators import Located
 
 _Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
 

@@ -1,23 +1,31 @@
 """Saves and loads the user's position in a loader's stream, and refuses a state that does not fit.
 
 Promise: a state contains everything needed to continue the same stream: the generators of this process from before
-the epoch, how much of it the user has taken, and a snapshot of each worker. What does not fit changes nothing.
+the epoch, how much of it the user has taken, and a snapshot of each worker. Without workers it contains the objects
+that do the work in this process: the program's generators and the dataset's own state. What does not fit changes
+nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from typing import Any
 
+from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
-from rayloader.resume import local_state
+from rayloader.namespaces import namespace_of
+from rayloader.own_modules import is_own_module, own_modules
+from rayloader.random.generator_kinds import set_state
+from rayloader.random.generators import Located, import_modules, located
+from rayloader.random.random_state import RandomState
+from rayloader.random.search import Found, in_words, search
 from rayloader.resume.position import Checksums, Position
+from rayloader.resume.ranks import Stage, in_batches, order_of, share
 from rayloader.resume.samplers import RANK, Samplers
-from rayloader.resume.snapshot import WorkerState
-from rayloader.resume.state import EpochBegin, Fits, SavedPlace, SavedWorker, Start, State, WorkerStart
-from rayloader.sampling import redeal
-from rayloader.sampling.sharding import order_of
+from rayloader.resume.snapshot import WorkerState, load_state, told_by
+from rayloader.resume.state import EpochBegin, Fits, Process, SavedPlace, SavedWorker, Start, State, WorkerStart
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -67,7 +75,7 @@ def _state(
         _fits(loader, samplers),
         samplers.random(),
         samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None), asked=asked),
-        None if loader.num_workers else local_state.capture(loader),
+        None if loader.num_workers else capture(loader),
         place,
     )
 
@@ -89,7 +97,7 @@ def load(loader: Any, packed: Any) -> State:
     progress = _check(loader, samplers, state)
     _check_workers(loader, state, loader.num_workers)
     if loader.num_workers == 0 and state.process is not None:
-        local_state.restore(loader, state.process)
+        restore(loader, state.process)
     if state.is_between_epochs:
         samplers.load_between_epochs(state.sampler.own)
     else:
@@ -98,18 +106,6 @@ def load(loader: Any, packed: Any) -> State:
     if state.is_between_epochs and state.sampler.asked and not state.sampler.tells:
         _warn_of_more(loader, samplers)
     return state
-
-
-def _warn_of_more(loader: Any, samplers: Samplers) -> None:
-    """In the middle of an epoch a sampler that does not reproduce its draws is an error; here nothing is drawn."""
-    if samplers.keep_more(loader.dataset, [] if loader.num_workers else local_state.generators_of(loader)):
-        warnings.warn(
-            f"the sampler ({samplers.name}) gives another order each time that it is asked, with the same random "
-            "generators, numbers, texts and booleans: what else its order depends on is not in the state, so the "
-            "next epoch may have another order than in the saved run; give the sampler state_dict() and "
-            "load_state_dict(), or set_epoch() by which it draws",
-            stacklevel=4,
-        )
 
 
 def goes_on(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPlace | None, int]:
@@ -211,8 +207,8 @@ def _rest(loader: Any, samplers: Samplers, lead: SavedPlace, places: list[SavedP
     for rank, place in enumerate(places):
         expected = {place.next_task: place.checksum, place.drawn: place.drawn_checksum}
         checksums = Checksums(expected)
-        share = redeal.share(order, stages, len(places), rank, drop_last=part.drop_last)
-        for indices in itertools.islice(redeal.in_batches(share, size, drop_last=loader.drop_last), max(expected)):
+        mine = share(order, stages, len(places), rank, drop_last=part.drop_last)
+        for indices in itertools.islice(in_batches(mine, size, drop_last=loader.drop_last), max(expected)):
             checksums.add(indices)
         if not checksums.as_expected:
             raise StateError(
@@ -224,7 +220,7 @@ def _rest(loader: Any, samplers: Samplers, lead: SavedPlace, places: list[SavedP
     taken = [
         [(0, place.next_task * size), *((task * size, (task + 1) * size) for task in place.ahead)] for place in places
     ]
-    return EpochBegin(starts=(Start(start),), stages=(*stages, redeal.Stage(taken)))
+    return EpochBegin(starts=(Start(start),), stages=(*stages, Stage(taken)))
 
 
 def _check(loader: Any, samplers: Samplers, state: State, *, any_rank: bool = False) -> list[list[str]]:
@@ -265,3 +261,91 @@ def _length(loader: Any) -> int | None:
         return None if loader._dataset_kind else len(loader.dataset)
     except TypeError:  # a map-style dataset need not have a length
         return None
+
+
+def _warn_of_more(loader: Any, samplers: Samplers) -> None:
+    """In the middle of an epoch a sampler that does not reproduce its draws is an error; here nothing is drawn."""
+    if samplers.keep_more(loader.dataset, [] if loader.num_workers else generators_of(loader)):
+        warnings.warn(
+            f"the sampler ({samplers.name}) gives another order each time that it is asked, with the same random "
+            "generators, numbers, texts and booleans: what else its order depends on is not in the state, so the "
+            "next epoch may have another order than in the saved run; give the sampler state_dict() and "
+            "load_state_dict(), or set_epoch() by which it draws",
+            stacklevel=4,
+        )
+
+
+# ---- without workers: what does the work in this process
+
+
+def held_in(loader: Any) -> list[Found]:
+    """The random generators that a loader's dataset and `collate_fn` hold, and those of the program's modules."""
+    main = sys.modules.get("__main__")
+    own = [("__main__", namespace_of(main))] if main is not None and is_own_module(main) else []
+    return search({"dataset": loader.dataset, "collate_fn": loader.collate_fn}, [*own_modules(), *own])
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """These generators, without the paths to them."""
+    return [one.generator for one in held_in(loader)]
+
+
+def capture_random(loader: Any) -> RandomState:
+    """The states of the global generators, and of these."""
+    return RandomState.capture([])._replace(located=located(held_in(loader)))
+
+
+def restore_random(loader: Any, random: RandomState) -> None:
+    """Restores them, as far as they are there."""
+    random.restore([])
+    for one, generator in _here(loader, random):
+        if one.is_like(generator):
+            set_state(generator, one.state)
+
+
+def _here(loader: Any, random: RandomState) -> list[tuple[Located, Any]]:
+    """The saved generators, each with the one at its place; None if there is none."""
+    import_modules(random.located or ())
+    here = {path: one.generator for one in held_in(loader) for path in one.paths}
+    return [(one, next((here[path] for path in one.paths if path in here), None)) for one in random.located or ()]
+
+
+def _check_generators(loader: Any, random: RandomState) -> None:
+    """Raises StateError if the dataset and `collate_fn` hold other generators than those that were saved."""
+    unlike = [one.paths[0] for one, generator in _here(loader, random) if not one.is_like(generator)]
+    saved = {path for one in random.located or () for path in one.paths}
+    new = [path for found in held_in(loader) for path in found.paths if path not in saved]
+    if held := [path for path in (*unlike, *new) if path[0][0] == "object"]:
+        raise StateError(
+            f"the state does not fit the random generators of dataset and collate_fn: {in_words(held[0])} is missing "
+            "here or in the state, or of another kind; create both like those that were saved, with all their "
+            "generators (one that an object creates only on first use does not exist yet: create it before "
+            "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
+        )
+    if unlike:
+        warnings.warn(
+            f"the state has the random generator {in_words(unlike[0])}, which is missing here, or of another kind: if "
+            "batches depend on it, they are others than those of the saved run; create it before load_state_dict()",
+            stacklevel=5,
+        )
+
+
+def capture(loader: Any) -> Process:
+    """The generators, global ones and the dataset's, and the dataset's own state.
+
+    Raises:
+        StateError: the dataset's state could not be saved.
+    """
+    return Process(capture_random(loader), told_by(loader.dataset))
+
+
+def restore(loader: Any, saved: Process) -> None:
+    """Restores them.
+
+    Raises:
+        StateError: the dataset and `collate_fn` hold other generators than those that were saved.
+    """
+    _check_generators(loader, saved.random)
+    restore_random(loader, saved.random)
+    with loading(loader.dataset):
+        load_state(loader.dataset, saved.dataset)

@@ -21,12 +21,21 @@ from rayloader import fetching
 from rayloader.errors import StateError
 from rayloader.resume.draws import Drawn, drawn
 from rayloader.resume.journal import Journal
-from rayloader.resume.local_state import told_by
+from rayloader.resume.ranks import Stage
 from rayloader.resume.samplers import Samplers
-from rayloader.resume.seal import Parts
-from rayloader.resume.snapshot import has_state
-from rayloader.resume.state import EpochBegin, OwnState, Replay, SavedPlace, SavedWorker, Start, Stream, WorkerStart
-from rayloader.sampling import redeal
+from rayloader.resume.snapshot import has_state, told_by
+from rayloader.resume.state import (
+    EpochBegin,
+    OwnState,
+    Parts,
+    SavedPlace,
+    SavedWorker,
+    Start,
+    Stream,
+    WorkerStart,
+    tasks_in,
+    text_of_tasks,
+)
 from rayloader.task import Task
 from rayloader.transport import codec
 
@@ -98,9 +107,9 @@ class _LastWorker:
             if journal.base is not None and journal.base.error:
                 raise StateError(f"a worker's dataset could not save its state:\n{journal.base.error}")
         if tasks is not known[3]:
-            replay, count = Replay(), 0
+            replay, count = "", 0
         newest_first = itertools.islice(reversed(tasks.values()), len(tasks) - count)
-        worker = SavedWorker(start, journal.remembers, replay.plus([*newest_first][::-1]))
+        worker = SavedWorker(start, journal.remembers, replay + text_of_tasks([*newest_first][::-1]))
         count = len(tasks)
         self._worker, self._made_of, self._count = worker, made_of, count  # no interrupt comes in between
         return worker
@@ -143,7 +152,7 @@ class Position:
         self.delivered = 0  # batches
         self.checksum = 0  # of the indices before `next_task`
         self.skipped = 0  # samples
-        self.stages: tuple[redeal.Stage, ...] = ()  # through which the epoch went with other numbers of ranks
+        self.stages: tuple[Stage, ...] = ()  # through which the epoch went with other numbers of ranks
         self.finished = False
         self.handed = None
         self._counted = -1  # the task that was taken last
@@ -291,7 +300,7 @@ class Position:
         self.delivered, self.skipped, self.finished = saved.delivered, saved.skipped, saved.finished
         self._ahead = dict.fromkeys(saved.ahead, saved.checksum)
         self.stateful = any(start.own != OwnState() for start in self.starts)
-        replays = [worker.replay.tasks for worker in saved.workers]
+        replays = [tasks_in(worker.replay) for worker in saved.workers]
         told: dict[int, codec.Encoded | None] = {task_id: None for replay in replays for task_id, _ in replay}
         iterator = iter(()) if self.finished and not told else self._draw_again(saved, told)
         for journal, worker, replay in zip(self.journals, saved.workers, replays, strict=True):

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import operator
 import pickle
+import sys
 import traceback
 import types
 import warnings
@@ -27,29 +29,47 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from rayloader._compat import InfiniteConstantSampler
 from rayloader.errors import StateError
+from rayloader.namespaces import functions_of, is_a, names_in, namespace_of
 from rayloader.random.generator_kinds import KINDS, distinct, suit
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
 from rayloader.resume.draws import drawn
-from rayloader.resume.sampler_parts import DATA, attributes_of, named_generators, own_classes, set_attributes
+from rayloader.resume.ranks import Shard, Stage, chain_of, in_batches, order_of, part_of, share
 from rayloader.resume.snapshot import dump_state, has_state
 from rayloader.resume.state import Moment, OwnState, SamplerState
-from rayloader.sampling import redeal
-from rayloader.sampling.prefetch import QUIET_SAMPLERS
-from rayloader.sampling.sharding import Shard, chain_of, order_of, part_of
 
+# Torch's own, and a rank's shard of any sampler: what they give depends on nothing that a state does not hold.
+QUIET_SAMPLERS = {
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    InfiniteConstantSampler,
+    Shard,
+}
 _SIMPLE = (int, float, str, bool, type(None))
-# The arguments that make a DistributedSampler this rank's; other ranks may continue, see `redeal.py`.
+# The arguments that make a DistributedSampler this rank's; other ranks may continue, see `ranks.py`.
 RANK = ("num_replicas", "rank")
 _OF_RANK = (*RANK, "num_samples", "total_size")
 _DISTRIBUTED = (*RANK, "seed", "shuffle", "drop_last")
-_END = object()
-_NO_STATE = OwnState()
+_DATA = ("data_source", "dataset")  # names of the attributes for what samplers sample from
 _MOST_COPIED = 100_000  # how many objects a sampler may hold to be copied for this check
 _ASKED_FOR = 100  # how many batches of two orders are compared: few samples have the same order by chance
+_STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes have no state
+_END = object()
+_NO_STATE = OwnState()
 
 # Simple attributes of samplers when a loader first had them, by id: those changed since are the sampler's progress.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
@@ -103,14 +123,14 @@ class Samplers:
                 contents += (sampler, *named_generators(sampler))
         return contents
 
-    def iterator(self, stages: Sequence[redeal.Stage]) -> Any:
+    def iterator(self, stages: Sequence[Stage]) -> Any:
         """The index sampler's iterator; after stages, over what is left for this rank."""
         if not stages:
             return iter(self.index_sampler)
         part = self.part
         assert part is not None
-        mine = redeal.share(order_of(part), stages, part.num_replicas, part.rank, drop_last=part.drop_last)
-        return redeal.in_batches(mine, self._batch_size, drop_last=self._drop_last)
+        mine = share(order_of(part), stages, part.num_replicas, part.rank, drop_last=part.drop_last)
+        return in_batches(mine, self._batch_size, drop_last=self._drop_last)
 
     # ---- generators and attributes
 
@@ -148,7 +168,7 @@ class Samplers:
 
     def _is_searched(self, name: str, value: Any) -> bool:
         """Whether an attribute of a sampler is searched elsewhere."""
-        return name in (*DATA, "sampler") or any(value is sampler for sampler in self._chain)
+        return name in (*_DATA, "sampler") or any(value is sampler for sampler in self._chain)
 
     def _has_made(self, moment: Moment) -> None:
         """Gives samplers that create their generator on first use one, or none, as at that moment."""
@@ -201,7 +221,7 @@ class Samplers:
             if "epoch" in simple and hasattr(sampler, "set_epoch") and sampler.epoch != simple["epoch"]:
                 sampler.set_epoch(simple["epoch"])
             if sampler is not self._stateful:  # otherwise its state_dict() contains the attributes
-                set_attributes(sampler, simple)
+                attributes_of(sampler).update(simple)
         self._check_generators(moment)
         moment.random.restore(self._generators)
 
@@ -265,7 +285,7 @@ class Samplers:
         """
         if self._stateful is not None or not any(map(own_classes, self._chain)):
             return False
-        shared = [dataset, *(getattr(sampler, name, None) for sampler in self._chain for name in DATA)]
+        shared = [dataset, *(getattr(sampler, name, None) for sampler in self._chain for name in _DATA)]
         shared += [value for one in shared for value in attributes_of(one).values()]  # for instance a subset's dataset
         given = types.SimpleNamespace(batch_size=self._batch_size, drop_last=self._drop_last)
         before = RandomState.capture(followed := distinct([*self._generators, *others]))
@@ -349,15 +369,6 @@ class Resuming:
         return getattr(self._loader, name)
 
 
-class _Copied(dict[int, Any]):
-    """The memo of `copy.deepcopy`, with a limit on the number of objects."""
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        if len(self) >= _MOST_COPIED:
-            raise OverflowError("too many objects")
-        super().__setitem__(key, value)
-
-
 def note_first_attributes(loader: Any) -> None:
     """Remembers the attributes of a loader's samplers at its creation."""
     for sampler in chain_of(loader._index_sampler):
@@ -415,3 +426,43 @@ def _refuse(sampler: Any, name: str, saved: Any, own: Any) -> None:
         + (", or load the list of all ranks' states" if name in RANK else "")
         + ", or, if the attribute says how far the sampler is, give it state_dict() and load_state_dict()"
     )
+
+
+class _Copied(dict[int, Any]):
+    """The memo of `copy.deepcopy`, with a limit on the number of objects."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        if len(self) >= _MOST_COPIED:
+            raise OverflowError("too many objects")
+        super().__setitem__(key, value)
+
+
+# ---- what is in a sampler; no code of the user's runs
+
+
+def attributes_of(obj: Any) -> dict[str, Any]:
+    """The attributes of an object by name, without those in `__slots__`; a list, for instance, has none."""
+    attributes: dict[str, Any] = getattr(obj, "__dict__", {})
+    return attributes
+
+
+def own_classes(sampler: Any) -> list[type]:
+    """The classes of a sampler that do not belong to torch or Python."""
+    if _is_stock(type(sampler).__module__):
+        return []
+    return [kind for kind in type(sampler).__mro__ if not _is_stock(kind.__module__)]
+
+
+def named_generators(sampler: Any) -> list[Any]:
+    """The generators that a sampler does not hold itself: attributes of its classes, and globals that these name."""
+    found: list[Any] = []
+    for kind in own_classes(sampler):
+        members, contents = list(vars(kind).values()), namespace_of(sys.modules.get(kind.__module__))
+        names = {name for member in members for one in functions_of(member) for name in names_in(one.__code__)}
+        found += [*members, *(value for name, value in list(contents.items()) if name in names)]
+    return [value for value in found if is_a(value, KINDS)]
+
+
+@functools.lru_cache(maxsize=256)
+def _is_stock(module: str) -> bool:
+    return module.partition(".")[0] in _STOCK

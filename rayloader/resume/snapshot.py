@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from rayloader import plain_state
-from rayloader.errors import ReplayError
+from rayloader.errors import ReplayError, StateError
 from rayloader.random.generator_kinds import suit
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState
@@ -169,7 +169,10 @@ class SnapshotTaker:
 
     def iterator_begins(self) -> None:
         """The iterator of an epoch is about to be created."""
-        self._begin = self.capture().since(self._seeded)
+        random = self.capture()
+        # A stream that is read again is compared as a whole: what it makes anew need not be there before.
+        located = tuple(one._replace(lasts=False) for one in random.located or ())
+        self._begin = random._replace(located=located).since(self._seeded)
 
     def snapshot(self, iterator: Any, **position: Any) -> WorkerState:
         """The current state, if it differs from the last one."""
@@ -215,6 +218,20 @@ def dump_state(obj: Any) -> bytes:
             raise plain_state.too_deep() from None
         raise
     return dumped
+
+
+def told_by(obj: Any) -> bytes | None:
+    """The same, in this process; None if the object has no state.
+
+    Raises:
+        StateError: it could not be saved.
+    """
+    if not has_state(obj):
+        return None
+    try:
+        return dump_state(obj)
+    except Exception:  # the user's own
+        raise StateError(f"{type(obj).__name__} could not save its state:\n{traceback.format_exc()}") from None
 
 
 def load_state(obj: Any, state: bytes | None) -> None:

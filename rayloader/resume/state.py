@@ -1,20 +1,26 @@
 """What a state holds: its records, their plain form, and the one place where it is checked.
 
-Promise: `State.load(state.pack())` is the same state, also after JSON or `torch.save`; what is foreign, damaged, or of
-another version is refused. Nobody else reads what `state_dict()` returned. Its form is a dict of the fields of `State`,
-in types that JSON knows, except for what a dataset's or sampler's own `state_dict` returns; records inside are tuples
-of their fields, which all states share, see NOTE [Same parts] in seal.py.
+Promise: `State.load(state.pack())` is the same state, also after JSON or `torch.save`; what is foreign, incomplete or
+of another version is refused. Nobody else reads what `state_dict()` returned. Its form is a dict of the fields of
+`State`, in types that JSON knows, except for what a dataset's or sampler's own `state_dict` returns; records inside are
+tuples of their fields.
+
+NOTE [Same parts]. Some frameworks request a state before every batch, and most of a state is unchanged since the last
+batch. What stays the same is packed once (`Parts`). All states share it if nobody can change it, such as a text or a
+tuple of texts.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 import pickle
 import reprlib
 import struct
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 
@@ -24,18 +30,18 @@ from rayloader.plain_state import bytes_of, text_of
 from rayloader.random.random_state import RandomState
 from rayloader.resume.draws import Drawn
 from rayloader.resume.journal import Before, Resumed
-from rayloader.resume.seal import NONE, Part, Parts, checksum, checksum_of_all, checksum_of_text
+from rayloader.resume.ranks import Stage
 from rayloader.resume.snapshot import WorkerState
-from rayloader.sampling.redeal import Stage
 from rayloader.task import Task
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 12
+FORMAT, VERSION = "rayloader", 13
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 TAKEN = "_num_yielded"
 
 _TASK = struct.Struct("<qI")  # its number, and the digest of the delivered batch
+_T = TypeVar("_T")
 
 
 # ---- records
@@ -168,26 +174,14 @@ class Stream:
     iterator: Any = None
 
 
-class Replay(NamedTuple):
-    """Tasks that a worker builds again, with the digests of the delivered batches: joined texts, and their checksum."""
+def text_of_tasks(tasks: Iterable[Task]) -> str:
+    """Tasks that a worker builds again, with the digests of the delivered batches; such texts can be joined."""
+    return text_of(b"".join([_TASK.pack(task.task_id, task.digest) for task in tasks]))
 
-    text: str = ""
-    checksum: int = checksum_of_text("")
 
-    @classmethod
-    def of(cls, text: str) -> Replay:
-        """Those in a text."""
-        return cls(text, checksum_of_text(text))
-
-    def plus(self, tasks: Iterable[Task]) -> Replay:
-        """These tasks and more: their cost does not depend on how many there are already."""
-        added = text_of(b"".join([_TASK.pack(task.task_id, task.digest) for task in tasks]))
-        return Replay(self.text + added, checksum_of_text(added, self.checksum))
-
-    @property
-    def tasks(self) -> list[tuple[int, int]]:
-        """The tasks with their digests."""
-        return [*_TASK.iter_unpack(bytes_of(self.text))]
+def tasks_in(text: str) -> list[tuple[int, int]]:
+    """The inverse."""
+    return [*_TASK.iter_unpack(bytes_of(text))]
 
 
 class WorkerStart(NamedTuple):
@@ -203,12 +197,12 @@ class SavedWorker(NamedTuple):
     Attributes:
         start: where another process starts.
         remembers: see `Journal.remembers`.
-        replay: what it builds again from there.
+        replay: what it builds again from there: a text of `text_of_tasks`.
     """
 
     start: WorkerStart = WorkerStart()
     remembers: bool = False
-    replay: Replay = Replay()
+    replay: str = ""
 
 
 class SavedPlace(NamedTuple):
@@ -250,6 +244,31 @@ class SavedPlace(NamedTuple):
         return any(worker.remembers for worker in self.workers)
 
 
+class Parts:
+    """The parts of one object's states, each valid as long as its source stays the same; see NOTE [Same parts]."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Any, Any, bool]] = {}
+
+    def part(
+        self, name: Hashable, source: _T, pack: Callable[[_T], Any], same: Callable[[_T, _T], bool] = operator.is_
+    ) -> Any:
+        """The part with this name, for one state: no other sees what the program changes in it.
+
+        Args:
+            name: of the part.
+            source: what it is packed from; it is not changed from now on.
+            pack: returns the content of the part.
+            same: whether the source equals that of the last part with this name, which is then still valid.
+        """
+        known = self._known.get(name)
+        if known is None or not same(source, known[0]):
+            packed = pack(source)
+            self._known[name] = known = source, packed, copy.deepcopy(packed) is packed
+        _, packed, is_constant = known
+        return packed if is_constant else copy.deepcopy(packed)
+
+
 class State(NamedTuple):
     """The state of a loader.
 
@@ -286,24 +305,26 @@ class State(NamedTuple):
         """Whether the next `iter()` begins an epoch."""
         return self.redeal is None and (self.position is None or self.position.finished)
 
+    @property
+    def mark(self) -> int:
+        """A number that tells this state from those of other places in the stream, and of other runs."""
+        place = None if self.position is None else (self.position.begin.base_seed, *self.position[3:])
+        return zlib.crc32(repr((self.num_workers, self.fits, self.now.pack(), place)).encode())
+
     def pack(self, parts: Parts | None = None) -> dict[str, Any]:
         """What `state_dict()` returns; `parts`: of earlier states of the same position."""
         part, process, redeal = (parts := parts or Parts()).part, self.process, self.redeal
-        packed = {
-            "num_workers": part("num_workers", self.num_workers, _PLAIN.pack, operator.eq),
-            "fits": part("fits", self.fits, _FITS.pack, operator.eq),
-            "now": part("now", self.now, RandomState.pack, RandomState.equals),
-            "sampler": part("sampler", self.sampler, _SAMPLER.pack),
-            "process": NONE if process is None else part("process", process, _PROCESS.pack, Process.equals),
-            "position": NONE if self.position is None else _packed_place(self.position, parts),
-            "redeal": NONE if redeal is None else part("redeal", redeal, _BEGIN.pack),
-        }
         return {
             "format": FORMAT,
             "version": VERSION,
             TAKEN: self.taken,
-            **{name: part.own() for name, part in packed.items()},
-            "seal": {name: part.checksum for name, part in packed.items()},
+            "num_workers": self.num_workers,
+            "fits": part("fits", self.fits, _FITS.pack, operator.eq),
+            "now": part("now", self.now, RandomState.pack, RandomState.equals),
+            "sampler": part("sampler", self.sampler, _SAMPLER.pack),
+            "process": None if process is None else part("process", process, _PROCESS.pack, Process.equals),
+            "position": None if self.position is None else _packed_place(self.position, parts),
+            "redeal": None if redeal is None else part("redeal", redeal, _BEGIN.pack),
         }
 
     @classmethod
@@ -320,23 +341,18 @@ class State(NamedTuple):
                 f"the state has version {packed.get('version')!r}, this rayloader reads {VERSION}; use the one that "
                 "wrote it"
             )
-        if missing := sorted({*cls._fields, TAKEN, "seal"} - packed.keys()):
+        if missing := sorted({*cls._fields, TAKEN} - packed.keys()):
             raise StateError(
                 f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}; load it as it was "
                 "saved"
             )
-        found = {
-            name: _checksum_of_place(packed[name]) if name == "position" else checksum(packed[name])
-            for name in cls._fields
-        }
-        seal = packed["seal"] if isinstance(packed["seal"], dict) else {}
-        damaged = [name for name in found if type(seal.get(name)) is not int or seal[name] != found[name]]
-        if damaged := damaged or [str(name) for name in seal if name not in found]:
+        try:
+            state: State = _STATE.unpack([packed[name] for name in cls._fields])
+        except Exception as error:  # depends on what is there instead
             raise StateError(
-                f"the state is not what state_dict() gave: {', '.join(damaged)} was changed or lost since; load it as "
-                "it was saved, or an earlier state"
-            )
-        state: State = _STATE.unpack([packed[name] for name in cls._fields])
+                f"the state is not what state_dict() gave, and can't be read ({type(error).__name__}: {error}); load "
+                "it as it was saved, or an earlier state"
+            ) from error
         if (dispatched := packed[TAKEN]) != state.taken:
             raise StateError(
                 f"the state says that {state.taken} batches were taken, and {TAKEN}={dispatched!r} dispatched: with "
@@ -406,36 +422,15 @@ def _unpack_entry(packed: tuple[Any, ...]) -> Task | Resumed:
     return Task(task_id, Drawn(codec.encode(plain_state.unpack(indices)), 0), digest=digest)
 
 
-def _packed_place(place: SavedPlace, parts: Parts) -> Part:
-    """A dict of its fields, for one state."""
-    begin = parts.part("begin", place.begin, _BEGIN.pack)
-    stream = NONE if place.stream is None else _packed_stream(place.stream, parts)
-    workers, sums = [], []
-    for number, (start, remembers, replay) in enumerate(place.workers):
-        packed = parts.part(number, start, _WORKER_START.pack)
-        workers.append((packed.own(), remembers, replay.text))
-        sums.append((packed.checksum, remembers, replay.checksum))
-    own = dict(zip(SavedPlace._fields, (begin.own(), stream.own(), workers, *place[3:]), strict=True))
-    return Part(own, checksum_of_all((begin.checksum, stream.checksum, sums, *place[3:])), is_constant=True)
-
-
-def _packed_stream(stream: Stream, parts: Parts) -> Part:
-    begin = parts.part("stream", stream.begin, _RANDOM.pack)
-    return Part((begin.value, _OBJECT.pack(stream.told), stream.digest, stream.ended))
-
-
-def _checksum_of_place(packed: Any) -> int:
-    """The same as of the packed one, from what it holds."""
-    if packed is None:
-        return NONE.checksum
-    try:
-        begin, stream, workers, ahead, *counts = map(packed.get, SavedPlace._fields)
-        sums = [(checksum(start), remembers, checksum_of_text(text)) for start, remembers, text in workers]
-        if packed.keys() == {*SavedPlace._fields} and isinstance(workers, list):
-            return checksum_of_all((checksum(begin), checksum(stream), sums, _tuples(ahead), *counts))
-    except (AttributeError, TypeError, ValueError):  # a value of another type, or of another length
-        pass
-    return -1
+def _packed_place(place: SavedPlace, parts: Parts) -> dict[str, Any]:
+    begin, stream = parts.part("begin", place.begin, _BEGIN.pack), None
+    if (one := place.stream) is not None:
+        stream = parts.part("stream", one.begin, _RANDOM.pack), _OBJECT.pack(one.told), one.digest, one.ended
+    workers = [
+        (parts.part(number, start, _WORKER_START.pack), remembers, replay)
+        for number, (start, remembers, replay) in enumerate(place.workers)
+    ]
+    return dict(zip(SavedPlace._fields, (begin, stream, workers, *place[3:]), strict=True))
 
 
 def _unpacked_place(packed: dict[str, Any]) -> SavedPlace:
@@ -465,7 +460,7 @@ _BEGIN = _record(EpochBegin, starts=_each(_START), stages=_STAGES)
 _SNAPSHOT = _maybe(_record(WorkerState, random=_RANDOM, begin=_RANDOM, dataset=_OBJECT, iterator=_OBJECT))
 _BEFORE = _maybe(_record(Before, state=_SNAPSHOT, entries=_each(_Form(_pack_entry, _unpack_entry))))
 _WORKER_START = _record(WorkerStart, state=_SNAPSHOT, before=_BEFORE)
-_WORKER = _record(SavedWorker, start=_WORKER_START, replay=_Form(operator.attrgetter("text"), Replay.of))
+_WORKER = _record(SavedWorker, start=_WORKER_START)
 _STATE = _record(
     State,
     fits=_FITS,

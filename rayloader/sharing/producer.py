@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rayloader.errors import ConsumerDroppedError, RayloaderError, ShareError, StateError
-from rayloader.sampling.sharding import is_whole
+from rayloader.options import is_whole
 from rayloader.sharing.hosted import HostedLoader
 from rayloader.sharing.ledger import END, Ledger, Passed, Place, Step
 from rayloader.sharing.messages import (

@@ -16,12 +16,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader._compat import pin_memory
+from rayloader.data.shard_info import ranks_told
 from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.loader import DataLoader
-from rayloader.options import check_name, check_remote_args
-from rayloader.sampling.prefetch import PREFETCH_BYTES
-from rayloader.sampling.shard_info import ranks_told
-from rayloader.sampling.sharding import is_whole
+from rayloader.options import PREFETCH_BYTES, check_name, check_remote_args, is_whole
 
 if TYPE_CHECKING:
     from rayloader.sharing.inbox import Inbox

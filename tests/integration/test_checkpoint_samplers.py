@@ -142,8 +142,8 @@ class Unseeded(Sized):
         return iter(np.random.default_rng().permutation(LENGTH).tolist())
 
 
-RESTORED = [InSlots, CountsInSlots, OfTheClass, OfTheModule]
-NOTICED = [InAList, InPlace, DeepInTheClass, Unseeded, in_a_closure, in_a_default]
+RESTORED = [OfTheClass, OfTheModule]
+NOTICED = [InSlots, CountsInSlots, InAList, InPlace, DeepInTheClass, Unseeded, in_a_closure, in_a_default]
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
@@ -204,7 +204,7 @@ def test_in_the_middle_of_an_epoch_what_cannot_be_restored_is_an_error(kind):
         iter(again)
 
 
-@pytest.mark.parametrize("kind", [InSlots, CountsInSlots, OfTheClass, OfTheModule])
+@pytest.mark.parametrize("kind", RESTORED)
 def test_in_the_middle_of_an_epoch_too(kind):
     loader = loader_of(kind, 0)
     read(loader)

@@ -18,6 +18,7 @@ from rayloader._compat import ExceptionWrapper
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch import reports
 from rayloader.epoch.depth import Pace
+from rayloader.epoch.draw_ahead import start
 from rayloader.epoch.engine import HELD_BACK, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, TICK_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
 from rayloader.errors import RaySessionError
@@ -27,7 +28,6 @@ from rayloader.protocol import Result, ResultKind, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
-from rayloader.sampling.prefetch import start
 from rayloader.task import TaskState
 from rayloader.workers import worker as worker_module
 

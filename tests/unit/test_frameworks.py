@@ -24,8 +24,7 @@ from rayloader._compat import BaseIterator, DatasetKind, MultiProcessIterator, S
 from rayloader.epoch.local import LocalIterator, OfOneProcess
 from rayloader.loader import WorkerCount
 from rayloader.observe.recorder import Recorder
-from rayloader.options import OwnArguments
-from rayloader.sampling.prefetch import AutomaticPrefetch
+from rayloader.options import AutomaticPrefetch, OwnArguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata's constructor calls
 

@@ -18,19 +18,18 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 
 # Which folders the files of a folder may import from; "" is the package itself.
 MAY_IMPORT = {
-    "": {"cli", "data", "epoch", "inherit", "observe", "random", "replica", "resume", "sampling", "sharing"}
+    "": {"cli", "data", "epoch", "inherit", "observe", "random", "replica", "resume", "sharing"}
     | {"transport", "workers"},
     "cli": {"", "observe", "start", "transport", "workers"},
     "data": {"", "transport"},
-    "epoch": {"", "inherit", "observe", "random", "replica", "resume", "sampling", "start", "transport", "workers"},
-    "host": {"", "inherit", "observe", "random", "replica", "resume", "sampling", "start", "transport"},
+    "epoch": {"", "data", "inherit", "observe", "random", "replica", "resume", "start", "transport", "workers"},
+    "host": {"", "data", "inherit", "observe", "random", "replica", "resume", "start", "transport"},
     "inherit": {"", "random", "transport"},
     "observe": {""},
     "random": {"", "transport"},
     "replica": {"", "transport"},
-    "resume": {"", "random", "sampling", "transport"},
-    "sampling": {"", "random"},
-    "sharing": {"", "epoch", "inherit", "random", "replica", "sampling", "start", "transport", "workers"},
+    "resume": {"", "random", "transport"},
+    "sharing": {"", "data", "epoch", "inherit", "random", "replica", "start", "transport", "workers"},
     "start": {"", "transport"},
     "transport": {""},
     "workers": {"", "observe", "replica", "resume", "start", "transport"},

@@ -1,7 +1,6 @@
 """What user code has changed in a process is put back, or named. No Ray."""
 
 import builtins
-import cProfile
 import gc
 import locale
 import multiprocessing
@@ -34,10 +33,6 @@ def ignore(*_):
 
 
 PUT_BACK = {
-    "profile": (sys.getprofile, lambda: sys.setprofile(ignore)),
-    "trace": (sys.gettrace, lambda: sys.settrace(ignore)),
-    "profile of threads": (threading.getprofile, lambda: threading.setprofile(ignore)),
-    "timer": (lambda: signal.getitimer(signal.ITIMER_REAL), lambda: signal.alarm(1000)),
     "handler": (lambda: signal.getsignal(signal.SIGUSR1), lambda: signal.signal(signal.SIGUSR1, ignore)),
     "blocked": (
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -60,10 +55,6 @@ PUT_BACK = {
         lambda: multiprocessing.set_start_method("forkserver", force=True),
     ),
 }
-
-
-if sys.version_info < (3, 12):  # since then it is a monitoring tool
-    PUT_BACK["profiler"] = sys.getprofile, lambda: cProfile.Profile().enable()
 
 
 @pytest.mark.parametrize("what", PUT_BACK)
@@ -109,10 +100,20 @@ def leaving(request):
         request.addfinalizer(pool.shutdown)
         assert pool.submit(len, "").result() == 0
 
+    def profile():
+        request.addfinalizer(lambda: threading.setprofile(None))
+        threading.setprofile(ignore)
+
+    def timer():
+        request.addfinalizer(lambda: signal.alarm(0))
+        signal.alarm(1000)
+
     def priority():  # it cannot be put back after the test
         request.getfixturevalue("monkeypatch").setattr(left_behind.os, "getpriority", lambda *_: 20)
 
-    return {change.__name__: change for change in (builtin, finder, thread, thread_of_a_library, priority)}
+    return {
+        change.__name__: change for change in (builtin, finder, thread, thread_of_a_library, profile, timer, priority)
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,8 @@ def leaving(request):
         ("finder", "import hooks or callbacks of the garbage collector"),
         ("thread", "a thread that still runs"),
         ("thread_of_a_library", ""),
+        ("profile", "profile and trace functions"),
+        ("timer", "timers"),
         ("priority", "the niceness"),
     ],
 )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rayloader.errors import StateError
-from rayloader.resume import local_state
+from rayloader.resume import checkpoint
 
 
 class MadeWhenFirstUsed:
@@ -25,30 +25,30 @@ def loader_of(dataset):
 def saved_and_new():
     old, new = MadeWhenFirstUsed(), MadeWhenFirstUsed()
     old.draw()
-    return old, local_state.capture(loader_of(old)), new
+    return old, checkpoint.capture(loader_of(old)), new
 
 
 def test_a_generator_that_is_made_later_is_missed_with_a_remedy():
     _, state, new = saved_and_new()
     with pytest.raises(StateError, match=r"dataset\.rng is missing here.* first use .* before load_state_dict\(\)"):
-        local_state.restore(loader_of(new), state)
+        checkpoint.restore(loader_of(new), state)
 
 
 def test_one_of_a_module_that_is_missing_is_warned_of(monkeypatch):
     """It may have nothing to do with the dataset."""
     module = types.ModuleType("of_the_program")
     module.RNG, module.OTHER = random.Random(1), random.Random(2)
-    monkeypatch.setattr(local_state, "own_modules", lambda: [(module.__name__, vars(module))])
-    state = local_state.capture(loader_of(None))
+    monkeypatch.setattr(checkpoint, "own_modules", lambda: [(module.__name__, vars(module))])
+    state = checkpoint.capture(loader_of(None))
     before = module.OTHER.random()
     del module.RNG
     with pytest.warns(UserWarning, match=r"the random generator of_the_program\.RNG, which is missing here"):
-        local_state.restore(loader_of(None), state)
+        checkpoint.restore(loader_of(None), state)
     assert module.OTHER.random() == before
 
 
 def test_the_remedy_helps():
     old, state, new = saved_and_new()
     new.draw(), new.draw()
-    local_state.restore(loader_of(new), state)
+    checkpoint.restore(loader_of(new), state)
     assert new.draw() == old.draw()

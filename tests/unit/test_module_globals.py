@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rayloader.inherit.module_globals import ModuleGlobals
 from rayloader.own_modules import own_modules
-from rayloader.random import placing
+from rayloader.random import generators
 from rayloader.random.search import search
 
 
@@ -409,7 +409,7 @@ def test_what_modules_draw_while_they_are_imported_is_as_it_was(drawing, tmp_pat
     try:
         for name in ("own_table", "own_table_later", "own_settings"):
             del sys.modules[name]
-        placing._as_imported.clear()  # a new process
+        generators._as_imported.clear()  # a new process
         state.adopt()
         table = importlib.import_module("own_table")
         new = table.own_settings

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from rayloader.sampling.redeal import Stage, share
-from rayloader.sampling.sharding import order_of
+from rayloader.resume.ranks import Stage, order_of, share
 
 
 def sampler_of(length, num_replicas, rank, *, shuffle=True, drop_last=False):

@@ -224,7 +224,6 @@ TESTS = {
     },
     "integration/test_checkpoint_fit.py": {
         "test_a_state_of_an_unknown_version_is_refused": ["the state has version"],
-        "test_a_damaged_state_is_refused_and_changes_nothing": ["the state is not what"],
         "test_a_state_of_another_loader_is_refused": ["the state is of a loader with"],
         "test_a_state_that_is_ahead_of_what_was_dispatched_is_refused": ["the state says"],
         "test_what_a_dataset_tells_has_no_cycle_and_is_not_too_deep": ["what state_dict() gives must not"],
@@ -372,6 +371,9 @@ TESTS = {
     "unit/test_generators.py": {
         "test_one_whose_place_is_missing_is_an_error": ["the random generator at"],
     },
+    "unit/test_state.py": {
+        "test_a_state_that_holds_something_else_is_refused": ["the state is not what"],
+    },
     "unit/test_handles.py": {
         "test_what_cannot_be_opened_again_is_refused": [
             "cannot pickle ... object",
@@ -427,7 +429,7 @@ TESTS = {
         "test_a_loader_that_does_not_know_its_rank_is_an_error": ["get_shard_info() was called"],
         "test_a_worker_of_torchs_loader_is_an_error": ["get_shard_info() does not know"],
     },
-    "unit/test_sharding.py": {
+    "unit/test_ranks.py": {
         "test_what_is_divided_already_is_refused": ["the data would be"],
         "test_an_endless_sampler_is_an_error_and_no_hang": [
             "with num_replicas a sampler",

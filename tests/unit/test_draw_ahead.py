@@ -19,7 +19,8 @@ from torch.utils.data import (
 )
 
 from rayloader import DataLoader
-from rayloader.sampling.prefetch import AutomaticPrefetch, may_draw_ahead, start
+from rayloader.epoch.draw_ahead import may_draw_ahead, start
+from rayloader.options import AutomaticPrefetch
 
 DATA = list(range(10))
 

@@ -1,8 +1,11 @@
-"""Loaders of several ranks: each rank's part of a sampler's items.
+"""Loaders of several ranks: each rank's part of a sampler's items, and of the rest of an epoch that others began.
 
 Promise: independent of Ray and of workers. If the ranks of a job create their loaders alike, except for `rank`, and set
 the same epoch, they draw the same order, and each gets its own part of it: disjoint parts of equal size, except for
 items that are repeated to make them equal. A part of something is not divided again.
+
+When an epoch goes on with another number of ranks, all its items that no rank had taken go to one of the new ranks, and
+no others, by the rule of torch's DistributedSampler. Items are samples, or whole batches if a batch sampler gives them.
 
 NOTE [One order]: if ranks draw different orders, their parts overlap, and nothing shows it. So an order does not
 depend on the global random generators, which differ from rank to rank: while it is drawn they are seeded by seed and
@@ -18,16 +21,19 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
+from rayloader.options import is_whole
 from rayloader.random.random_state import RandomState
-from rayloader.sampling.redeal import dealt
+
+_T = TypeVar("_T")
+Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and the one after the last
 
 # Attributes by which samplers and datasets show that they are parts: torch's and those modelled on it; Accelerate's;
 # Megatron's and others.
@@ -132,11 +138,6 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
     return Ranks(num_replicas, rank, seed)
 
 
-def is_whole(value: Any) -> bool:
-    """Whether it is a whole number; True is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 class Order(NamedTuple):
     """The arguments of a loader that say what it reads, and in which order."""
 
@@ -148,7 +149,7 @@ class Order(NamedTuple):
 
 
 def of_rank(order: Order, ranks: Ranks, own: Any) -> Order:
-    """The arguments for the rank's part. An iterable dataset chooses its part itself, see `shard_info.py`.
+    """The arguments for the rank's part. An iterable dataset chooses its part itself, see `get_shard_info`.
 
     Args:
         order: of all the data.
@@ -291,3 +292,40 @@ def _seeded(seed: int) -> contextlib.ExitStack:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     return undo
+
+
+class Stage(NamedTuple):
+    """A set of ranks by which part of the epoch was taken: for each rank, which places of its share."""
+
+    taken: list[Ranges]
+
+
+def share(order: list[_T], stages: Sequence[Stage], num_replicas: int, rank: int, *, drop_last: bool) -> list[_T]:
+    """The items of a rank after these stages, of an epoch in this order."""
+    left = list(range(len(order)))  # places: an item may come more than once in an epoch
+    for stage in stages:
+        left = _left_over(left, stage.taken, drop_last=drop_last)
+    return [order[place] for place in dealt(left, num_replicas, drop_last=drop_last)[rank]]
+
+
+def in_batches(samples: list[Any], batch_size: int | None, *, drop_last: bool) -> Iterator[Any]:
+    """The samples, in batches unless `batch_size` is None."""
+    return iter(samples) if batch_size is None else iter(BatchSampler(samples, batch_size, drop_last))
+
+
+def dealt(order: list[_T], num_replicas: int, *, drop_last: bool) -> list[list[_T]]:
+    """The items of each rank in an epoch, by DistributedSampler's rule."""
+    excess = len(order) % num_replicas
+    if excess and drop_last:
+        order = order[:-excess]
+    elif excess:
+        order = order + (order * num_replicas)[: num_replicas - excess]
+    return [order[rank::num_replicas] for rank in range(num_replicas)]
+
+
+def _left_over(places: list[int], taken: list[Ranges], *, drop_last: bool) -> list[int]:
+    shares = dealt(places, len(taken), drop_last=drop_last)
+    gone = {
+        place for mine, ranges in zip(shares, taken, strict=True) for begin, end in ranges for place in mine[begin:end]
+    }
+    return [place for place in places if place not in gone]

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
 from rayloader import DataLoader
+from rayloader.epoch.draw_ahead import may_draw_ahead
 from rayloader.loader import WorkerCount
-from rayloader.sampling.prefetch import may_draw_ahead
-from rayloader.sampling.sharding import Shard
+from rayloader.resume.ranks import Shard
 
 
 def batches(loader):

@@ -15,21 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 
-from rayloader._compat import InfiniteConstantSampler
-from rayloader.sampling.sharding import Shard
-
-# Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
-# each of sixteen workers, and little compared with what training takes. More would only hide longer pauses of workers.
-PREFETCH_BYTES = 256 << 20
+from rayloader.resume.samplers import QUIET_SAMPLERS
 
 # NOTE [ahead]
 # Once torch's own samplers have given their first index, little of what they give depends on what the program does
@@ -40,22 +28,8 @@ PREFETCH_BYTES = 256 << 20
 # - A RandomSampler that has given a permutation asks for its own length, which may have changed, and draws from its
 #   generator, which may be the user's. So nothing after the permutation is drawn early.
 # A rank's shard of any sampler has drawn its whole epoch by then, whichever sampler it wraps.
-QUIET_SAMPLERS = {
-    SequentialSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-    InfiniteConstantSampler,
-    Shard,
-}
-
 # Types in which a lookup calls no code of the user's, so that it may be repeated.
 LOOKED_UP = {list, tuple, range, np.ndarray, torch.Tensor}
-
-
-class AutomaticPrefetch(int):
-    """torch's default for `prefetch_factor`, not requested by the user; survives being passed to another loader."""
 
 
 def may_draw_ahead(sampler: Any, *, resumed: bool = False) -> bool:

@@ -1,1 +1,0 @@
-"""What each rank and each worker reads, and how far ahead."""
