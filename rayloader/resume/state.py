@@ -17,6 +17,7 @@ import operator
 import pickle
 import reprlib
 import struct
+import zlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -301,6 +302,12 @@ class State(NamedTuple):
     def is_between_epochs(self) -> bool:
         """Whether the next `iter()` begins an epoch."""
         return self.redeal is None and (self.position is None or self.position.finished)
+
+    @property
+    def mark(self) -> int:
+        """A number that tells this state from those of other places in the stream, and of other runs."""
+        place = None if self.position is None else (self.position.begin.base_seed, *self.position[3:])
+        return zlib.crc32(repr((self.num_workers, self.fits, self.now.pack(), place)).encode())
 
     def pack(self, parts: Parts | None = None) -> dict[str, Any]:
         """What `state_dict()` returns; `parts`: of earlier states of the same position."""
