@@ -26,7 +26,7 @@ class Terms(NamedTuple):
     buffer: int  # batches
     buffer_bytes: int
     consumer_timeout: float | None  # seconds
-    origin: Any  # seal of the state that was loaded into the loader; None: no state was
+    origin: Any  # mark of the state that was loaded into the loader; None: no state was
 
 
 class Pipeline(NamedTuple):

@@ -20,6 +20,7 @@ from rayloader.data.shard_info import ranks_told
 from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.loader import DataLoader
 from rayloader.options import PREFETCH_BYTES, check_name, check_remote_args, is_whole
+from rayloader.resume.state import State
 
 if TYPE_CHECKING:
     from rayloader.sharing.inbox import Inbox
@@ -80,7 +81,7 @@ def share(
     from rayloader.sharing import link
     from rayloader.sharing.messages import Terms
 
-    origin = loader._state.pack()["seal"] if loader._state is not None else None
+    origin = loader._state.mark if loader._state is not None else None
     name = name or f"unnamed-{uuid.uuid4().hex}"
     terms = Terms(name, consumers, buffer, buffer_bytes, consumer_timeout, origin)
     return SharedLoader(link.start(loader, terms, dict(ray_remote_args or {})), name, consumers)
@@ -235,7 +236,7 @@ class Consumer:
         connection = self._link.connection
         if state_dict["share"] == connection.share:
             place = state_dict["epoch"], state_dict["taken"]
-        elif state_dict["loader"]["seal"] == connection.origin:
+        elif State.load(state_dict["loader"]).mark == connection.origin:
             place = 0, state_dict["behind"]
         else:
             raise StateError(

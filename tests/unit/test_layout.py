@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "random": {"", "transport"},
     "replica": {"", "transport"},
     "resume": {"", "random", "transport"},
-    "sharing": {"", "data", "epoch", "inherit", "random", "replica", "start", "transport", "workers"},
+    "sharing": {"", "data", "epoch", "inherit", "random", "replica", "resume", "start", "transport", "workers"},
     "start": {"", "transport"},
     "transport": {""},
     "workers": {"", "observe", "replica", "resume", "start", "transport"},
