@@ -479,6 +479,7 @@ TESTS = {
 UNPROVOKED = [
     "the workers were shut down",
     "rayloader: waiting for Ray",
+    "rayloader: no batch for",
     "rayloader: a worker process",
     "the producer of the share ... has failed",
     "cannot pickle a text file",
