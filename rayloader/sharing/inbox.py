@@ -26,9 +26,8 @@ from rayloader.errors import ShareError
 from rayloader.sharing.link import NOTICE_S, Link
 from rayloader.sharing.messages import Kind, Reply, Wants, content_of, head_of, nbytes_of
 from rayloader.start import session
-from rayloader.transport.lanes import SMALL_BYTES
+from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError, Message
-from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import TcpDriverLine
 from rayloader.workers.waiting import NONE_YET, RayAnswer
 

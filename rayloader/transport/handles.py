@@ -8,10 +8,8 @@ imported that the program has not imported; any thread may call that may use the
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import errno
-import gc
 import gzip
 import io
 import multiprocessing
@@ -21,15 +19,13 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
 from rayloader._compat import newline_of
-from rayloader.transport.rebuilding import itself
+from rayloader.transport.raw import itself
 
 Reduction = tuple[Any, ...]
 """What `object.__reduce__` returns."""
@@ -50,8 +46,6 @@ def reduce(obj: Any, kind: type) -> Reduction | None:
         return None  # the program's own pickling
     if (reducer := _REDUCERS.get(kind)) is not None:
         return reducer(obj)
-    if kind.__module__ == "sqlite3":
-        return _sqlite(obj, sys.modules["sqlite3"])
     if kind.__module__.startswith("h5py."):
         return _h5py(obj, sys.modules["h5py"])
     if kind is getattr(sys.modules.get("lmdb"), "Environment", None):
@@ -206,113 +200,6 @@ def _npz(archive: Any) -> Reduction:
 
 def _open_npz(path: str, options: dict[str, Any]) -> Any:
     return np.load(_there(path), **options)
-
-
-# ---- SQLite
-
-
-def _sqlite(obj: Any, sqlite3: Any) -> Reduction | None:
-    """A connection that only reads, by the path of its database; what might give other values there is refused."""
-    if type(obj) in (sqlite3.Cursor, getattr(sqlite3, "Blob", None)):
-        raise refusal(obj, "it belongs to a connection; keep the connection, and make this in `__getitem__`")
-    if type(obj) is not sqlite3.Connection:
-        return None
-    try:
-        path = _database(obj)
-        with contextlib.closing(_open_sqlite(path)) as new:
-            if _asked(obj, "PRAGMA query_only") == [(0,)] and _writes(obj) != _writes(new):
-                raise refusal(obj, "open for writing; open it with sqlite3.connect('file:PATH?mode=ro', uri=True)")
-            if _converts(obj, sqlite3):
-                raise refusal(obj, "opened with `detect_types`, which its converters in a worker might not fit")
-            if _held(obj) != _held(new) or any(_asked(obj, query) != _asked(new, query) for query in _OF_PROGRAM):
-                raise refusal(obj, "it has functions, collations, an authorizer or other callbacks of the program's")
-    except sqlite3.Error as error:
-        raise refusal(obj, f"SQLite says: {error}") from error
-    attributes = {name: getattr(obj, name) for name in _SQLITE_ATTRIBUTES if hasattr(obj, name)}
-    return _open_sqlite, (path,), attributes, None, None, _set_each  # which may refer to the connection
-
-
-_SQLITE_ATTRIBUTES = "row_factory", "text_factory", "isolation_level", "autocommit"
-_OF_PROGRAM = (
-    "SELECT name, narg, flags FROM pragma_function_list WHERE NOT builtin ORDER BY 1, 2",
-    "SELECT name FROM pragma_collation_list ORDER BY 1",
-)
-
-
-def _database(connection: Any) -> str:
-    """The path of the one database of a connection that is not within a transaction."""
-    if connection.in_transaction:
-        raise refusal(connection, "within a transaction")
-    _asked(connection, "SELECT count(*) FROM main.sqlite_master")  # SQLite opens the file now, at the latest
-    files = dict(_asked(connection, "SELECT name, file FROM pragma_database_list"))
-    if "temp" in files and _asked(connection, "SELECT count(*) FROM sqlite_temp_master") == [(0,)]:
-        del files["temp"]
-    if list(files) != ["main"]:
-        raise refusal(connection, "it has temporary tables, or has attached a database")
-    if not (path := files["main"]):
-        raise refusal(connection, "a database in memory, or a temporary one")
-    if not _has_open(path):
-        raise refusal(connection, f"{path!r} was removed, or is another file by now")
-    return str(path)
-
-
-def _has_open(path: str) -> bool:
-    """Whether the file at this path is open, rather than a removed one that had the same path."""
-    found = False
-    for descriptor in os.listdir("/proc/self/fd"):
-        link = f"/proc/self/fd/{descriptor}"
-        with contextlib.suppress(OSError):
-            if os.readlink(link) == f"{path} (deleted)":
-                return False
-            found |= os.path.samefile(link, path)
-    return found
-
-
-def _asked(connection: Any, query: str) -> list[tuple[Any, ...]]:
-    """The rows of a query, without the program's factories."""
-    kept, connection.text_factory = connection.text_factory, os.fsdecode
-    try:
-        cursor = connection.cursor()
-        cursor.row_factory = None
-        return cursor.execute(query).fetchall()  # type: ignore[no-any-return]
-    finally:
-        connection.text_factory = kept
-
-
-def _writes(connection: Any) -> list[tuple[int, ...]]:
-    """What it would do to begin to write; only the numbers, because the texts do not matter."""
-    return [(row[0], *row[2:5]) for row in _asked(connection, "EXPLAIN BEGIN IMMEDIATE")]
-
-
-def _converts(connection: Any, sqlite3: Any) -> bool:
-    """Whether it was opened with `detect_types`, as a converter shows; also where that cannot be known."""
-    seen: list[bytes] = []
-    if "TEXT" in sqlite3.converters:
-        return True
-    sqlite3.converters.update(TEXT=seen.append, RAYLOADER=seen.append)
-    try:
-        rows = _asked(connection, 'SELECT type, 1 AS "_ [RAYLOADER]" FROM sqlite_master LIMIT 1')
-    finally:
-        del sqlite3.converters["TEXT"], sqlite3.converters["RAYLOADER"]
-    return bool(seen) or not rows
-
-
-def _held(connection: Any) -> Counter[type]:
-    """The kinds of objects that it holds, except for its factories: callbacks are the only ones of the program's."""
-    factories = connection.row_factory, connection.text_factory, connection.isolation_level
-    return Counter(type(one) for one in gc.get_referents(connection) if not any(one is other for other in factories))
-
-
-def _open_sqlite(path: str) -> Any:
-    import sqlite3
-
-    # The thread that opens it need not be the one that loads.
-    return sqlite3.connect(f"file:{quote(os.fsencode(_there(path)))}?mode=ro", uri=True, check_same_thread=False)
-
-
-def _set_each(obj: Any, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        setattr(obj, name, value)
 
 
 # ---- packages that the program may have imported
