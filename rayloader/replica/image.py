@@ -11,7 +11,7 @@ Driver: `Image.write`, `Image.updated`; the image holds the descriptors that its
 `rayloader-image`, live while a big image is compared. This module does not import Ray.
 
 NOTE [Sealed]. A private mapping sees later writes to pages of the file that it has not written to itself. So the writer
-unmaps the file and seals it against writing before its address is passed on.
+seals the file against writing before its address is passed on.
 
 NOTE [Items]. An item is what an image stores in one piece: item 0 is the skeleton, then come the buffers that do not
 belong to a file. The table, in the newest file, says where each buffer is: file or region, offset, bytes. Buffers that
@@ -54,8 +54,7 @@ _Numbers = np.ndarray[Any, Any]  # int64
 libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 libc.mmap.restype = ctypes.c_void_p
-libc.memcpy.argtypes = libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-libc.memcpy.restype = ctypes.c_void_p
+libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,7 @@ class Image:
         address = ImageAddress(
             files=tuple(file.address for file in files),
             regions=tuple(new.regions),
-            skeleton=Piece(*origins[0].tolist(), int(new.sizes[0])),
+            skeleton=Piece(int(origins[0, 0]), int(origins[0, 1]), int(new.sizes[0])),
             table=Piece(len(files) - 1, table_offset, table.nbytes),
         )
         return cls(tuple(files), address, _Record(new, origins))
@@ -417,21 +416,12 @@ def _fill(
     read: Callable[[int], tuple[int, object]],
 ) -> None:
     """Copies the memory at some addresses into a file, permanently; see NOTE [Sealed] and `_Contents.read`."""
-    small = []
     for (source, nbytes), offset in zip(sources, offsets, strict=True):
-        if nbytes < _CHUNK:
-            small.append((source, offset, nbytes))
-            continue
+        address, kept = read(source)
+        content = memory(address, nbytes, kept)
         # Written, not copied into a mapping: no page is filled with zeros first, and none causes a page fault.
         for done in range(0, nbytes, _CHUNK):
-            piece = (ctypes.c_char * min(_CHUNK, nbytes - done)).from_address(source + done)
+            piece = content[done : done + _CHUNK]
             if os.pwrite(file.fd, piece, offset + done) != len(piece):
                 raise MemoryFileError(f"could not write {file.address.nbytes} bytes to a memory file")
-    memory = mmap.mmap(file.fd, file.address.nbytes)
-    memory.madvise(mmap.MADV_DONTFORK)  # a child's mapping would forbid the seal
-    base = address_of_buffer(memory)
-    for source, offset, nbytes in small:
-        address, _kept = read(source)
-        libc.memcpy(base + offset, address, nbytes)
-    memory.close()
     file.seal(writes=True)

@@ -49,7 +49,6 @@ from rayloader.transport.raw import (
     NUMPYS,
     array_tensor_over,
     flat_bytes,
-    make_tensor,
     memory,
     storage_over,
     tensor_over,
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span remain whole numbers
 
-_NO_BUFFERS = pickle.dumps(([], [], [], [], [], []), PROTOCOL)
+_NO_BUFFERS = pickle.dumps(([], [], [], [], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _NOTHING_SPECIAL = Special()
 _INDICES = {int, type(None)}  # an iterable dataset's are None
@@ -146,6 +145,8 @@ def encode(
     if mapped is None and (simple := encode_plain(obj, fresh)) is not None:
         return Encoded(*simple, ())
     file, pickler = _pickled(obj, known_classes, carry, mapped, special)
+    if pickler.has_shared_members():
+        file, pickler = _pickled(obj, known_classes, carry, mapped, special, grouped=False)
     buffers: list[memoryview] = []
     shared: dict[int, torch.UntypedStorage] = {}
     uses: list[int] = []
@@ -153,10 +154,9 @@ def encode(
     groups = pickler.groups.filled() if pickler.groups is not None else []
     views = pickler.groups.views() if pickler.groups is not None else []
     over = [pickler.token(some.storage, *some.span) for some in views]
-    replaced = pickler.replace_members(groups)
     tokens = *(group.token for group in groups), *(some.token for some in views)
     in_bulk = {token: number for number, token in enumerate(tokens)}
-    for reference in (*pickler.references, *(token for *_, token in replaced), *over):
+    for reference in (*pickler.references, *over):
         if reference in in_bulk:
             uses.append(in_bulk[reference])
             continue
@@ -184,8 +184,7 @@ def encode(
         bulk.GroupHeader(group.of_tensors, group.dtype, group.shape, group.writable, len(parts))
         for group, parts in zip(groups, gathered, strict=True)
     ]
-    of_bulk = headers, [where for *where, _ in replaced], [some.header for some in views]
-    header = pickle.dumps((uses, extents, *of_bulk, list(pickler.modules)), PROTOCOL)
+    header = pickle.dumps((uses, extents, headers, [some.header for some in views], list(pickler.modules)), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
     carried, overlap = pickler.carried_objects, pickler.overlap()
@@ -193,10 +192,15 @@ def encode(
 
 
 def _pickled(
-    obj: object, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None, special: Special
+    obj: object,
+    known_classes: bool,
+    carry: tuple[type, ...],
+    mapped: Mappings | None,
+    special: Special,
+    grouped: bool = True,
 ) -> tuple[io.BytesIO, Pickler]:
     file = io.BytesIO()
-    pickler = Pickler(file, known_classes, carry, mapped, special)
+    pickler = Pickler(file, known_classes, carry, mapped, special, grouped)
     try:
         pickler.dump(obj)
     except Exception as error:
@@ -248,12 +252,7 @@ def decode(
         view = flat_bytes(buffer, nbytes, number)
         sources.append(view if start < 0 else (storage_over(view), start))
     tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
-    spans = iter(tokens[len(tokens) - len(header.replaced) - len(header.views) :])
-    for number, index in header.replaced:
-        member = in_bulk[number][index]
-        in_bulk[number][index] = make_tensor(
-            next(spans), header.groups[number].dtype, 0, member.shape, member.stride(), False
-        )
+    spans = iter(tokens[len(tokens) - len(header.views) :])
     for number, views in enumerate(header.views, start=len(header.groups)):
         in_bulk[number] += bulk.remake_views(views, *next(spans))
     return pickle.loads(skeleton, buffers=tokens)
@@ -291,12 +290,11 @@ def _header(header: bytes) -> _Header:
 
 
 class _Header(NamedTuple):
-    """The data at the end of a skeleton; the last four only for replicas."""
+    """The data at the end of a skeleton; the last three only for replicas."""
 
     uses: list[int]  # what each reference means: bulk part or, after those, buffer; or -1 - carried
     extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
     groups: list[bulk.GroupHeader]
-    replaced: list[tuple[int, int]]  # group, and place in it; the spans come after the other uses
     views: list[bulk.ViewsHeader]  # their spans are the last uses
     modules: list[str]  # of classes and functions that are pickled by name
 

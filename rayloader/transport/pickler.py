@@ -29,7 +29,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -187,6 +187,7 @@ class Pickler(ByValuePickler):
         carry: tuple[type, ...],
         mapped: Mappings | None,
         special: Special,
+        grouped: bool,
     ) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will request them
         super().__init__(file, protocol=PROTOCOL, buffer_callback=self.references.append)
@@ -194,7 +195,7 @@ class Pickler(ByValuePickler):
         self.carry = carry
         self.mapped = mapped
         self.special = special
-        self.groups = None if mapped is None else bulk.Groups()
+        self.groups = bulk.Groups() if grouped and mapped is not None else None
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
         self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
         self.carried_objects: list[Any] = []
@@ -217,10 +218,10 @@ class Pickler(ByValuePickler):
         if kind in self.ordinary:
             return NotImplemented
         if kind is np.ndarray:
-            if self.groups is None:
+            if self.mapped is None:
                 if _TORCHS_PROTOCOL >= 5 and not (obj.flags.carray and obj.dtype.byteorder != _SWAPPED):
                     return NotImplemented  # NumPy keeps more in that protocol than `_array` does for older ones
-            elif (reduction := self.groups.array(obj)) is not None:
+            elif self.groups is not None and (reduction := self.groups.array(obj)) is not None:
                 return reduction
             return self._array(obj)
         if issubclass(kind, Tensor):
@@ -326,16 +327,12 @@ class Pickler(ByValuePickler):
         reduce = self.dispatch_table.get(type(obj))
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(PROTOCOL)
 
-    def replace_members(self, groups: Sequence[bulk.Group]) -> list[tuple[int, int, pickle.PickleBuffer]]:
-        """The members of groups that must be over a span: group, index in it, token."""
-        if self.mapped is None:
-            return []
-        replaced = []
+    def has_shared_members(self) -> bool:
+        """Whether the object must be pickled again, without groups; see bulk.py."""
+        if self.groups is None or self.mapped is None:
+            return False
         storages = [span.storage.data_ptr() for span in self.spans.values()]
-        for group, index in bulk.not_alone(groups, self.mapped, storages):
-            token = self.token(groups[group].members[index], 0, groups[group].nbytes)
-            replaced.append((group, index, token))
-        return replaced
+        return bulk.share_memory(self.groups.filled(), self.mapped, storages)
 
     def overlap(self) -> Overlap | None:
         """For `Encoded.overlap`. Memory of a file is shared by everything that refers to it.

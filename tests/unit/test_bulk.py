@@ -328,7 +328,7 @@ def test_changes_between_epochs_are_seen():
     def grown():
         tensors[110].untyped_storage().resize_(64)
 
-    changes = (written, replaced, other_memory, other_shape, gradient, attribute, shares, moved, kinds, grown)
+    changes = (written, replaced, other_memory, other_shape, gradient, attribute, kinds, grown, shares, moved)
     for change in changes:
         change()
         changed = image.updated(*take(tensors))

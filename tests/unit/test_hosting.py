@@ -1,6 +1,7 @@
 """What is finalized when a worker's objects go: no Ray."""
 
 import gc
+import multiprocessing.shared_memory
 import multiprocessing.util
 import subprocess
 import weakref
