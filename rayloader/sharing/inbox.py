@@ -5,7 +5,7 @@ loses none. The producer learns from `tell` what the user has taken, and keeps e
 ended, or that an interrupt may have torn, is replaced by a new one, and nothing is lost.
 
 Over a line, small batches are read when the user asks for one; once a large buffer arrives, `rayloader-ahead` reads,
-until the epoch is over, into memory of transport/recycled.py, which is the user's to write to. One thread reads at a
+until the epoch is over, into memory of transport/lanes.py, which is the user's to write to. One thread reads at a
 time: the user's, or `rayloader-ahead` while there is one. Only the user's sends, and puts batches together.
 """
 

@@ -445,17 +445,6 @@ TESTS = {
         "test_who_waits_long_is_told_for_whom": ["rayloader: consumer ... has waited"],
         "test_after_the_shutdown_of_ray_it_is_not_called": ["Ray was shut down while the share"],
     },
-    "unit/test_sqlite_handle.py": {
-        "test_what_might_give_other_values_is_refused": [
-            "it has functions",
-            "within a transaction",
-            "it has temporary",
-        ],
-        "test_databases_that_cannot_be_opened_again_are_refused": ["a database in memory"],
-        "test_one_that_converts_is_refused": ["opened with"],
-        "test_classes_of_the_programs_own_and_what_belongs_to_a_connection_are_refused": ["it belongs to a"],
-        "test_any_thread_of_a_worker_may_use_it": ["SQLite says"],
-    },
     "unit/test_local_state.py": {
         "test_one_of_a_module_that_is_missing_is_warned_of": ["the state has the random generator"],
     },
