@@ -41,9 +41,9 @@ from rayloader.resume.draws import drawn
 from rayloader.resume.journal import Journal
 from rayloader.task import Task
 from rayloader.transport import codec
+from rayloader.transport.codec import Fresh
 from rayloader.transport.lanes import ArenaLane, Wire, WorkerLane, from_wire, received, sealed, to_wire
 from rayloader.transport.local_line import DriverLine, connect
-from rayloader.transport.plain import Fresh
 
 BATCHES = 2000  # a round
 DRIVER = "draw", "journal", "schedule", "send", "receive", "lend", "open", "release"

@@ -16,7 +16,7 @@ import ray
 
 from rayloader import fetching
 from rayloader.inherit.process_state import ProcessState
-from rayloader.replica.opening import ImageAddress
+from rayloader.replica.image import ImageAddress
 from rayloader.transport.lanes import Wire, fits_in_band
 from rayloader.transport.local_line import LineAddress
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from rayloader.loader import DataLoader
 from rayloader.observe.cpu_use import cpus
 from rayloader.transport.lanes import switched_off
-from rayloader.transport.memory import available
+from rayloader.transport.memory_file import available
 
 # Somewhat more than a worker takes for torch alone; see README, "When not to use it".
 WORKER_BYTES = 1 << 29

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from rayloader.errors import add_note
-from rayloader.transport import by_value
+from rayloader.transport.pickler import ByValuePickler
 
 _T = TypeVar("_T")
 
@@ -128,7 +128,7 @@ def _made(cls: type[SharedList[Any]], kind: str, data: _Array, offsets: _Array) 
 def _pickled(items: Sequence[Any]) -> list[bytes]:
     parts = []
     file = io.BytesIO()
-    pickler = by_value.ByValuePickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler = ByValuePickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     for index, item in enumerate(items):
         try:
             pickler.dump(item)

@@ -25,7 +25,7 @@ from rayloader.epoch.schedule import Schedule
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import lanes
-from rayloader.transport.recycled import Recycled
+from rayloader.transport.lanes import Recycled
 
 # How many batches are opened and pinned before the user asks for them.
 PINNED_AHEAD = 2

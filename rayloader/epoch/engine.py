@@ -67,8 +67,7 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import DELIVERED, UNOPENED, Task
-from rayloader.transport.lanes import leased_bytes, received
-from rayloader.transport.recycled import Recycled
+from rayloader.transport.lanes import Recycled, leased_bytes, received
 from rayloader.workers.actor import Actor
 from rayloader.workers.connection import ActorLost, LineRefused, Message
 from rayloader.workers.fleet import Fleet

@@ -58,7 +58,6 @@ from rayloader.task import Task
 from rayloader.transport import codec
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
-from rayloader.transport.memory import no_collection
 from rayloader.transport.pickler import Overlap
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.pool import Pool, get_pool
@@ -363,7 +362,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         warm = not options.fresh_processes and pool.has_warm(options.ray_remote_args, self._num_hosts)
         if not warm:
             fleet.lend(self._num_hosts)
-        with no_collection():
+        with codec.no_collection():
             mappings = Mappings()
             encoded = self._encode_replica(mappings)
             if warm:

@@ -21,7 +21,7 @@ from rayloader._compat import (
     typed_storage,
 )
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.plain import Fresh
+from rayloader.transport.codec import Fresh
 from rayloader.transport.raw import NUMPYS, storage_over
 
 FreshTensors = dict[int, Fresh]  # by their `id`

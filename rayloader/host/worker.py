@@ -38,8 +38,8 @@ from rayloader.observe.spent import pack
 from rayloader.protocol import CARRY, ENDS, Replica, Result, ResultKind, Setup, Source
 from rayloader.random.generators import Generators, noting
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
-from rayloader.replica import opening, unpicklable
-from rayloader.replica.opening import open_image
+from rayloader.replica import unpicklable
+from rayloader.replica.image import decode_replica, open_image
 from rayloader.resume.digest import chain, digest
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, has_state, load_state
@@ -160,7 +160,7 @@ class HostedWorker:
         if alone:
             gc.freeze()
         with baseline.importing():
-            replica: Replica = opening.decode(skeleton, buffers, source.carried)
+            replica: Replica = decode_replica(skeleton, buffers, source.carried)
         return replica
 
     def _restore(self, state: WorkerState) -> None:

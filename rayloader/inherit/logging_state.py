@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rayloader.transport import by_value
+from rayloader.transport.pickler import dumps_by_value
 
 
 class LoggerState(NamedTuple):
@@ -171,7 +171,7 @@ def _pickled_formatter() -> bytes:
 def _pickled(thing: Any) -> bytes:
     """Empty if it can't be pickled: classes of the user's may hold anything."""
     with contextlib.suppress(Exception):
-        return by_value.dumps(thing)
+        return dumps_by_value(thing)
     return b""
 
 

@@ -1,18 +1,21 @@
 """Images: the bytes from which the workers of a node open their replica, in one copy.
 
 Promise: an `Image` is immutable. It consists of memory files, which hold the skeleton and all buffers that had to be
-copied, and of regions of the user's own files (mapped.py). Workers open it by its address (opening.py).
+copied, and of regions of the user's own files (mapped.py). `open_image` maps the files private and writable, so that
+pages are shared until a worker writes, and its writes stay its own; that is what a fork gives torch's workers. Regions
+are mapped in their own mode. Opened memory stays valid for as long as something refers to it, even after the end of the
+image. No descriptor is kept, except for those that torch keeps of its shared memory.
 
 Driver: `Image.write`, `Image.updated`; the image holds the descriptors that its address names. On another node:
 `image_from_contents`, which fills the same files with contents that came through Ray. Any thread may call; two threads,
 `rayloader-image`, live while a big image is compared. This module does not import Ray.
 
 NOTE [Sealed]. A private mapping sees later writes to pages of the file that it has not written to itself. So the writer
-unmaps the file and seals it against writing before its address is passed on.
+seals the file against writing before its address is passed on.
 
 NOTE [Items]. An item is what an image stores in one piece: item 0 is the skeleton, then come the buffers that do not
-belong to a file, then the written pages of private mappings. The table, in the newest file, says where each buffer is:
-file or region, offset, bytes. Buffers that are assembled when they are read have the addresses -1, -2, ...
+belong to a file. The table, in the newest file, says where each buffer is: file or region, offset, bytes. Buffers that
+are assembled when they are read have the addresses -1, -2, ...
 """
 
 from __future__ import annotations
@@ -23,20 +26,23 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from rayloader.replica.opening import ImageAddress, Piece, WrittenPages, address_of_buffer, libc
-from rayloader.transport.codec import Encoded
-from rayloader.transport.mapped import Held, Mappings, Region, written_pages
-from rayloader.transport.memory import check_room
-from rayloader.transport.memory_file import MemoryFile, MemoryFileError
+from rayloader.errors import ReplicaError, add_note
+from rayloader.transport import codec
+from rayloader.transport.mapped import Held, Mappings, Region, is_written, open_region, open_storage
+from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, check_room, open_file
+from rayloader.transport.raw import memory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_PAGE = mmap.PAGESIZE
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux, the same on all its common machines
 _ALIGN = 64  # bytes; as the codec's spans
 _CHUNK = 1 << 20  # bytes copied or compared at a time
 _THREADED = 1 << 23  # bytes from which two threads are worth their start
@@ -44,6 +50,137 @@ _LARGE = 1 << 16  # bytes per chunk: below this, threads only hinder each other
 _OLDER_FILES = 8  # how many an updated image keeps: each is a descriptor here and a mapping in every worker
 
 _Numbers = np.ndarray[Any, Any]  # int64
+
+libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.mmap.restype = ctypes.c_void_p
+libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of bytes in one of an image's files."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAddress:
+    """Everything that a worker needs to open an image."""
+
+    files: tuple[FileAddress, ...]
+    regions: tuple[Region, ...]
+    skeleton: Piece
+    table: Piece  # rows of int64: file, or number of files plus region; offset; bytes
+
+    @property
+    def name(self) -> str:
+        """The image's name, which changes with every change."""
+        return self.files[-1].name
+
+
+def open_image(
+    address: ImageAddress, *, here: bool = True, contents: Sequence[Buffer] | None = None
+) -> tuple[memoryview, list[memoryview | torch.UntypedStorage]]:
+    """Opens an image: skeleton and buffers, for `codec.decode`.
+
+    Args:
+        address: of the image.
+        here: whether this is the driver's node, with its files.
+        contents: of the files, if they can't be opened: they are copied.
+
+    Raises:
+        MemoryFileError: a memory file can't be opened here.
+        ReplicaError: a file that the dataset refers to is not here, or there is too little memory for a copy.
+    """
+    if contents is not None:
+        check_room(sum(file.nbytes for file in address.files), "for this worker's own copy of the dataset")
+    sizes = [*(file.nbytes for file in address.files), *(region.nbytes for region in address.regions)]
+    starts = [0, *np.cumsum([-(-size // _PAGE) * _PAGE for size in sizes]).tolist()]
+    # One range of addresses for everything, which is freed with the last reference. Mappings that replace parts of it
+    # need no descriptor.
+    whole = memoryview(mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | _MAP_NORESERVE))
+    base = address_of_buffer(whole)
+    parts = []
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of a part: it, and its start in the region
+    for number, (start, size) in enumerate(zip(starts, sizes, strict=False)):
+        part = whole[start : start + size]
+        if number >= len(address.files):
+            region = address.regions[number - len(address.files)]
+            fd = open_region(region, here=here)
+            try:
+                if (storage := open_storage(region, fd)) is not None:
+                    storages[number] = storage
+                else:
+                    writable = region.writable or not region.shared
+                    _map(fd, base + start, region.nbytes, region.offset, region.shared, writable)
+            finally:
+                os.close(fd)
+        elif contents is None:
+            fd = open_file(address.files[number], writable=False)
+            try:
+                _map(fd, base + start, size, 0, False, True)
+            finally:
+                os.close(fd)
+        else:
+            part[:] = memoryview(contents[number]).cast("B")
+        parts.append(part)
+    for number, region in enumerate(address.regions, start=len(address.files)):
+        if not region.writable:
+            parts[number] = parts[number].toreadonly()
+    table = np.frombuffer(_cut(parts, address.table), np.int64).reshape(-1, 3).tolist()
+    buffers = [
+        _cut_storage(*storages[number], offset, nbytes)
+        if number in storages
+        else parts[number][offset : offset + nbytes]
+        for number, offset, nbytes in table
+    ]
+    return _cut(parts, address.skeleton), buffers
+
+
+def decode_replica(
+    skeleton: Buffer, buffers: Sequence[Buffer | torch.UntypedStorage], carried: Sequence[Any], name: str = "dataset"
+) -> Any:
+    """As `codec.decode`, with a note below an error of unpickling; `name` is the user's for the object."""
+    with codec.no_collection():
+        try:
+            return codec.decode(skeleton, buffers, carried)
+        except Exception as error:  # the user's objects may raise anything
+            add_note(
+                error,
+                f"The {name} cannot be opened in the worker. Workers must be able to import the modules of its classes "
+                "and functions, and its classes must allow what unpickling does (see __getnewargs__, __reduce__). Or "
+                "create the object at fault in worker_init_fn or lazily on first use, and drop it in __getstate__",
+            )
+            raise
+
+
+def _cut(parts: Sequence[memoryview], piece: Piece) -> memoryview:
+    return parts[piece.file][piece.offset : piece.offset + piece.nbytes]
+
+
+def _cut_storage(
+    storage: torch.UntypedStorage, start: int, offset: int, nbytes: int
+) -> memoryview | torch.UntypedStorage:
+    if (offset, nbytes) == (start, storage.nbytes()):
+        return storage
+    return memoryview(memory(storage.data_ptr() + offset - start, nbytes, storage))
+
+
+def _map(fd: int, address: int, nbytes: int, offset: int, shared: bool, writable: bool) -> None:
+    """Maps a file over the memory at an address."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED | _MAP_NORESERVE
+    if libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
+        raise ReplicaError(f"can't map {nbytes} bytes of the dataset: {os.strerror(ctypes.get_errno())}")
+
+
+def address_of_buffer(buffer: Any) -> int:
+    """The address of a buffer's memory; 0 for an empty one."""
+    view = np.frombuffer(buffer, np.uint8)
+    return int(view.__array_interface__["data"][0]) if view.size else 0
 
 
 class Image:
@@ -55,7 +192,7 @@ class Image:
         self.address = address
 
     @classmethod
-    def write(cls, encoded: Encoded, mappings: Mappings | None = None) -> Image:
+    def write(cls, encoded: codec.Encoded, mappings: Mappings | None = None) -> Image:
         """Creates an image of an encoded object.
 
         Args:
@@ -68,7 +205,7 @@ class Image:
         """
         return cls._made(_Contents(encoded, mappings or Mappings(), {}), None)
 
-    def updated(self, encoded: Encoded, mappings: Mappings | None = None) -> Image:
+    def updated(self, encoded: codec.Encoded, mappings: Mappings | None = None) -> Image:
         """The image of an object that may have changed: this one if it has not, else one that shares the equal parts.
 
         Arguments and exceptions are those of `write`.
@@ -106,15 +243,11 @@ class Image:
         _fill(file, [*sources, (address_of_buffer(table), table.nbytes)], offsets, new.read)
         files.append(file)
 
-        def piece(item: int) -> Piece:
-            return Piece(int(origins[item, 0]), int(origins[item, 1]), int(new.sizes[item]))
-
         address = ImageAddress(
             files=tuple(file.address for file in files),
             regions=tuple(new.regions),
-            skeleton=piece(0),
+            skeleton=Piece(int(origins[0, 0]), int(origins[0, 1]), int(new.sizes[0])),
             table=Piece(len(files) - 1, table_offset, table.nbytes),
-            patches=tuple(WrittenPages(region, start, piece(item)) for region, start, item in new.patches),
         )
         return cls(tuple(files), address, _Record(new, origins))
 
@@ -169,7 +302,6 @@ class Image:
             and np.array_equal(record.home, new.home)
             and np.array_equal(record.region_offsets, new.region_offsets)
             and self.address.regions == tuple(new.regions)
-            and record.patches == new.patches
         )
 
     def _worth_keeping(self, new: _Contents, kept: _Numbers) -> tuple[_Numbers, list[MemoryFile]]:
@@ -202,7 +334,9 @@ class Image:
 class _Contents:
     """The contents of an image of an encoded object; see NOTE [Items]."""
 
-    def __init__(self, encoded: Encoded, mappings: Mappings, known: dict[Region, tuple[Region, Held | None]]) -> None:
+    def __init__(
+        self, encoded: codec.Encoded, mappings: Mappings, known: dict[Region, tuple[Region, Held | None]]
+    ) -> None:
         self._encoded = encoded  # keeps the memory that the addresses point to
         gathered = [-1 - number for number in range(len(encoded.gathered))]
         addresses = np.array([*map(address_of_buffer, encoded.buffers), *gathered], np.int64)
@@ -212,16 +346,13 @@ class _Contents:
         self.region_offsets = np.zeros(len(sizes), np.int64)
         self.regions: list[Region] = []
         self.held: list[Held | None] = []
-        patches = self._refer(mappings, addresses, known)
+        self._refer(mappings, addresses, known)
         stored = np.flatnonzero(self.home >= 0)
         self.home[stored] = 1 + np.arange(len(stored))
         skeleton = [address_of_buffer(encoded.skeleton)], [len(encoded.skeleton)]
-        pages = [address for _, _, address, _ in patches], [nbytes for *_, nbytes in patches]
-        self.addresses = np.concatenate([skeleton[0], addresses[stored], pages[0]]).astype(np.int64)
-        self.sizes = np.concatenate([skeleton[1], self.buffer_sizes[stored], pages[1]]).astype(np.int64)
+        self.addresses = np.concatenate([skeleton[0], addresses[stored]]).astype(np.int64)
+        self.sizes = np.concatenate([skeleton[1], self.buffer_sizes[stored]]).astype(np.int64)
         self.count = len(self.sizes)
-        first = 1 + len(stored)
-        self.patches = [(region, start, first + n) for n, (region, start, *_) in enumerate(patches)]
 
     def read(self, address: int) -> tuple[int, object]:
         """Returns where the bytes of the item with this address are, and an object that keeps them there."""
@@ -230,11 +361,8 @@ class _Contents:
         content = self._encoded.gathered[-1 - address].content()
         return address_of_buffer(content), content
 
-    def _refer(
-        self, mappings: Mappings, addresses: _Numbers, known: dict[Region, tuple[Region, Held | None]]
-    ) -> list[tuple[int, int, int, int]]:
-        """Fills in the regions; returns the written pages: region, start in it, address, bytes."""
-        patches = []
+    def _refer(self, mappings: Mappings, addresses: _Numbers, known: dict[Region, tuple[Region, Held | None]]) -> None:
+        """Fills in the regions."""
         found = mappings.find(addresses, self.buffer_sizes)
         for index in np.unique(found[found >= 0]).tolist():
             inside = np.flatnonzero(found == index)
@@ -245,15 +373,12 @@ class _Contents:
                 continue
             region, held, start = reached
             region, held = known.get(region.named, (region, held))
-            pages = [] if region.shared else written_pages(start, region.nbytes)
-            if 4 * sum(nbytes for _, nbytes in pages) > int(self.buffer_sizes[inside].sum()):
-                continue  # most of it is the program's own, not the file's
+            if not region.shared and is_written(start, region.nbytes):
+                continue  # it is the program's own, in part at least, and not the file's
             self.home[inside] = -1 - len(self.regions)
             self.region_offsets[inside] = addresses[inside] - start
-            patches += [(len(self.regions), offset, start + offset, nbytes) for offset, nbytes in pages]
             self.regions.append(region)
             self.held.append(held)
-        return patches
 
 
 class _Record:
@@ -262,7 +387,7 @@ class _Record:
     def __init__(self, contents: _Contents, origins: _Numbers) -> None:
         self.keys = list(zip(contents.addresses.tolist(), contents.sizes.tolist(), strict=True))
         self.origins = origins
-        self.home, self.region_offsets, self.patches = contents.home, contents.region_offsets, contents.patches
+        self.home, self.region_offsets = contents.home, contents.region_offsets
         held = zip(contents.regions, contents.held, strict=True)
         self.regions = {region.named: (region, keeper) for region, keeper in held}
 
@@ -291,21 +416,12 @@ def _fill(
     read: Callable[[int], tuple[int, object]],
 ) -> None:
     """Copies the memory at some addresses into a file, permanently; see NOTE [Sealed] and `_Contents.read`."""
-    small = []
     for (source, nbytes), offset in zip(sources, offsets, strict=True):
-        if nbytes < _CHUNK:
-            small.append((source, offset, nbytes))
-            continue
+        address, kept = read(source)
+        content = memory(address, nbytes, kept)
         # Written, not copied into a mapping: no page is filled with zeros first, and none causes a page fault.
         for done in range(0, nbytes, _CHUNK):
-            piece = (ctypes.c_char * min(_CHUNK, nbytes - done)).from_address(source + done)
+            piece = content[done : done + _CHUNK]
             if os.pwrite(file.fd, piece, offset + done) != len(piece):
                 raise MemoryFileError(f"could not write {file.address.nbytes} bytes to a memory file")
-    memory = mmap.mmap(file.fd, file.address.nbytes)
-    memory.madvise(mmap.MADV_DONTFORK)  # a child's mapping would forbid the seal
-    base = address_of_buffer(memory)
-    for source, offset, nbytes in small:
-        address, _kept = read(source)
-        libc.memcpy(base + offset, address, nbytes)
-    memory.close()
     file.seal(writes=True)

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from rayloader._compat import no_torch_function
-from rayloader.transport import plain
-from rayloader.transport.codec import Encoded
+from rayloader.transport.codec import PLAIN, Encoded
 from rayloader.transport.raw import memory
 
 _ALL = 2048  # bytes: a buffer up to this size is read completely
@@ -37,7 +36,7 @@ def chain(checksum: int, before: int) -> int:
 
 def digest(batch: Any, encoded: Encoded | None = None) -> int:
     """The checksum of a batch from `collate_fn`. Pass `encoded` always or never: it saves time."""
-    if encoded is not None and encoded.skeleton[0] == plain.MARK:  # its skeleton describes everything except the data
+    if encoded is not None and encoded.skeleton[0] == PLAIN:  # its skeleton describes everything except the data
         checksum = zlib.crc32(encoded.skeleton)
         for buffer in encoded.buffers:
             checksum = zlib.crc32(_sample(buffer), checksum)

@@ -23,15 +23,14 @@ import ray
 from rayloader.errors import StateError, add_note
 from rayloader.inherit.process_state import Baseline
 from rayloader.protocol import CARRY
-from rayloader.replica import opening, unpicklable
-from rayloader.replica.opening import open_image
+from rayloader.replica import unpicklable
+from rayloader.replica.image import decode_replica, open_image
 from rayloader.sharing.ledger import Place, PlacesLeft
 from rayloader.sharing.messages import Kind, Pipeline, Produced, packed_content
 from rayloader.start import session
 from rayloader.transport import codec
-from rayloader.transport.lanes import switched_off, to_wire
+from rayloader.transport.lanes import Recycled, switched_off, to_wire
 from rayloader.transport.memory_file import MemoryFileError
-from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import TcpLine
 
 # For how many seconds batches are produced without a look at what the consumers do.
@@ -76,7 +75,7 @@ class HostedLoader:
             opened = open_image(pipeline.image, here=here, contents=contents)
         except MemoryFileError:
             return False
-        self._loader = loader = opening.decode(*opened, pipeline.carried, "loader")
+        self._loader = loader = decode_replica(*opened, pipeline.carried, "loader")
         self.pinning = bool(loader.pin_memory), loader.pin_memory_device
         loader.pin_memory = False  # the consumers pin batches
         loader.prefetch_bytes += self._kept_bytes  # which the loader counts as its user's

@@ -5,7 +5,7 @@ loses none. The producer learns from `tell` what the user has taken, and keeps e
 ended, or that an interrupt may have torn, is replaced by a new one, and nothing is lost.
 
 Over a line, small batches are read when the user asks for one; once a large buffer arrives, `rayloader-ahead` reads,
-until the epoch is over, into memory of transport/recycled.py, which is the user's to write to. One thread reads at a
+until the epoch is over, into memory of transport/lanes.py, which is the user's to write to. One thread reads at a
 time: the user's, or `rayloader-ahead` while there is one. Only the user's sends, and puts batches together.
 """
 
@@ -26,9 +26,8 @@ from rayloader.errors import ShareError
 from rayloader.sharing.link import NOTICE_S, Link
 from rayloader.sharing.messages import Kind, Reply, Wants, content_of, head_of, nbytes_of
 from rayloader.start import session
-from rayloader.transport.lanes import SMALL_BYTES
+from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError, Message
-from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import TcpDriverLine
 from rayloader.workers.actor import NONE_YET, RayAnswer
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rayloader.inherit.process_state import ProcessState
 from rayloader.random.random_state import RandomState
-from rayloader.replica.opening import ImageAddress
+from rayloader.replica.image import ImageAddress
 from rayloader.transport.line import Message, Parcel, packed
 
 # Of producers' actors, independent of the namespaces of the programs that meet in one Ray.

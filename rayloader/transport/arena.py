@@ -9,11 +9,24 @@ ticket, and the next message to the worker carries it back.
 - Nothing waits: without room `allocate`, `put` and `pack` return None and the caller takes another lane.
 - A slot that something in the worker still refers to is never the driver's: see NOTE [Final].
 - Nothing is visible in the file system; the kernel frees the file with its last user (memory_file.py). The file is
-  sparse: only pages that were touched take memory. Memory that has been free for long is given back (slots.py), and so
-  is all memory without a lease when the worker has ended.
+  sparse: only pages that were touched take memory. After every `GIVE_BACK_AFTER` slots the worker gives back all that
+  is free by then, so that one large batch does not keep its memory; what is used again is touched again, once in so
+  many batches. When the worker has ended, all memory without a lease is given back.
 
 Driver: `Arena`; `freed`, `leased` and `close` are for one thread at a time, leases die in any. Worker: `ArenaWriter`,
 one thread. This module does not import Ray, and does not know what a batch is.
+
+NOTE [Leases]. A slot's lease is an object that shows the slot's memory to NumPy (`__array_interface__`) and posts the
+slot to a deque when it dies: no lock, no I/O, because that may happen in any thread, in the garbage collector, at exit.
+Everything cut from it refers to it: memoryview -> ndarray -> lease. Torch and NumPy keep the memoryview, or the ndarray
+behind it. (An ndarray subclass with a `__del__` would not do: NumPy shortens chains of arrays and skips it.) Mappings
+end in the same way: leases refer to them, and no code unmaps. Once no worker needs the memory any more, a lease gives
+it back to the system when it dies, as the end of any large array does.
+
+NOTE [Forks]. A forked child shares the mapping, and may read for ever what was leased at the time of the fork. So a
+lease remembers the number of forks before it, and its slot is reused only if there was none since. A slot that is
+leased while another thread is forking is never reused, because it is unknown whether the child sees it. The worker does
+the same for slots that user code could have seen when it forked; its children take no slots.
 
 NOTE [Interrupts]. A result may be received twice, if a Ctrl-C came in the middle of the first time. So the leases of
 a message are kept, by ticket, until all of it was received (`Leases`), and a lease posts nothing before it is kept. So
@@ -22,10 +35,18 @@ are copies, and their slot is posted after that. At worst an interrupt loses a s
 NOTE [Final]. A result is final when its task ends. But user code may have kept a tensor that was stacked in a slot, and
 write to it later. So after the batch has been dropped, `seal` checks whether anything still refers to the slot, and if
 so sends a copy. The slot then belongs to the worker alone, and becomes free when nothing refers to it any more.
+
+NOTE [Reuse]. A slot gets the place of a returned one of the same size, the one that came back last first: its memory is
+still in the processor's cache. Sizes are rounded up by an eighth at most, so that batches that vary a little meet the
+same sizes again. If there is no such slot, all free slots are joined with their neighbours, and the new one is cut from
+the lowest stretch that fits: that touches no new page while an old one fits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import operator
 import os
 import sys
 import weakref
@@ -37,11 +58,10 @@ import numpy as np
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.errors import RayloaderError
-from rayloader.transport import leases as leasing
-from rayloader.transport.leases import ArenaMemory, Dead, Extent, Leases, Slot, SlotLease
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
-from rayloader.transport.slots import COLD_AFTER, PAGE, FreeSlots
 
+PAGE = mmap.PAGESIZE
+GIVE_BACK_AFTER = 256  # slots
 # Small buffers lie side by side in their slot, at multiples of this.
 PACKED_ALIGN = 64
 _NEVER = -1
@@ -53,7 +73,103 @@ class ArenaError(RayloaderError):
 
 
 ArenaAddress = FileAddress
+Slot = tuple[int, int, int]  # unique ticket in the arena; offset in the file; size in bytes
 Slice = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
+
+
+class ArenaMemory:
+    """A whole file, mapped shared and writable for as long as something refers to this object."""
+
+    __slots__ = ("bytes", "gone", "memory", "resting", "start")
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        file = mmap.mmap(fd, nbytes)  # holds a duplicate of `fd`
+        self.memory = memoryview(file)
+        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(file, np.uint8)
+        self.start: int = self.bytes.__array_interface__["data"][0]
+        self.resting = False  # whether leases give freed memory back to the system
+        self.gone = False  # whether all memory without a lease was given back
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Gives the memory of whole pages back to the system; they read as zeros and can be used again."""
+        if nbytes:
+            file: Any = self.memory.obj
+            with contextlib.suppress(OSError):  # the kernel does not support it: they stay until the mapping ends
+                file.madvise(mmap.MADV_REMOVE, start, nbytes)
+
+
+class Extent:
+    """A part of a mapping, shown to NumPy as writable bytes that keep it alive."""
+
+    __slots__ = ("__weakref__", "mapping", "nbytes", "start")
+
+    def __init__(self, mapping: ArenaMemory, start: int, nbytes: int) -> None:
+        self.mapping = mapping
+        self.start, self.nbytes = start, nbytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        data = self.mapping.start + self.start, False
+        return {"version": 3, "data": data, "shape": (self.nbytes,), "typestr": "|u1"}
+
+    def memory(self) -> memoryview:
+        """The bytes."""
+        array: Any = np.asarray(self)
+        return memoryview(array)
+
+
+Dead = deque[tuple[int, bool]]  # ticket, whether it may be reused
+
+
+class SlotLease(Extent):
+    """The right to a slot; see NOTE [Leases]."""
+
+    __slots__ = ("dead", "forks", "slot")
+
+    def __init__(self, mapping: ArenaMemory, slot: Slot, forks: int) -> None:
+        super().__init__(mapping, *slot[1:])
+        self.slot, self.forks = slot, forks
+        self.dead: Dead | None = None  # from when it is kept on
+
+    def __del__(self) -> None:
+        dead: Dead | None = getattr(self, "dead", None)  # missing if an interrupt came before the constructor's end
+        if dead is None:
+            return
+        ticket, start, size = self.slot
+        reuse = self.forks == forks_begun
+        if reuse and self.mapping.resting:
+            self.mapping.give_back(start, size)  # before the worker can learn of it
+        dead.append((ticket, reuse))
+        if reuse and self.mapping.gone:
+            self.mapping.give_back(start, size)
+
+
+Leases = dict[int, SlotLease | list[bytearray]]  # by ticket; the leases of one message, and copies
+
+
+def leased_slot(buffer: Any) -> tuple[int, int] | None:
+    """Ticket and bytes of the slot that a buffer keeps leased; None if it is other memory."""
+    lease = getattr(memoryview(buffer).obj, "base", None)
+    return (lease.slot[0], lease.slot[2]) if isinstance(lease, SlotLease) else None
+
+
+# See NOTE [Forks]. Module state, because a fork affects all arenas of the process.
+forks_begun = 0  # begun so far
+forks_under_way = 0  # in progress, in all threads
+
+
+def _before_fork() -> None:
+    global forks_begun, forks_under_way
+    forks_begun += 1
+    forks_under_way += 1
+
+
+def _after_fork() -> None:
+    global forks_under_way
+    forks_under_way -= 1
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 class Arena:
@@ -65,7 +181,7 @@ class Arena:
 
     Attributes:
         address: for the worker to open it.
-        spoiled: bytes that will never be free again (see NOTE [Forks] in leases.py), as of the last call of `freed`.
+        spoiled: bytes that will never be free again (see NOTE [Forks]), as of the last call of `freed`.
 
     Raises:
         ArenaError: this system has no memory files, or no room for one.
@@ -173,13 +289,13 @@ class Arena:
             self._mapping.gone = True  # first: a lease that another thread makes or ends sees it, or is seen
             self.freed()
             start = 0
-            for _, low, size in sorted(self._leased.values(), key=_offset):
+            for _, low, size in sorted(self._leased.values(), key=operator.itemgetter(1)):
                 self._mapping.give_back(start, low - start)
                 start = low + size
             self._mapping.give_back(start, self.address.nbytes - start)
 
     def _lease(self, slot: Slot, leases: Leases) -> SlotLease:
-        forks = _NEVER if leasing.forking else leasing.forks
+        forks = _NEVER if forks_under_way else forks_begun
         ticket = slot[0]
         lease = leases.get(ticket)
         if not isinstance(lease, SlotLease):
@@ -300,7 +416,7 @@ class ArenaWriter:
         taken = self._slots[slot[0]]
         # A slot whose first buffer was copied is never sent, even if another thread drops its reference meanwhile.
         if taken.sent and (taken.region is None or taken.region() is None):
-            if taken.forks == leasing.forks:
+            if taken.forks == forks_begun:
                 taken.region = None  # later forks cannot have seen it
             return where
         taken.sent = False
@@ -347,11 +463,11 @@ class ArenaWriter:
             self.full = True
             return None
         self._last_ticket += 1
-        taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, leasing.forks)
+        taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, forks_begun)
         self._batch.append(self._last_ticket)
-        if self._last_ticket % COLD_AFTER == 0:
+        if self._last_ticket % GIVE_BACK_AFTER == 0:
             self._look_again()
-            for start, size in self._free.cold(other.slot[1:] for other in self._slots.values()):
+            for start, size in self._free.all_free():
                 self._mapping.give_back(start, size)
         return taken
 
@@ -388,8 +504,64 @@ class _Taken:
     @property
     def seen_by_child(self) -> bool:
         """Whether a forked child may refer to it."""
-        return self.region is not None and self.forks != leasing.forks
+        return self.region is not None and self.forks != forks_begun
 
 
-def _offset(slot: Slot) -> int:
-    return slot[1]
+class FreeSlots:
+    """The free list of an arena.
+
+    Args:
+        start, end: of its room, in bytes; whole pages.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self._same_size: dict[int, list[int]] = {}  # starts of free slots by size, in the order of their return
+        self._stretches = [(start, end)]  # the other free room: start, end, ascending
+        self._touched = start  # end of the highest slot so far
+
+    def take(self, nbytes: int) -> tuple[int, int] | None:
+        """Start and size of a slot of at least `nbytes` bytes, in whole pages; None if no stretch fits."""
+        size = rounded(nbytes)
+        starts = self._same_size.get(size)
+        start = starts.pop() if starts else self._cut(size)
+        if start is None:
+            return None
+        self._touched = max(self._touched, start + size)
+        return start, size
+
+    def put_back(self, start: int, size: int) -> None:
+        """A slot, as returned by `take`, is free again."""
+        self._same_size.setdefault(size, []).append(start)
+
+    def all_free(self) -> list[tuple[int, int]]:
+        """Start and size of the stretches that no slot covers, up to the highest byte that was ever in a slot."""
+        self._join()
+        return [(start, min(end, self._touched) - start) for start, end in self._stretches if start < self._touched]
+
+    def _cut(self, size: int) -> int | None:
+        if any(self._same_size.values()):
+            self._join()
+        for index, (start, end) in enumerate(self._stretches):
+            if end - start >= size:
+                self._stretches[index : index + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        return None
+
+    def _join(self) -> None:
+        """Turns all free slots into stretches."""
+        free = [(start, start + size) for size, starts in self._same_size.items() for start in starts]
+        self._same_size.clear()
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted([*free, *self._stretches]):
+            if joined and joined[-1][1] == start:
+                joined[-1] = joined[-1][0], end
+            else:
+                joined.append((start, end))
+        self._stretches = joined
+
+
+def rounded(nbytes: int) -> int:
+    """The size of a slot for `nbytes` bytes: whole pages, at most an eighth more than needed, or one page."""
+    pages = max(1, -(-nbytes // PAGE))
+    step = 1 << max(0, pages.bit_length() - 4)
+    return -(-pages // step) * step * PAGE

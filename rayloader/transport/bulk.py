@@ -6,8 +6,8 @@ this group"; their bytes lie one after the other in a few buffers, which are ass
 recreates the whole group in one operation.
 
 Promise: only objects that are recreated exactly are grouped: dense tensors that require no gradient and own exactly
-their storage, and arrays of numbers. A tensor that turns out to share its storage with another, or to lie
-in a file, is replaced in its group by one over a span, as the codec makes them. Tensors over parts of one storage, such
+their storage, and arrays of numbers. If one turns out to share its storage with another, or to lie in a file, the
+object is pickled once more, without groups. Tensors over parts of one storage, such
 as the rows of another, are *views*: they have no bytes of their own, and the skeleton holds their offsets. The first
 few of each kind are left to the codec: an object with few tensors has no groups.
 
@@ -243,27 +243,24 @@ def resized() -> ValueError:
     )
 
 
-def not_alone(groups: Sequence[Group], mappings: Mappings, storages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The tensors that share their storage or lie in a file: number of the group, and number in it.
+def share_memory(groups: Sequence[Group], mappings: Mappings, storages: Iterable[int]) -> bool:
+    """Whether a tensor of the groups shares its storage with another one, or lies in a file.
 
     Args:
         groups: all of a pickle.
         mappings: of this process.
         storages: addresses of the storages that are in the pickle besides the groups.
     """
-    of_tensors = [number for number, group in enumerate(groups) if group.of_tensors]
+    of_tensors = [group for group in groups if group.of_tensors]
     if not of_tensors:
-        return
-    counts = [len(groups[number].members) for number in of_tensors]
-    addresses = np.concatenate([groups[number].addresses() for number in of_tensors])
-    sizes = np.repeat([groups[number].nbytes for number in of_tensors], counts)
-    ascending = np.sort(addresses)
-    shared = np.concatenate([ascending[1:][np.diff(ascending) == 0], np.fromiter(storages, np.int64)])
-    found = np.isin(addresses, shared) | (mappings.find(addresses, sizes) >= 0)
-    ends = np.cumsum(counts)
-    for index in np.flatnonzero(found).tolist():
-        which = int(np.searchsorted(ends, index, "right"))
-        yield of_tensors[which], index - int(ends[which] - counts[which])
+        return False
+    addresses = np.concatenate([group.addresses() for group in of_tensors])
+    sizes = np.repeat([group.nbytes for group in of_tensors], [len(group.members) for group in of_tensors])
+    return (
+        len(np.unique(addresses)) < len(addresses)
+        or bool(np.isin(addresses, np.fromiter(storages, np.int64)).any())
+        or bool((mappings.find(addresses, sizes) >= 0).any())
+    )
 
 
 def remake(header: GroupHeader, buffers: Iterator[memoryview]) -> list[Any]:

@@ -4,11 +4,11 @@
   one for each *storage span*, lowest to highest byte of a storage that the payload uses, so that a view of a big
   storage stays small and tensors that shared memory share it again; and one for each NumPy array.
 - `decode` makes tensors and arrays views of its buffers: writable where those are, and keeping them alive.
-- Batches of plain tensors have a skeleton of their own, see plain.py. In replicas, many small tensors and arrays of one
+- A *plain* batch has a skeleton of its own, see NOTE [Plain batches]. In replicas, many small tensors and arrays of one
   kind are grouped, see bulk.py.
 - Everything else is pickled in the skeleton, see pickler.py.
 
-No state besides caches and the recursion limit. Any thread may call; this module does not import Ray.
+No state besides caches. Any thread may call; this module does not import Ray.
 
 NOTE [Spans]. Pickle's opcode for out-of-band buffers takes the next item of an iterable, whatever that is. So a
 tensor's reduction holds a *token*, an empty `PickleBuffer` that represents its storage, and `decode` returns
@@ -17,28 +17,42 @@ carry absolute offsets, and the spans' starts follow at the end of the skeleton,
 
     body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer; groups;
     for a replica the modules that decoding imports) | its length
+
+NOTE [Plain batches]. Most batches are a dense contiguous tensor, or a tuple, list or dict of some, each with a storage
+of its own, and are like the batch before. Pickling them costs more than all the rest of their transport, so their
+skeleton only describes the parts, and both ends remember the skeletons that they met last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import io
+import math
 import pickle
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from rayloader.transport import bulk, plain
+from rayloader.transport import bulk
 from rayloader.transport.pickler import PROTOCOL, Overlap, Pickler, Special
-from rayloader.transport.raw import flat_bytes, memory, storage_over
-from rayloader.transport.rebuilding import make_tensor
+from rayloader.transport.raw import (
+    DTYPES,
+    NAMES,
+    NUMPYS,
+    array_tensor_over,
+    flat_bytes,
+    memory,
+    storage_over,
+    tensor_over,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -48,14 +62,26 @@ if TYPE_CHECKING:
 _LENGTH = 4  # bytes of the header's length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span remain whole numbers
 
-_NO_BUFFERS = pickle.dumps(([], [], [], [], [], []), PROTOCOL)
+_NO_BUFFERS = pickle.dumps(([], [], [], [], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _NOTHING_SPECIAL = Special()
-_DEEPEST = 10_000  # levels; as Python's own bound since 3.12. A third of what has ended a thread with a stack of 8 MiB.
-_lock = threading.Lock()
-_diving = 0  # threads in `_deep`
-_limit = 0  # the program's
 _INDICES = {int, type(None)}  # an iterable dataset's are None
+PLAIN = 0  # first byte of the skeleton of a plain batch; a pickle begins with another one
+_KINDS: tuple[type, ...] = (Tensor, tuple, list, dict)
+_CACHED = 64  # skeletons
+_MOST_DIMENSIONS = 32  # of a NumPy array, in any version
+
+_Spec = tuple[str, tuple[int, ...], tuple[int, ...], int]  # of a tensor: dtype's name, size, stride, bytes
+
+
+class Fresh(NamedTuple):
+    """A tensor that only the collate function has had, which made it plain, contiguous and in memory of its own."""
+
+    tensor: Tensor
+    memory: memoryview  # its bytes, flat
+
+
+NOT_FRESH: Mapping[int, Fresh] = MappingProxyType({})
 
 
 class Encoded(NamedTuple):
@@ -95,7 +121,7 @@ def encode(
     carry: tuple[type, ...] = (),
     mapped: Mappings | None = None,
     special: Special = _NOTHING_SPECIAL,
-    fresh: Mapping[int, plain.Fresh] = plain.NOT_FRESH,
+    fresh: Mapping[int, Fresh] = NOT_FRESH,
 ) -> Encoded:
     """Splits an object.
 
@@ -108,7 +134,7 @@ def encode(
             array is, and whatever its strides are. Arrays whose items overlap in memory
             keep doing so.
         special: for replicas: objects that are pickled in another way.
-        fresh: for batches: see `plain.encode`.
+        fresh: for batches: see `encode_plain`.
 
     Raises:
         Exception: any error of pickling `obj`, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -116,9 +142,11 @@ def encode(
     """
     if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
         return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, (), ())
-    if mapped is None and (simple := plain.encode(obj, fresh)) is not None:
+    if mapped is None and (simple := encode_plain(obj, fresh)) is not None:
         return Encoded(*simple, ())
     file, pickler = _pickled(obj, known_classes, carry, mapped, special)
+    if pickler.has_shared_members():
+        file, pickler = _pickled(obj, known_classes, carry, mapped, special, grouped=False)
     buffers: list[memoryview] = []
     shared: dict[int, torch.UntypedStorage] = {}
     uses: list[int] = []
@@ -126,10 +154,9 @@ def encode(
     groups = pickler.groups.filled() if pickler.groups is not None else []
     views = pickler.groups.views() if pickler.groups is not None else []
     over = [pickler.token(some.storage, *some.span) for some in views]
-    replaced = pickler.replace_members(groups)
     tokens = *(group.token for group in groups), *(some.token for some in views)
     in_bulk = {token: number for number, token in enumerate(tokens)}
-    for reference in (*pickler.references, *(token for *_, token in replaced), *over):
+    for reference in (*pickler.references, *over):
         if reference in in_bulk:
             uses.append(in_bulk[reference])
             continue
@@ -157,8 +184,7 @@ def encode(
         bulk.GroupHeader(group.of_tensors, group.dtype, group.shape, group.writable, len(parts))
         for group, parts in zip(groups, gathered, strict=True)
     ]
-    of_bulk = headers, [where for *where, _ in replaced], [some.header for some in views]
-    header = pickle.dumps((uses, extents, *of_bulk, list(pickler.modules)), PROTOCOL)
+    header = pickle.dumps((uses, extents, headers, [some.header for some in views], list(pickler.modules)), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
     carried, overlap = pickler.carried_objects, pickler.overlap()
@@ -166,13 +192,17 @@ def encode(
 
 
 def _pickled(
-    obj: object, known_classes: bool, carry: tuple[type, ...], mapped: Mappings | None, special: Special
+    obj: object,
+    known_classes: bool,
+    carry: tuple[type, ...],
+    mapped: Mappings | None,
+    special: Special,
+    grouped: bool = True,
 ) -> tuple[io.BytesIO, Pickler]:
     file = io.BytesIO()
-    pickler = Pickler(file, known_classes, carry, mapped, special)
+    pickler = Pickler(file, known_classes, carry, mapped, special, grouped)
     try:
-        with _deep():
-            pickler.dump(obj)
+        pickler.dump(obj)
     except Exception as error:
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             raise pickle.PicklingError(
@@ -182,31 +212,6 @@ def _pickled(
             ) from error
         raise
     return file, pickler
-
-
-@contextlib.contextmanager
-def _deep() -> Iterator[None]:
-    """Sets the recursion limit, in all threads, to what pickling may use of the stack, of which each level takes some.
-
-    Python 3.12 and later bound that themselves. Before, a program that has raised its limit past what the stack holds
-    would end here, and one that has not could not send a chain of a thousand objects.
-    """
-    global _diving, _limit
-    if sys.version_info >= (3, 12):
-        yield
-        return
-    with _lock:
-        if not _diving:
-            _limit = sys.getrecursionlimit()
-            sys.setrecursionlimit(_DEEPEST)
-        _diving += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _diving -= 1
-            if not _diving:
-                sys.setrecursionlimit(_limit)
 
 
 def decode(
@@ -228,8 +233,8 @@ def decode(
         ValueError: the number or a size of the buffers differs from the skeleton's.
     """
     tail = memoryview(skeleton)
-    if tail[0] == plain.MARK:
-        return plain.decode(bytes(skeleton), buffers)  # type: ignore[arg-type] # of a batch: no storages
+    if tail[0] == PLAIN:
+        return _decode_plain(bytes(skeleton), buffers)  # type: ignore[arg-type] # of a batch: no storages
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
     header = _header_of(tail)
@@ -247,15 +252,22 @@ def decode(
         view = flat_bytes(buffer, nbytes, number)
         sources.append(view if start < 0 else (storage_over(view), start))
     tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
-    spans = iter(tokens[len(tokens) - len(header.replaced) - len(header.views) :])
-    for number, index in header.replaced:
-        member = in_bulk[number][index]
-        in_bulk[number][index] = make_tensor(
-            next(spans), header.groups[number].dtype, 0, member.shape, member.stride(), False
-        )
+    spans = iter(tokens[len(tokens) - len(header.views) :])
     for number, views in enumerate(header.views, start=len(header.groups)):
         in_bulk[number] += bulk.remake_views(views, *next(spans))
     return pickle.loads(skeleton, buffers=tokens)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Pauses Python's garbage collector while many objects and no garbage are created: three times as fast."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def import_modules(skeleton: Buffer) -> None:
@@ -278,11 +290,98 @@ def _header(header: bytes) -> _Header:
 
 
 class _Header(NamedTuple):
-    """The data at the end of a skeleton; the last four only for replicas."""
+    """The data at the end of a skeleton; the last three only for replicas."""
 
     uses: list[int]  # what each reference means: bulk part or, after those, buffer; or -1 - carried
     extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
     groups: list[bulk.GroupHeader]
-    replaced: list[tuple[int, int]]  # group, and place in it; the spans come after the other uses
     views: list[bulk.ViewsHeader]  # their spans are the last uses
     modules: list[str]  # of classes and functions that are pickled by name
+
+
+# ---- plain batches
+
+
+def encode_plain(obj: Any, fresh: Mapping[int, Fresh]) -> tuple[bytes, list[memoryview]] | None:
+    """Skeleton and buffers; None if `obj` is not a plain batch. `fresh` tensors, by their `id`, are not inspected."""
+    kind = type(obj)
+    names: tuple[str, ...] = ()
+    if kind is Tensor:
+        tensors: tuple[Any, ...] = (obj,)
+    elif kind is dict:
+        names, tensors = tuple(obj), tuple(obj.values())
+        if set(map(type, names)) != {str}:
+            return None
+    elif kind is tuple or kind is list:
+        tensors = tuple(obj)
+    else:
+        return None
+    if set(map(type, tensors)) != {Tensor}:
+        return None
+    specs: list[_Spec] = []
+    buffers = []
+    addresses = set()  # of the storages
+    for tensor in tensors:
+        dtype = tensor.dtype
+        if (made := fresh.get(id(tensor))) is not None:
+            buffers.append(made.memory)
+            specs.append((NAMES[dtype], tensor.shape, tensor.stride(), made.memory.nbytes))
+            addresses.add(tensor.data_ptr())
+            continue
+        if dtype not in NAMES or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        if not tensor.is_contiguous() or tensor.requires_grad or tensor.__dict__ or tensor.is_neg() or tensor.is_conj():
+            return None
+        storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+        if not nbytes or storage.nbytes() != nbytes or tensor.storage_offset():
+            return None
+        specs.append((NAMES[dtype], tensor.shape, tensor.stride(), nbytes))
+        address = storage.data_ptr()
+        buffers.append(memoryview(memory(address, nbytes, storage)))
+        addresses.add(address)
+    return (_skeleton(_KINDS.index(kind), names, tuple(specs)), buffers) if len(addresses) == len(tensors) else None
+
+
+def _decode_plain(skeleton: bytes, buffers: Sequence[Buffer]) -> Any:
+    kind, names, parts = _parts(skeleton)
+    if len(buffers) != len(parts):
+        raise ValueError(f"decode needs the skeleton's {len(parts)} buffers, got {len(buffers)}")
+    tensors: list[Tensor] = []
+    for buffer, (nbytes, array, dtype, size, stride) in zip(buffers, parts, strict=True):
+        view = flat_bytes(buffer, nbytes, len(tensors))
+        if array is None or view.readonly:
+            tensors.append(tensor_over(view, dtype, size, stride))
+        else:
+            tensors.append(array_tensor_over(view, array, size))
+    if kind is Tensor:
+        return tensors[0]
+    return dict(zip(names, tensors, strict=True)) if kind is dict else kind(tensors)
+
+
+@functools.lru_cache(_CACHED)
+def _skeleton(kind: int, names: tuple[str, ...], specs: tuple[_Spec, ...]) -> bytes:
+    plain = tuple((dtype, tuple(size), *others) for dtype, size, *others in specs)
+    return bytes([PLAIN]) + pickle.dumps((kind, names, plain), PROTOCOL)
+
+
+class _Part(NamedTuple):
+    """How to create a tensor."""
+
+    nbytes: int
+    array: np.dtype[Any] | None  # if an array of this type has exactly its strides
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@functools.lru_cache(_CACHED)
+def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], tuple[_Part, ...]]:
+    kind, names, specs = pickle.loads(memoryview(skeleton)[1:])
+    return _KINDS[kind], names, tuple(_part(*spec) for spec in specs)
+
+
+def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> _Part:
+    dtype = DTYPES[name]
+    steps = [math.prod(size[axis + 1 :]) for axis in range(len(size))]  # of a new array
+    as_array = list(stride) == steps and len(size) <= _MOST_DIMENSIONS
+    return _Part(nbytes, NUMPYS.get(dtype) if as_array else None, dtype, size, stride)

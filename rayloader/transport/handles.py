@@ -29,7 +29,7 @@ from urllib.parse import quote
 import numpy as np
 
 from rayloader._compat import newline_of
-from rayloader.transport.rebuilding import itself
+from rayloader.transport.raw import itself
 
 Reduction = tuple[Any, ...]
 """What `object.__reduce__` returns."""

@@ -16,15 +16,17 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Any
 
+import numpy as np
+
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.transport import codec, raw
-from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter
-from rayloader.transport.leases import Leases, Slot, leased_slot
+from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, leased_slot
 
 logger = logging.getLogger("rayloader")
 
@@ -311,3 +313,67 @@ class WorkerLane:
             return False
         self._arena.full = False
         return True
+
+
+class Recycled:
+    """Memory for the copies of this process, reused once nothing refers to it any more.
+
+    A copy is writable and belongs to nobody else, for as long as any view of it lives. It lies in an arena of which
+    this process is the writer as well as the reader; without one, or without room, it has fresh memory. Nothing waits.
+    One thread at a time copies; any may call `close`, more than once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arena: Arena | None = None
+        self._writer: ArenaWriter | None = None
+        self._off = False  # no arena can be made here, or it is closed
+
+    def copy(self, buffer: memoryview) -> memoryview:
+        """A copy of flat bytes, in memory from `room`."""
+        copied = self.room(buffer.nbytes)
+        np.copyto(np.frombuffer(copied, np.uint8), np.frombuffer(buffer, np.uint8))
+        return copied
+
+    def room(self, nbytes: int) -> memoryview:
+        """Memory for `nbytes` bytes; small sizes get memory of their own, so that keeping them keeps nothing else."""
+        if nbytes > SMALL_BYTES:
+            with self._lock:
+                leased = self._leased(nbytes)
+            if leased is not None:
+                return leased
+        return raw.new_memory(nbytes)
+
+    def _leased(self, nbytes: int) -> memoryview | None:
+        if self._arena is not None:
+            freed = self._arena.freed()
+            if self._arena.spoiled > SPOILED_BYTES:
+                self._arena = self._writer = None  # it lives on with its leases
+            elif self._writer is not None:
+                self._writer.free(freed)
+        if self._arena is None and not self._off:
+            try:
+                self._arena = Arena(ARENA_BYTES, "copies")
+            except ArenaError:
+                self._off = True
+            else:
+                self._writer = self._arena.writer()
+        if self._arena is None or self._writer is None:
+            return None
+        self._writer.begin(0)
+        where = self._writer.reserve(nbytes)
+        return None if where is None else self._arena.view(where, {})
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of copies that have live views. Any thread may ask."""
+        arena = self._arena
+        return arena.leased_bytes if arena is not None else 0
+
+    def close(self) -> None:
+        """Gives unused memory back to the system at once, and the rest with the last view of each copy."""
+        with self._lock:
+            self._off = True
+            arena, self._arena, self._writer = self._arena, None, None
+            if arena is not None:
+                arena.close(give_back=True)

@@ -3,7 +3,7 @@
 Promise: memory that comes from a file (`np.memmap`, `torch.from_file`, Arrow's memory maps, torch's shared memory)
 is sent as a `Region`, a reference, and is never read whole. Mapped again it behaves as before: shared and writable,
 private, or read-only. Memory without a nameable file, or not the user's, has no region and is copied by the caller:
-anonymous memory, Ray's object store, our own files. So are written pages of private mappings.
+anonymous memory, Ray's object store, our own files. So is what lies in a private mapping that was written to.
 
 Driver: `Mappings`, a snapshot of `/proc/self/maps`. Worker: `open_region`. This module does not import Ray.
 
@@ -221,29 +221,22 @@ def _read(maps: bytes) -> list[_Mapped]:
     return mapped
 
 
-def written_pages(start: int, nbytes: int) -> list[tuple[int, int]]:
-    """Where a private mapping of this process differs from its file: offsets from `start` and sizes of runs of pages.
-
-    All of it if the kernel does not reveal that.
-    """
-    dirty = []
+def is_written(start: int, nbytes: int) -> bool:
+    """Whether a private mapping of this process may differ from its file: also if the kernel does not reveal that."""
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             for first in range(start // _PAGE, (start + nbytes) // _PAGE, _SCAN):
                 count = min(_SCAN, (start + nbytes) // _PAGE - first)
                 entries = np.frombuffer(os.pread(file.fileno(), 8 * count, 8 * first), np.uint64)
                 if len(entries) != count:
-                    return [(0, nbytes)]
+                    return True
                 # Bits 63 and 62: there is a page, in memory or swapped out. Bit 61: it is the file's.
                 own = (entries >> np.uint64(61) & np.uint64(1)) == 0
-                dirty.append(np.flatnonzero((entries >> np.uint64(62) != 0) & own) + (first - start // _PAGE))
+                if np.any((entries >> np.uint64(62) != 0) & own):
+                    return True
     except OSError:
-        return [(0, nbytes)]
-    pages = np.concatenate(dirty) if dirty else np.zeros(0, np.int64)
-    if not len(pages):
-        return []
-    runs = np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1)
-    return [(int(run[0]) * _PAGE, len(run) * _PAGE) for run in runs]
+        return True
+    return False
 
 
 def open_region(region: Region, *, here: bool) -> int:

@@ -1,23 +1,39 @@
 """Pickles an object without the memory of its tensors and arrays, for which it inserts tokens; see codec.py.
 
 Quantized, sparse, nested, conjugated tensors and wrapper subclasses are pickled as torch pickles them, with tokens for
-the storages inside. Anything else is cloudpickle's.
+the storages inside. Anything else is cloudpickle's, with what that leaves out (`ByValuePickler`): since cloudpickle
+3.1.3 code arrives without the name of its file, so that tracebacks and warnings from functions of `__main__` would show
+`<dynamic-code>`, and no lines; functions under `functools.lru_cache` that no import finds arrive with an empty cache;
+and `__slots__` are added to a class that is recreated, because instances that have a `__dict__` could not be recreated
+from the driver's class.
+
+NOTE [The driver's classes]. Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and
+overwrites the class, attribute by attribute, in a process that has the id already. From driver to worker that is
+wanted: warm workers see changed methods. A batch must not do it to the driver's class; so there only the id counts,
+and the definition is included for a process that no longer has the class. The processes that a program spawns, for
+instance with `torch.multiprocessing.spawn`, have `__mp_main__` in place of `__main__`: the same module, which a worker
+lacks too. The only state is a cache of definitions, which live as long as their classes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import ctypes
+import functools
 import importlib
 import io
 import mmap
+import multiprocessing  # noqa: F401  # cloudpickle wants the module to be there, and this import makes it
 import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
+import cloudpickle
 import numpy as np
 import torch
 from numpy.lib.array_utils import byte_bounds
@@ -34,15 +50,18 @@ from rayloader._compat import (
     state_of_subclass,
     untyped_in,
 )
+from rayloader._compat_cloudpickle import classes_by_id, fill_class, id_of_class, ids_by_class, make_class, make_enum
 from rayloader.namespaces import is_a, names_in, namespace_of
-from rayloader.transport import bulk, by_value, handles
+from rayloader.transport import bulk, handles
 from rayloader.transport.handles import refusal
-from rayloader.transport.raw import NAMES, address, memory
-from rayloader.transport.rebuilding import (
+from rayloader.transport.raw import (
+    NAMES,
+    address,
     itself,
     make_array,
     make_sparse,
     make_tensor,
+    memory,
     set_array,
     set_attributes,
     set_state,
@@ -61,6 +80,58 @@ _OF_NAMED_TUPLES = "_make", "__new__", "__getnewargs__", "__reduce__", "__reduce
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
 _CData: Any = ctypes.Array.__base__  # what all objects of ctypes are
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+_reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
+_Cached = type(functools.lru_cache(len))
+_ArrayType: Any = type(ctypes.Array)
+
+_definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle
+cloudpickle.register_pickle_by_value(types.ModuleType("__mp_main__"))
+
+
+def _reduce(code: types.CodeType) -> Any:
+    make, arguments = _reduce_code(code)
+    if code.co_filename in arguments:
+        return make, arguments
+    return _code_of_file, (make, arguments, code.co_filename)
+
+
+def _code_of_file(make: Any, arguments: tuple[Any, ...], filename: str) -> types.CodeType:
+    code: types.CodeType = make(*arguments)
+    return code.replace(co_filename=filename)
+
+
+def _reduce_cached(cached: Any) -> Any:
+    module, name = getattr(cached, "__module__", None) or "", getattr(cached, "__qualname__", "")
+    with contextlib.suppress(AttributeError):
+        if module not in ("__main__", "__mp_main__") and operator.attrgetter(name)(sys.modules.get(module)) is cached:
+            return name  # which pickle finds it by
+    attributes = {key: value for key, value in vars(cached).items() if key not in ("__wrapped__", "cache_parameters")}
+    return _cached, (cached.__wrapped__, cached.cache_parameters()), attributes
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions and classes by value if an import does not find them."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: _reduce, _Cached: _reduce_cached})
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How a function or a class is pickled; NotImplemented for anything else."""
+        if type(obj) is _ArrayType and obj is not ctypes.Array and obj._type_ * obj._length_ is obj:
+            return operator.mul, (obj._type_, obj._length_)  # such a class has no name in a module
+        return super().reducer_override(obj)
+
+
+def dumps_by_value(obj: Any) -> bytes:
+    """The pickle of an object."""
+    file = io.BytesIO()
+    ByValuePickler(file, protocol=PROTOCOL).dump(obj)
+    return file.getvalue()
 
 
 class Overlap(NamedTuple):
@@ -106,7 +177,7 @@ class Special(NamedTuple):
     reduce: Callable[[Any, Callable[[Any], Any]], Any] = lambda obj, reduced: reduced(obj)
 
 
-class Pickler(by_value.ByValuePickler):
+class Pickler(ByValuePickler):
     """The pickler of one object; the arguments are those of `codec.encode`."""
 
     def __init__(
@@ -116,6 +187,7 @@ class Pickler(by_value.ByValuePickler):
         carry: tuple[type, ...],
         mapped: Mappings | None,
         special: Special,
+        grouped: bool,
     ) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will request them
         super().__init__(file, protocol=PROTOCOL, buffer_callback=self.references.append)
@@ -123,7 +195,7 @@ class Pickler(by_value.ByValuePickler):
         self.carry = carry
         self.mapped = mapped
         self.special = special
-        self.groups = None if mapped is None else bulk.Groups()
+        self.groups = bulk.Groups() if grouped and mapped is not None else None
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
         self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
         self.carried_objects: list[Any] = []
@@ -146,10 +218,10 @@ class Pickler(by_value.ByValuePickler):
         if kind in self.ordinary:
             return NotImplemented
         if kind is np.ndarray:
-            if self.groups is None:
+            if self.mapped is None:
                 if _TORCHS_PROTOCOL >= 5 and not (obj.flags.carray and obj.dtype.byteorder != _SWAPPED):
                     return NotImplemented  # NumPy keeps more in that protocol than `_array` does for older ones
-            elif (reduction := self.groups.array(obj)) is not None:
+            elif self.groups is not None and (reduction := self.groups.array(obj)) is not None:
                 return reduction
             return self._array(obj)
         if issubclass(kind, Tensor):
@@ -178,8 +250,8 @@ class Pickler(by_value.ByValuePickler):
         _check_can_leave(obj, kind)
         if issubclass(kind, type):
             if self.known_classes:
-                return by_value.reduce_by_id(obj, super().reducer_override)
-            return self._noted(obj, by_value.with_slots(obj, super().reducer_override(obj)))
+                return _reduce_by_id(obj, super().reducer_override)
+            return self._noted(obj, _with_slots(obj, super().reducer_override(obj)))
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
             if _delegates(kind):
                 return self._of_delegate(obj)
@@ -255,16 +327,12 @@ class Pickler(by_value.ByValuePickler):
         reduce = self.dispatch_table.get(type(obj))
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(PROTOCOL)
 
-    def replace_members(self, groups: Sequence[bulk.Group]) -> list[tuple[int, int, pickle.PickleBuffer]]:
-        """The members of groups that must be over a span: group, index in it, token."""
-        if self.mapped is None:
-            return []
-        replaced = []
+    def has_shared_members(self) -> bool:
+        """Whether the object must be pickled again, without groups; see bulk.py."""
+        if self.groups is None or self.mapped is None:
+            return False
         storages = [span.storage.data_ptr() for span in self.spans.values()]
-        for group, index in bulk.not_alone(groups, self.mapped, storages):
-            token = self.token(groups[group].members[index], 0, groups[group].nbytes)
-            replaced.append((group, index, token))
-        return replaced
+        return bulk.share_memory(self.groups.filled(), self.mapped, storages)
 
     def overlap(self) -> Overlap | None:
         """For `Encoded.overlap`. Memory of a file is shared by everything that refers to it.
@@ -458,3 +526,53 @@ def _check_can_leave(obj: Any, kind: type) -> None:
     if kind is io.TextIOWrapper and obj is not sys.stdout and obj is not sys.stderr:
         # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.
         raise refusal(obj, "an open file")
+
+
+# ---- classes by value
+
+
+def _with_slots(cls: type, reduced: Any) -> Any:
+    """Cloudpickle's reduction of a class, with its `__slots__` if the class travels by value."""
+    if not isinstance(reduced, tuple) or reduced[0] is not make_class or "__slots__" not in vars(cls):
+        return reduced
+    if NamedTuple in vars(cls).get("__orig_bases__", ()):  # it is called again, and sets them itself
+        return reduced
+    make, (kind, name, bases, namespace, *others), *state = reduced
+    return make, (kind, name, bases, {**namespace, "__slots__": vars(cls)["__slots__"]}, *others), *state
+
+
+def _reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
+    """A class's reduction that finds it by its id; the result of `reduce_by_value` for a class that travels by name."""
+    definition = _definitions.get(cls)
+    if definition is None:
+        reduced = reduce_by_value(cls)
+        if reduced is NotImplemented or reduced[0] not in (make_class, make_enum):
+            return reduced
+        try:
+            text = dumps_by_value(cls)
+        except Exception:  # something unpicklable was added to it in this process; the id alone must suffice
+            text = None
+        definition = _definitions[cls] = (id_of_class(cls), text)
+    return _known_class, definition
+
+
+def _known_class(tracker_id: str, definition: bytes | None) -> Any:
+    cls = classes_by_id.get(tracker_id)
+    if cls is None and definition is None:
+        raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
+    return _Definition(definition or b"").load() if cls is None else cls
+
+
+class _Definition(pickle.Unpickler):
+    """Loads a class by value, without changing the classes it refers to that this process has."""
+
+    def __init__(self, definition: bytes) -> None:
+        super().__init__(io.BytesIO(definition))
+        self.known = set(ids_by_class)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._fill if found is fill_class else found
+
+    def _fill(self, cls: type, state: object) -> object:
+        return cls if cls in self.known else fill_class(cls, state)

@@ -1,13 +1,20 @@
-"""Raw memory as NumPy and torch see it, and the names of torch's data types. No state."""
+"""Raw memory as NumPy and torch see it: arrays, tensors and storages over it, and the names of torch's data types.
+
+The functions at the end are those that skeletons name: they create what a pickle holds over the skeleton's buffers. A
+span arrives there as (storage, the byte of the original storage at which it starts). No state.
+"""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from rayloader._compat import no_torch_function, rebuild_from_type
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -77,7 +84,7 @@ def storage_over(view: memoryview) -> torch.UntypedStorage:
     return storage  # type: ignore[no-any-return]
 
 
-def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """A tensor of these flat bytes, which are its whole storage, and which that keeps alive as above."""
     if view.readonly or dtype not in _FROM_BUFFER:
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(view), 0, size, stride)
@@ -88,7 +95,7 @@ def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], str
     return tensor
 
 
-def array_tensor_over(view: memoryview, dtype: np.dtype[Any], size: tuple[int, ...]) -> torch.Tensor:
+def array_tensor_over(view: memoryview, dtype: np.dtype[Any], size: tuple[int, ...]) -> Tensor:
     """Like `tensor_over`, writable and contiguous, of a type that NumPy has: in a third of the time."""
     tensor = torch.from_numpy(np.ndarray(size, dtype, view))
     tensor.untyped_storage().rayloader_memory = view  # type: ignore[attr-defined]
@@ -132,3 +139,83 @@ def new_memory(nbytes: int) -> memoryview:
     else:  # torch's allocator aligns to 64 bytes and does not fill with zeros first
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
     return memoryview(memory)
+
+
+# ---- what skeletons name
+
+
+def make_tensor(span: Any, name: str, offset: int, size: Any, stride: Any, grad: bool, kind: Any = Tensor) -> Tensor:
+    """Creates a view of a span."""
+    dtype = DTYPES[name]
+    storage, start = span or (torch.UntypedStorage(0), 0)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")  # the user may have set another default device
+    tensor.set_(storage, offset - start // dtype.itemsize, size, stride)
+    if kind is not Tensor:
+        tensor = tensor.as_subclass(kind)
+    if grad:
+        with no_torch_function():
+            tensor.requires_grad_()
+    return tensor
+
+
+def itself(obj: Any) -> Any:
+    """Returns an object that was carried besides the skeleton."""
+    return obj
+
+
+def set_state(tensor: Tensor, state: object) -> None:
+    """Gives a tensor its attributes."""
+    rebuild_from_type(lambda: tensor, type(tensor), (), state)
+
+
+def make_sparse(layout: torch.layout, parts: tuple[Any, ...], grad: bool) -> Tensor:
+    """Creates a sparse tensor from others."""
+    # Not torch's own function, which also appends the tensor to a list that only torch.load empties.
+    if layout is torch.sparse_coo:
+        *data, coalesced = parts
+        tensor = torch.sparse_coo_tensor(*data, check_invariants=False, is_coalesced=coalesced)
+    else:
+        tensor = torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
+    return tensor.requires_grad_(grad)
+
+
+def make_array(
+    buffer: Any,
+    shape: tuple[int, ...],
+    dtype: Any,
+    strides: tuple[int, ...] | None = None,
+    offset: int = 0,
+    order: Literal["C", "F"] = "C",
+    writable: bool = True,
+    kind: type[np.ndarray[Any, Any]] = np.ndarray,
+) -> Any:
+    """Creates a view of a buffer."""
+    array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides, order)
+    if not writable:
+        array.flags.writeable = False
+    return array
+
+
+def set_array(array: np.ndarray[Any, Any], state: tuple[Any, tuple[dict[str, Any], ...], bool]) -> None:
+    """Gives an array of objects its content, and one of a subclass its attributes."""
+    content, attributes, writable = state
+    if content is not None:
+        np.ndarray.__setstate__(array, content)
+    if attributes:
+        own, slots = attributes
+        if hasattr(array, "__dict__"):
+            vars(array).clear()  # set by `__array_finalize__`
+            vars(array).update(own)
+        for name, value in slots.items():
+            object.__setattr__(array, name, value)
+    if not writable:
+        array.flags.writeable = False
+
+
+def set_attributes(obj: Any, state: Any) -> None:
+    """Gives an object its attributes, as unpickling does, but does not ask the object how."""
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    if attributes:
+        object.__getattribute__(obj, "__dict__").update(attributes)
+    for name, value in (slots or {}).items():
+        setattr(obj, name, value)

@@ -26,9 +26,8 @@ from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.resume.journal import Journal
 from rayloader.start import session
-from rayloader.transport.lanes import SMALL_BYTES
+from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
-from rayloader.transport.recycled import Recycled
 from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
 from rayloader.workers.connection import ActorLost, Channel, LineCalls, Mailbox, Message, RayCalls, TcpCalls
 from rayloader.workers.placement import Verdict

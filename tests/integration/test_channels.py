@@ -26,9 +26,8 @@ from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.start import session
 from rayloader.task import Task
-from rayloader.transport.lanes import SMALL_BYTES, from_wire, received
+from rayloader.transport.lanes import SMALL_BYTES, Recycled, from_wire, received
 from rayloader.transport.line import LineSocket
-from rayloader.transport.recycled import Recycled
 from rayloader.workers.connection import ActorLost, LineCalls, LineRefused, Mailbox, RayCalls, TcpCalls
 from rayloader.workers.worker import Worker
 

@@ -25,15 +25,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayloader.transport import arena as module
 from rayloader.transport import codec
-from rayloader.transport import leases as module
-from rayloader.transport.arena import Arena, ArenaError, ArenaWriter
-from rayloader.transport.memory import no_collection
+from rayloader.transport.arena import GIVE_BACK_AFTER, PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
+from rayloader.transport.codec import no_collection
 from rayloader.transport.memory_file import MemoryFile
-from rayloader.transport.slots import CHUNK, COLD_AFTER, PAGE
 
 ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 60.0
+CHUNK = 1 << 20
 NUMBERS = torch.arange(512)  # a page
 
 
@@ -722,12 +722,12 @@ def test_the_same_memory_serves_again_and_again():
     assert touched(pair.arena) <= 2 * 40_000 * 8
 
 
-def test_memory_that_is_cold_is_given_back():
+def test_memory_that_stays_free_is_given_back():
     pair = Pair(20_000)
     held = [pair.lend(torch.full((CHUNK // 8,), number)) for number in range(40)]
     assert touched(pair.arena) >= 40 * CHUNK
     del held[1:]
-    for _ in range(2 * COLD_AFTER):
+    for _ in range(2 * GIVE_BACK_AFTER):
         pair.lend()
         pair.done()
     assert touched(pair.arena) <= 5 * CHUNK
@@ -1017,3 +1017,73 @@ def test_without_room_there_is_none_and_it_is_known():
 
 def test_a_memory_file_whose_constructor_was_interrupted_at_once_is_dropped_without_an_error():
     MemoryFile.__new__(MemoryFile, "arena", 1).close()
+
+
+# ---- the free list
+
+
+def test_sizes_are_whole_pages_and_little_more_than_needed():
+    assert [rounded(nbytes) for nbytes in (0, 1, PAGE, PAGE + 1)] == [PAGE, PAGE, PAGE, 2 * PAGE]
+    for nbytes in range(1, 600 * PAGE, 777):
+        size = rounded(nbytes)
+        assert size % PAGE == 0
+        assert nbytes <= size < nbytes * 9 / 8 + PAGE
+
+
+def test_the_slot_that_came_back_last_is_taken_first():
+    free = FreeSlots(0, 100 * PAGE)
+    slots = [free.take(3 * PAGE) for _ in range(5)]
+    assert [start for start, _ in slots] == [0, 3 * PAGE, 6 * PAGE, 9 * PAGE, 12 * PAGE]
+    for index in (1, 4, 2):
+        free.put_back(*slots[index])
+    assert [free.take(3 * PAGE) for _ in range(4)] == [slots[2], slots[4], slots[1], (15 * PAGE, 3 * PAGE)]
+
+
+def test_neighbours_of_other_sizes_are_joined_before_new_room_is_touched():
+    free = FreeSlots(0, 100 * PAGE)
+    for slot in [free.take(pages * PAGE) for pages in (1, 2, 3, 4)]:
+        free.put_back(*slot)
+    assert free.take(10 * PAGE) == (0, 10 * PAGE)
+
+
+def test_without_room_there_is_none_until_something_comes_back():
+    free = FreeSlots(0, 4 * PAGE)
+    first, second = free.take(2 * PAGE), free.take(2 * PAGE)
+    assert free.take(1) is None
+    free.put_back(*second)
+    assert free.take(3 * PAGE) is None
+    free.put_back(*first)
+    assert free.take(4 * PAGE) == (0, 4 * PAGE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 9 * PAGE), st.tuples(st.integers(0, 99))), max_size=80))
+def test_slots_never_overlap_and_all_room_comes_back(steps):
+    """A number takes that many bytes; a tuple says which slot comes back."""
+    free, taken = FreeSlots(PAGE, 25 * PAGE), []
+    for step in steps:
+        if isinstance(step, int):
+            slot = free.take(step)
+            if slot is not None:
+                assert slot[1] == rounded(step)
+                assert slot[0] >= PAGE
+                assert sum(slot) <= 25 * PAGE
+                assert all(slot[0] + slot[1] <= start or start + size <= slot[0] for start, size in taken)
+                taken.append(slot)
+        elif taken:
+            free.put_back(*taken.pop(step[0] % len(taken)))
+    for slot in taken:
+        free.put_back(*slot)
+    assert free.take(24 * PAGE) == (PAGE, 24 * PAGE)
+
+
+def test_all_that_is_free_and_was_touched_is_named():
+    free = FreeSlots(PAGE, 100 * PAGE)
+    assert free.all_free() == []
+    one, two, three = (free.take(2 * PAGE) for _ in range(3))
+    free.put_back(*one)
+    free.put_back(*three)
+    assert free.all_free() == [one, three]
+    free.put_back(*two)
+    assert free.all_free() == [(PAGE, 6 * PAGE)]
+    assert free.take(2 * PAGE) == one

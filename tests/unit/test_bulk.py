@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.replica.image import Image
-from rayloader.replica.opening import open_image
+from rayloader.replica.image import Image, open_image
 from rayloader.transport import bulk, codec, raw
 from rayloader.transport.mapped import Mappings
 
@@ -329,7 +328,7 @@ def test_changes_between_epochs_are_seen():
     def grown():
         tensors[110].untyped_storage().resize_(64)
 
-    changes = (written, replaced, other_memory, other_shape, gradient, attribute, shares, moved, kinds, grown)
+    changes = (written, replaced, other_memory, other_shape, gradient, attribute, kinds, grown, shares, moved)
     for change in changes:
         change()
         changed = image.updated(*take(tensors))

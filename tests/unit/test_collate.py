@@ -25,8 +25,7 @@ from torch.utils.data._utils.collate import (
 from rayloader._compat import no_torch_function
 from rayloader.host.collate import adopt_collate_fn_map, collate_into, floats, stack, whole_numbers
 from rayloader.transport import codec
-from rayloader.transport.arena import Arena, ArenaWriter
-from rayloader.transport.slots import PAGE
+from rayloader.transport.arena import PAGE, Arena, ArenaWriter
 
 
 @pytest.fixture

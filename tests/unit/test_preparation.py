@@ -18,8 +18,7 @@ from rayloader.epoch.ahead import COPIED_AHEAD, PINNED_AHEAD, AheadThread, Prepa
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import codec
-from rayloader.transport.lanes import SMALL_BYTES, read_only_bytes, to_wire
-from rayloader.transport.recycled import Recycled
+from rayloader.transport.lanes import SMALL_BYTES, Recycled, read_only_bytes, to_wire
 
 LIMIT_S = 30.0
 LARGE = SMALL_BYTES + 8

@@ -24,10 +24,9 @@ import torch
 from rayloader.errors import ReplicaError, ReplicaMemoryError
 from rayloader.replica import image as replica
 from rayloader.replica import unpicklable
-from rayloader.replica.image import Image, image_from_contents
-from rayloader.replica.opening import open_image
-from rayloader.transport import codec, memory
-from rayloader.transport.mapped import Mappings, written_pages
+from rayloader.replica.image import Image, image_from_contents, open_image
+from rayloader.transport import codec, memory_file
+from rayloader.transport.mapped import Mappings, is_written
 from rayloader.transport.memory_file import MemoryFileError, others_may_open
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -146,7 +145,7 @@ def test_a_copy_elsewhere_is_equal(data_file):
 PSS = """
 import sys, pickle
 from rayloader.transport import codec
-from rayloader.replica.opening import open_image
+from rayloader.replica.image import open_image
 array = codec.decode(*open_image(pickle.loads(bytes.fromhex(sys.stdin.readline()))))
 print(int(array.sum()), flush=True)
 if sys.stdin.readline() == "write\\n":
@@ -299,31 +298,23 @@ def test_torch_files_keep_their_mode(data_file):
         assert (tensor[3] == found[3]) == shared
 
 
-def test_pages_that_the_driver_wrote_travel(data_file):
+def test_a_private_mapping_that_the_driver_has_written_to_is_copied_whole(data_file):
     mapped = np.memmap(data_file, mode="c")
-    mapped[PAGE + 1] = 99
-    mapped[5 * PAGE] = 98
+    start = mapped.ctypes.data
+    assert mapped.sum() > 0
+    assert not is_written(start, mapped.nbytes)
     image = write(mapped)
-    assert sum(file.nbytes for file in image.address.files) < 3 * PAGE
+    assert len(image.address.regions) == 1
+    mapped[5 * PAGE] = 98
+    assert is_written(start, mapped.nbytes)
+    image = image.updated(*take(mapped))
+    assert image.address.regions == ()
     found = read(image)
     assert found.tolist() == mapped.tolist()
     mapped[5 * PAGE] = 97
     image = image.updated(*take(mapped))
     assert read(image)[5 * PAGE] == 97
     assert found[5 * PAGE] == 98
-    mapped[:] = 3  # all the program's own: a copy
-    image = image.updated(*take(mapped))
-    assert image.address.regions == ()
-    assert (read(image) == 3).all()
-
-
-def test_which_pages_were_written(data_file):
-    mapped = np.memmap(data_file, mode="c")
-    start = mapped.ctypes.data
-    assert mapped.sum() > 0
-    assert written_pages(start, mapped.nbytes) == []
-    mapped[[0, 3 * PAGE, 4 * PAGE]] = 1
-    assert written_pages(start, mapped.nbytes) == [(0, PAGE), (3 * PAGE, 2 * PAGE)]
 
 
 def test_a_replaced_content_of_the_file_is_seen(data_file):
@@ -490,7 +481,7 @@ def test_arrow_tables_are_shared_and_mapped_ones_referred_to(tmp_path):
 
 
 def test_too_little_memory_is_said_before_anything_is_written(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 20_000_000)
+    monkeypatch.setattr(memory_file, "available", lambda: 20_000_000)
     obj = np.zeros(30_000_000, np.uint8)
     before = descriptors()
     with pytest.raises(
@@ -508,9 +499,9 @@ def test_the_control_groups_count(tmp_path):
         (tmp_path / folder / "memory.current").write_text(f"{current}\n")
         (tmp_path / folder / "memory.stat").write_text("anon 3\ninactive_file 50\n")
     names = "memory.max", "memory.current", "inactive_file"
-    assert list(memory._groups(tmp_path, "/job/task", *names)) == [150]
-    assert list(memory._groups(tmp_path, "/nowhere", *names)) == []
-    assert memory.available() > 0
+    assert list(memory_file._groups(tmp_path, "/job/task", *names)) == [150]
+    assert list(memory_file._groups(tmp_path, "/nowhere", *names)) == []
+    assert memory_file.available() > 0
 
 
 # What can't travel

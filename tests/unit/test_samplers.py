@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, Subset
 
 import rayloader
-from rayloader.errors import StateError
 from rayloader.resume import samplers as module
 from rayloader.resume.samplers import Samplers, named_generators
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rayloader.replica.image import Image
-from rayloader.replica.opening import open_image
+from rayloader.replica.image import Image, open_image
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.raw import writable_copies

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from lines import check_finished, exchange, messages, wait_for
 from rayloader.transport import tcp_line
+from rayloader.transport.lanes import Recycled
 from rayloader.transport.line import JOINED_BYTES, Line, LineError, Parcel, packed, unpacked
-from rayloader.transport.recycled import Recycled
 from rayloader.transport.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")

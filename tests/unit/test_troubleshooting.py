@@ -358,7 +358,7 @@ TESTS = {
     },
     "unit/test_bulk.py": {"test_what_is_resized_meanwhile_is_an_error": ["a tensor or array was resized"]},
     "unit/test_codec.py": {
-        "test_what_is_too_deep_is_an_error_whatever_the_recursion_limit_is": ["objects are nested deeper"],
+        "test_excessive_depth_is_a_pickling_error": ["objects are nested deeper"],
         "test_explains_what_cannot_be_pickled": ["torch.compile has made it"],
         "test_known_classes_need_not_be_picklable_here": ["a class of this batch"],
     },

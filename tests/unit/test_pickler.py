@@ -7,7 +7,7 @@ import traceback
 import types
 import warnings
 
-from rayloader.transport import by_value
+from rayloader.transport.pickler import dumps_by_value
 
 FILE = "users_program.py"
 SOURCE = """
@@ -29,7 +29,7 @@ def program():
 
 
 def there_and_back(obj):
-    return pickle.loads(by_value.dumps(obj))
+    return pickle.loads(dumps_by_value(obj))
 
 
 def files_of(call, *arguments):

@@ -1,6 +1,7 @@
 """What is finalized when a worker's objects go: no Ray."""
 
 import gc
+import multiprocessing.shared_memory
 import multiprocessing.util
 import subprocess
 import weakref
@@ -8,9 +9,8 @@ import zipfile
 
 import pytest
 
-from rayloader._compat import finalizers_of_processes
-from rayloader.host.finalizers import finalize_at_exit, open_files, without_finalizers
-from rayloader.host.hosting import Hosting
+from rayloader._compat import finalizers_of_processes, run_exit_finalizers
+from rayloader.host.hosting import Hosting, open_files, without_finalizers
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_of_multiprocessings_finalizers_those_with_a_priority_run_in_its_order(n
     obj = Plain()
     for priority in (None, -5, 3):
         multiprocessing.util.Finalize(obj, notes.append, (priority,), exitpriority=priority)
-    finalize_at_exit()
+    run_exit_finalizers(float("-inf"))
     assert notes == [3, -5]
     with without_finalizers() as left_out:
         del obj

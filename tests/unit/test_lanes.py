@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.transport import codec, lanes, recycled
+from rayloader.transport import codec, lanes
 from rayloader.transport.arena import ArenaError
-from rayloader.transport.lanes import SMALL_BYTES, Wire, from_wire, owned, read_only_bytes, to_wire
-from rayloader.transport.recycled import Recycled
+from rayloader.transport.lanes import SMALL_BYTES, Recycled, Wire, from_wire, owned, read_only_bytes, to_wire
 
 LARGE = SMALL_BYTES + 1
 
@@ -122,7 +121,7 @@ def test_without_arenas_copies_are_made_all_the_same(copies, monkeypatch):
     def refuse(*_):
         raise ArenaError("no memory files here")
 
-    monkeypatch.setattr(recycled, "Arena", refuse)
+    monkeypatch.setattr(lanes, "Arena", refuse)
     assert bytes(copies.copy(source(9))) == bytes(source(9))
     assert not mappings()
 
