@@ -134,7 +134,7 @@ def encode(
             array is, and whatever its strides are. Arrays whose items overlap in memory
             keep doing so.
         special: for replicas: objects that are pickled in another way.
-        fresh: for batches: see `encode_plain`.
+        fresh: for batches: see `_encode_plain`.
 
     Raises:
         Exception: any error of pickling `obj`, unchanged; `unpicklable.explain` finds the culprit. A tensor
@@ -142,7 +142,7 @@ def encode(
     """
     if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
         return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, (), ())
-    if mapped is None and (simple := encode_plain(obj, fresh)) is not None:
+    if mapped is None and (simple := _encode_plain(obj, fresh)) is not None:
         return Encoded(*simple, ())
     file, pickler = _pickled(obj, known_classes, carry, mapped, special)
     if pickler.has_shared_members():
@@ -302,7 +302,7 @@ class _Header(NamedTuple):
 # ---- plain batches
 
 
-def encode_plain(obj: Any, fresh: Mapping[int, Fresh]) -> tuple[bytes, list[memoryview]] | None:
+def _encode_plain(obj: Any, fresh: Mapping[int, Fresh]) -> tuple[bytes, list[memoryview]] | None:
     """Skeleton and buffers; None if `obj` is not a plain batch. `fresh` tensors, by their `id`, are not inspected."""
     kind = type(obj)
     names: tuple[str, ...] = ()
