@@ -69,7 +69,8 @@ def test_a_dataset_that_cannot_tell_its_state_is_told_of():
     assert "ValueError: no state" in recorder(dataset).snapshot(None).error
 
 
-def test_the_next_one_is_due_when_it_costs_its_share_of_the_work():
+def test_the_next_one_is_due_when_it_costs_its_share_of_the_work(monkeypatch):
+    monkeypatch.setattr(snapshot, "_dear", {})
     told = recorder(Counts())
     assert told.is_due
     told.snapshot(None)
