@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from rayloader.errors import RaySessionError
-from rayloader.needs import private_names_of
+from rayloader.errors import RaySessionError, private_names_of
 
 # Ray's loggers that report at its start what is of no interest to a program that has not asked for Ray.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"

@@ -22,11 +22,9 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
 from rayloader.errors import StateError
-from rayloader.observe.cpu_use import cpus
-from rayloader.observe.recorder import Recorder
-from rayloader.observe.stats import LoaderStats
+from rayloader.observe.recorder import Recorder, cpus
+from rayloader.observe.stats import LoaderStats, verdict
 from rayloader.observe.trace import Tracing
-from rayloader.observe.verdict import verdict
 from rayloader.options import (
     OnError,
     OnTimeout,
@@ -581,10 +579,8 @@ def shutdown() -> None:
     iterator, pool = sys.modules.get("rayloader.epoch.iterator"), sys.modules.get("rayloader.workers.pool")
     if iterator is not None:
         iterator.close_all()
-    if (inbox := sys.modules.get("rayloader.sharing.inbox")) is not None:
-        inbox.close_all()
     if (link := sys.modules.get("rayloader.sharing.link")) is not None:
-        link.end_all()
+        link.close_all()
     if pool is not None:
         pool.shutdown()
     if (kept := sys.modules.get("rayloader.epoch.kept")) is not None:

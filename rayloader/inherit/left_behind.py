@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rayloader.inherit.patches import Patches, is_programs
-from rayloader.own_modules import is_own_namespace
+from rayloader.namespaces import is_own_namespace
 
 
 class LeftBehind:

@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 
-from rayloader.own_modules import own_modules
+from rayloader.namespaces import own_modules
 
 File = tuple[str, "list[str] | None"]  # its path, and where the modules of a package are
 

@@ -23,8 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rayloader.namespaces import attributes_of, is_a, namespace_of
-from rayloader.own_modules import is_own_name, is_own_namespace
+from rayloader.namespaces import attributes_of, is_a, is_own_name, is_own_namespace, namespace_of
 
 _MISSING = object()
 _CONSTANTS = {bool, int, float, str, bytes, type(None)}

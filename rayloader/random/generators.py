@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rayloader.errors import ReplayError
-from rayloader.own_modules import own_modules
+from rayloader.namespaces import own_modules
 from rayloader.random.generator_kinds import KINDS, distinct, engine, global_generators, state_of
 from rayloader.random.placing import Located, import_modules, located, place
 from rayloader.random.search import Found, in_words, search

@@ -45,7 +45,7 @@ from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connec
 from rayloader.bell import Bell, DaemonThread
 from rayloader.errors import RaySessionError
 from rayloader.start import torchrun
-from rayloader.start.forkserver.owner import ForkServer, start_ray, with_variables
+from rayloader.start.fork_server import ForkServer, start_ray, with_variables
 from rayloader.start.signals import SignalHandlers
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.

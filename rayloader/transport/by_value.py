@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 
 import cloudpickle
 
-from rayloader._compat_cloudpickle import classes_by_id, fill_class, id_of_class, ids_by_class, make_class, make_enum
+from rayloader._compat import classes_by_id, fill_class, id_of_class, ids_by_class, make_class, make_enum
 
 cloudpickle.register_pickle_by_value(types.ModuleType("__mp_main__"))
 

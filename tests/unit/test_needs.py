@@ -21,7 +21,7 @@ import torch.utils.data
 
 from documents import ROOT
 from rayloader import _compat_datasets, _compat_ray
-from rayloader.needs import TESTED
+from rayloader.errors import TESTED
 
 LACKS = r"^rayloader does not work with {} [\d.]+\S*, which lacks a private name that it uses \(.*{}.*\); install a"
 # What the files call parts of torch.
@@ -66,8 +66,7 @@ def executed(file: str) -> None:
 
 
 def names() -> list[Any]:
-    files = "_compat.py", "_compat_cloudpickle.py"
-    return [pytest.param(file, name, id=name) for file in files for name in taken(file)]
+    return [pytest.param("_compat.py", name, id=name) for name in taken("_compat.py")]
 
 
 def test_the_names_are_found() -> None:
@@ -76,7 +75,7 @@ def test_the_names_are_found() -> None:
     assert "torch._C._autograd._profiler_enabled" in taken("_compat.py")
     assert "threading._register_atexit" in taken("_compat.py")
     assert "torch.UntypedStorage._share_fd_cpu_" in taken("_compat.py")
-    assert "cloudpickle.cloudpickle._class_setstate" in taken("_compat_cloudpickle.py")
+    assert "cloudpickle.cloudpickle._class_setstate" in taken("_compat.py")
 
 
 @pytest.mark.parametrize(("file", "name"), names())

@@ -41,7 +41,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from rayloader._compat_ray import own_start
-from rayloader.start.forkserver.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
+from rayloader.start.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
 
@@ -53,7 +53,7 @@ BACKLOG = 512
 REPORT_PATIENCE_S = 1.0
 AT_ONCE = 512
 
-# As in server.py, which imports nothing of the package so early.
+# As in forking.py, which imports nothing of the package so early.
 REPORT = struct.Struct("2i")
 MADE = -1
 
@@ -128,7 +128,7 @@ class ForkServer:
             alone = {} if is_hash_seed_chosen() else HASH_SEED
             with _starting:
                 self._process = subprocess.Popen(
-                    [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid()), *alone],
+                    [sys.executable, str(HERE / "forking.py"), str(listener.fileno()), str(os.getpid()), *alone],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,  # its reports
                     stderr=self._errors,
