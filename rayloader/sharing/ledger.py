@@ -128,9 +128,9 @@ class Ledger:
         place = self._consumers[rank].place
         return Place(place.epoch + 1, 0) if self._lengths.get(place.epoch) == place.number else place
 
-    def gone(self) -> dict[int, str]:
-        """The consumers that no longer read, and why."""
-        return {rank: consumer.gone for rank, consumer in enumerate(self._consumers) if consumer.gone}
+    def gone(self, rank: int) -> str:
+        """Why a consumer no longer reads; "" if it does."""
+        return self._consumers[rank].gone
 
     def reach(self, rank: int, place: Place) -> None:
         """A consumer has taken all batches before this place."""

@@ -35,10 +35,10 @@ from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
 from rayloader.sharing.messages import (
     NAMESPACE,
+    REFUSALS,
     Connection,
     Kind,
     Pipeline,
-    Reply,
     Terms,
     Wants,
     content_of,
@@ -225,7 +225,6 @@ class Link:
     def __init__(self, producer: Any, name: str, rank: int) -> None:
         self._session, self._pid = _ensured(), os.getpid()
         self._producer, self.name, self._rank = producer, name, rank
-        self._known_gone: dict[int, str] = {}
         self.check_session()
         self.connection: Connection = self.result(self._producer.connect.remote(rank))
 
@@ -246,17 +245,10 @@ class Link:
             ValueError: it refuses an argument.
         """
         self.check_session()
-        reply: Reply = _answer(ref, self.name, self.note_wait)
-        if reply.refusal is not None:
-            raise reply.refusal
-        self.note_gone(reply.gone)
-        return reply.payload
-
-    def note_gone(self, gone: dict[int, str]) -> None:
-        """Logs which consumers no longer read, once for each."""
-        for rank in gone.keys() - self._known_gone.keys():
-            logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self.name, gone[rank])
-        self._known_gone = gone
+        answer = _answer(ref, self.name, self.note_wait)
+        if isinstance(answer, REFUSALS):
+            raise answer
+        return answer
 
     def note_wait(self) -> None:
         """Logs that this consumer has waited for NOTICE_S, if it waits for other consumers."""
@@ -315,7 +307,6 @@ class Inbox:
         self._thread: AheadThread | None = None
         self._is_large = False  # whether large buffers come, so that the thread is to read them
         self._series = 0
-        self._gone: dict[int, str] | None = None  # news
         self._largest = 0.0  # bytes of a recent batch; 0: none has come yet
         _live.add(self)
 
@@ -342,9 +333,6 @@ class Inbox:
             ValueError: it refuses the sampler's epoch.
         """
         kind, payload = content_of(self._received(number))
-        if self._gone is not None:
-            self._link.note_gone(self._gone)
-            self._gone = None
         if kind is Kind.REFUSED:
             raise payload
         return kind, payload
@@ -485,9 +473,7 @@ class Inbox:
         for message in messages:
             self._fruitless = 0
             series, number = head_of(message)
-            if number < 0:
-                _, self._gone = content_of(message)
-            elif series == self._series:
+            if series == self._series:
                 self._largest = max(nbytes_of(message), DECAY * self._largest)
                 self.pending[number] = message
         return bool(messages)

@@ -7,6 +7,7 @@ import struct
 from enum import Enum
 from typing import Any, NamedTuple
 
+from rayloader.errors import RayloaderError
 from rayloader.inherit.process_state import ProcessState
 from rayloader.random.random_state import RandomState
 from rayloader.replica.opening import ImageAddress
@@ -16,6 +17,9 @@ from rayloader.transport.line import Message, Parcel, packed
 NAMESPACE = "rayloader-shares"
 # Before each message of a producer's line: the series that it belongs to, and the number of its batch.
 HEAD = struct.Struct("<qq")
+# What a consumer is refused with: the errors of a share, and those of arguments. Answers to its Ray calls are such an
+# error too, which it raises.
+REFUSALS = (RayloaderError, ValueError)
 
 
 class Terms(NamedTuple):
@@ -60,15 +64,6 @@ class Kind(Enum):
     ERROR = 1  # the loader's error in place of a batch: pickled
     END = 2  # of the epoch
     REFUSED = 3  # the share's own error
-    GONE = 4  # in place of no batch: `Reply.gone` has changed
-
-
-class Reply(NamedTuple):
-    """A reply to a consumer's Ray call."""
-
-    payload: Any = None
-    refusal: Exception | None = None  # to be raised by the consumer
-    gone: dict[int, str] = {}  # noqa: RUF012  # never written to; consumers that the others do not wait for, and why
 
 
 class Wants(NamedTuple):

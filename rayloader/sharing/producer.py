@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import pickle
 import time
@@ -30,7 +31,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import ray
 
-from rayloader.errors import ConsumerDroppedError, RayloaderError, ShareError, StateError, add_note
+from rayloader.errors import ConsumerDroppedError, ShareError, StateError, add_note
 from rayloader.inherit.process_state import Baseline
 from rayloader.protocol import CARRY
 from rayloader.replica import opening, unpicklable
@@ -38,10 +39,10 @@ from rayloader.replica.opening import open_image
 from rayloader.sampling.sharding import is_whole
 from rayloader.sharing.ledger import END, Ledger, Passed, Place, PlacesLeft, Step
 from rayloader.sharing.messages import (
+    REFUSALS,
     Connection,
     Kind,
     Pipeline,
-    Reply,
     Terms,
     Wants,
     for_line,
@@ -56,20 +57,18 @@ from rayloader.transport.raw import new_memory
 from rayloader.transport.recycled import Recycled
 
 _T = TypeVar("_T")
-# What a consumer is refused with: the errors of a share, and those of arguments.
-_REFUSALS = (RayloaderError, ValueError)
+logger = logging.getLogger("rayloader")
 
 
-def _answering(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Reply]]:
-    """Makes a consumer's Ray call of a method: what it returns, or refuses with, becomes a reply."""
+def _answering(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Makes a consumer's Ray call of a method: the error that it refuses with is its answer."""
 
     @functools.wraps(method)
-    async def answer(self: Producer, *arguments: Any) -> Reply:
+    async def answer(self: Producer, *arguments: Any) -> Any:
         try:
-            found = await method(self, *arguments)
-        except _REFUSALS as error:
-            return Reply(refusal=error)
-        return Reply(found, gone=self._ledger.gone())
+            return await method(self, *arguments)
+        except REFUSALS as error:
+            return error
 
     return answer
 
@@ -89,7 +88,6 @@ class _Outbox:
         self.series = -1
         self.place: Place | None = None  # of the batch that is sent next; None: there is none
         self.until = 0  # number after the last batch to send for now
-        self._gone: dict[int, str] = {}  # as the consumer knows it
         self._loop = asyncio.get_running_loop()
         self._descriptor = line.descriptor
         self._loop.add_reader(self._descriptor, hear, self)
@@ -97,24 +95,15 @@ class _Outbox:
     def send(self, body: Message) -> None:
         """Sends the next batch, or what is in its place."""
         assert self.place is not None
-        self._send(self.place.number, body)
+        self.line.send(for_line(self.series, self.place.number, body))
+        if self.line.unsent:
+            self._loop.add_writer(self._descriptor, self._send_rest)
         self.place = self.place._replace(number=self.place.number + 1)
 
     def end(self, kind: Kind, payload: object = None) -> None:
         """Sends this in place of the next batch, and none after it."""
         self.send(packed_content(kind, payload))
         self.place = None
-
-    def tell_gone(self, gone: dict[int, str]) -> None:
-        """Tells the consumer which others no longer read, if that is news."""
-        if gone != self._gone:
-            self._gone = gone
-            self._send(-1, packed_content(Kind.GONE, gone))
-
-    def _send(self, number: int, body: Message) -> None:
-        self.line.send(for_line(self.series, number, body))
-        if self.line.unsent:
-            self._loop.add_writer(self._descriptor, self._send_rest)
 
     def _send_rest(self) -> None:
         self.line.flush()
@@ -248,7 +237,7 @@ class Producer:
                 f"consumer {rank} of the share {name!r} is another object or process by now, which has connected with "
                 "the same rank; give each consumer a rank of its own"
             )
-        if why := self._ledger.gone().get(rank):
+        if why := self._ledger.gone(rank):
             place = self._ledger.place_of(rank)
             raise ConsumerDroppedError(
                 f"consumer {rank} of the share {name!r} reads no more: {why}; it had taken {place.number} batches of "
@@ -273,7 +262,7 @@ class Producer:
         try:
             self._check(outbox.rank, outbox.connection)
             self._check_sampler_epoch(wants)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             if outbox.place is not None:
                 outbox.end(Kind.REFUSED, error)
             return
@@ -292,10 +281,9 @@ class Producer:
     def _send(self, outbox: _Outbox) -> None:
         """Sends what a consumer has room for, as far as it is produced."""
         while outbox.place is not None and outbox.place.number < outbox.until:
-            outbox.tell_gone(self._ledger.gone())
             try:
                 self._check(outbox.rank, outbox.connection)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 outbox.end(Kind.REFUSED, error)
                 break
             found = self._ledger.find(outbox.place)
@@ -380,7 +368,8 @@ class Producer:
             await asyncio.wait_for(self._until_freed(self._ledger.lowest), timeout)
         except asyncio.TimeoutError:
             for rank in self._ledger.held_up_by():
-                self._ledger.leave(rank, f"the others had waited for it for {timeout:g} s")
+                self._ledger.leave(rank, why := f"the others had waited for it for {timeout:g} s")
+                logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._terms.name, why)
 
     async def _until_freed(self, lowest: Place) -> None:
         while self._ledger.lowest == lowest and self._ledger.held_up_by():

@@ -179,12 +179,11 @@ def test_nobody_is_farther_ahead_of_the_slowest_than_the_buffer_holds(tmp_path):
     assert all(index < given + 4 for index, given in found)
 
 
-def test_who_is_dropped_is_told_so_and_the_others_go_on(caplog):
+def test_who_is_dropped_is_told_so_and_the_others_go_on():
     with two(make(), name="drop", buffer=2, consumer_timeout=0.1) as (first, second):
         next(iter(second))
         assert len(list(first)) == 6
-        assert "consumer 1 of the share 'drop' reads no more: the others had waited for it for 0.1 s" in caplog.text
-        with pytest.raises(ConsumerDroppedError, match=r"had taken 1 batches of epoch 0\..*longer consumer_timeout"):
+        with pytest.raises(ConsumerDroppedError, match=r"the others had waited for it for 0\.1 s.*had taken 1 batches of epoch 0\..*longer consumer_timeout"):
             list(second)
         with pytest.raises(ConsumerDroppedError):
             shared("drop", 1)

@@ -75,7 +75,6 @@ class Link:
     def __init__(self, producer):
         self.producer = producer
         self.waits = 0
-        self.gone = []
 
     def call(self, method, *arguments):
         assert method == "attach"
@@ -90,9 +89,6 @@ class Link:
 
     def note_wait(self):
         self.waits += 1
-
-    def note_gone(self, gone):
-        self.gone.append(gone)
 
 
 class Answered:

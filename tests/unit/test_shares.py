@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 import rayloader.sharing.link
 from rayloader import DataLoader, RaySessionError, SharedLoader, ShareError, share, shared
 from rayloader.sharing.link import Link
-from rayloader.sharing.messages import Connection, Kind, Reply
+from rayloader.sharing.messages import Connection, Kind
 from rayloader.transport import codec
 from rayloader.transport.lanes import to_wire
 from rayloader.workers.waiting import NONE_YET
@@ -129,8 +129,8 @@ def link(monkeypatch):
         monkeypatch.setattr(rayloader.sharing.link.session, name, lambda: ("session", "job"))
     connection = Connection("share", 1, 2, 0, 0, 5, False, "", None)
     producer = FakeProducer(
-        connect=[Reply(connection)],
-        state=[NONE_YET, NONE_YET, Reply("state")],
+        connect=[connection],
+        state=[NONE_YET, NONE_YET, "state"],
         held_up_by=[[1, 3], []],
     )
     return Link(producer, "numbers", 0)

@@ -326,6 +326,7 @@ TESTS = {
         "test_set_epoch_reaches_the_sampler_and_must_be_one_number": ["set_epoch("],
         "test_a_forked_child_cannot_read_on": ["a consumer of the share"],
         "test_where_there_can_be_no_line_an_error_says_so": ["the producer of the share ... cannot connect"],
+        "test_references_to_rays_objects_are_an_error_in_place_of_their_batch": ["a batch of a shared loader must not"],
         "test_all_go_on_from_a_state_of_one": [
             "the state is of batch",
             "the state is of another share",
@@ -444,6 +445,7 @@ TESTS = {
         "test_a_producer_that_takes_long_to_start_is_told": ["rayloader: the producer of the share ... has not"],
         "test_who_waits_long_is_told_for_whom": ["rayloader: consumer ... has waited"],
         "test_after_the_shutdown_of_ray_it_is_not_called": ["Ray was shut down while the share"],
+        "test_where_rays_connections_are_encrypted_nothing_is_shared": ["the batches of a share travel over"],
     },
     "unit/test_sqlite_handle.py": {
         "test_what_might_give_other_values_is_refused": [
