@@ -41,6 +41,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from rayloader._compat_ray import own_start
+from rayloader.errors import RaySessionError
 from rayloader.start.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
@@ -66,8 +67,18 @@ os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release,
 
 
 def start_ray(ray: ModuleType, server: ForkServer, options: dict[str, Any]) -> None:
-    """Starts a Ray whose worker processes are forks of the server's; `options` are the arguments of `ray.init`."""
+    """Starts a Ray whose worker processes are forks of the server's; `options` are the arguments of `ray.init`.
+
+    Raises:
+        RaySessionError: the folder of its object store cannot be written to. Ray would wait for its start for minutes.
+    """
     try:
+        folder = options.get("_plasma_directory") or "/dev/shm"
+        if sys.platform == "linux" and not os.access(folder, os.W_OK | os.X_OK):
+            raise RaySessionError(
+                f"Ray keeps its objects in {folder}, where this program may not write; mount it so that it may, or "
+                'name another folder, at some cost of speed: rayloader.init(_plasma_directory="/tmp")'
+            )
         with (
             with_variables(server.environment),
             own_start(

@@ -183,7 +183,10 @@ def test_who_is_dropped_is_told_so_and_the_others_go_on():
     with two(make(), name="drop", buffer=2, consumer_timeout=0.1) as (first, second):
         next(iter(second))
         assert len(list(first)) == 6
-        with pytest.raises(ConsumerDroppedError, match=r"the others had waited for it for 0\.1 s.*had taken 1 batches of epoch 0\..*longer consumer_timeout"):
+        with pytest.raises(
+            ConsumerDroppedError,
+            match=r"the others had waited for it for 0\.1 s.*had taken 1 batches of epoch 0\..*longer consumer_timeout",
+        ):
             list(second)
         with pytest.raises(ConsumerDroppedError):
             shared("drop", 1)
