@@ -182,14 +182,3 @@ class Ledger:
             self._nbytes -= self._kept.pop(oldest)[1]
         for epoch in [epoch for epoch in self._lengths if epoch < min(lowest.epoch, self._front.epoch)]:
             del self._lengths[epoch]
-
-    def validate(self) -> None:
-        """Raises AssertionError unless the invariants hold."""
-        assert len(self._kept) <= self._buffer
-        assert self._nbytes == sum(nbytes for _, nbytes in self._kept.values())
-        assert list(self._kept) == sorted(self._kept)
-        assert all(self.lowest <= place < self._front for place in self._kept)
-        for consumer in self._reading():
-            for number in range(consumer.place.number, self._lengths.get(consumer.place.epoch, self._front.number)):
-                if consumer.place.epoch <= self._front.epoch:
-                    assert Place(consumer.place.epoch, number) in self._kept
