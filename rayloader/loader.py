@@ -6,6 +6,7 @@ imports Ray.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     _TorchLoaderOf = TorchDataLoader
 else:  # versions of torch differ in the number of its class's type parameters, which mean nothing at run time
     _TorchLoaderOf = {_T_co: TorchDataLoader}
-
-_warned_about_multiprocessing_context = False
 
 
 class WorkerCount(int):
@@ -587,11 +586,9 @@ def shutdown() -> None:
         kept.forget()
 
 
+@functools.cache
 def _warn_about_multiprocessing_context() -> None:
-    global _warned_about_multiprocessing_context
-    if not _warned_about_multiprocessing_context:
-        _warned_about_multiprocessing_context = True
-        warnings.warn(
-            "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.",
-            stacklevel=level_outside("rayloader"),
-        )
+    warnings.warn(
+        "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.",
+        stacklevel=level_outside("rayloader"),
+    )

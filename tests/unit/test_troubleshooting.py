@@ -132,7 +132,7 @@ class Stream(IterableDataset[int]):
 
 
 def warned() -> None:
-    rayloader.loader._warned_about_multiprocessing_context = False
+    rayloader.loader._warn_about_multiprocessing_context.cache_clear()
     DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")
 
 
