@@ -90,6 +90,9 @@ class NoForkServer:
 
     close = forget = check
 
+    def exit_status(self, pid: int) -> None:
+        """How a process has ended only Ray knows."""
+
 
 def until_first(loader: Any) -> float:
     """Seconds until the first batch of an epoch, all of which is read."""
