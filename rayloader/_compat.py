@@ -1,4 +1,4 @@
-"""Every private name of torch and of the standard library that rayloader uses: where to look when one differs."""
+"""Every private name of torch, cloudpickle and Python that rayloader uses: where to look when one differs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rayloader.needs import private_names_of
+from rayloader.errors import private_names_of
 
 with private_names_of("torch"):
     from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
@@ -51,6 +51,14 @@ with private_names_of("torch"):
     shared_by_descriptor, shared_by_name = _storages._new_shared_fd_cpu, _storages._new_shared_filename_cpu  # storages
     share_by_descriptor, share_by_name = _storages._share_fd_cpu_, _storages._share_filename_cpu_  # of a storage
 
+with private_names_of("cloudpickle"):
+    from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as ids_by_class
+    from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as classes_by_id
+    from cloudpickle.cloudpickle import _class_setstate as fill_class
+    from cloudpickle.cloudpickle import _get_or_create_tracker_id as id_of_class
+    from cloudpickle.cloudpickle import _make_skeleton_class as make_class
+    from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
+
 # What is imported for other files; those find what is defined here anyway.
 __all__ = [
     "BaseIterator",
@@ -60,10 +68,16 @@ __all__ = [
     "InfiniteConstantSampler",
     "MultiProcessIterator",
     "SingleProcessIterator",
+    "classes_by_id",
     "collate_float_fn",
     "collate_int_fn",
     "collate_tensor_fn",
     "default_collate_fn_map",
+    "fill_class",
+    "id_of_class",
+    "ids_by_class",
+    "make_class",
+    "make_enum",
     "numpy_seed",
     "pin_memory",
     "print_options",

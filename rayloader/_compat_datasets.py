@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from rayloader.errors import private_names_of
 from rayloader.namespaces import attributes_in
-from rayloader.needs import private_names_of
 from rayloader.random.search import ATOMS
 
 # How many objects of a dataset are looked at, and how many may be in one container: larger ones hold samples.

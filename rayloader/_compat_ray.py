@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import inspect
 import operator
-import os
 import random
 import re
 import socket
@@ -16,8 +15,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from rayloader.errors import RaySessionError
-from rayloader.needs import private_names_of
+from rayloader.errors import private_names_of
 
 # Ray's loggers that report at its start what is of no interest to a program that has not asked for Ray.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
@@ -171,9 +169,6 @@ def own_start(
     Yields:
         A list for the sockets that reserve ports for the agents of that Ray, which may bind them much later. The
         code that ends that Ray closes them.
-
-    Raises:
-        RaySessionError: the folder of its object store cannot be written to. Ray would wait for its start.
     """
     parameters, services = ray._private.parameter.RayParams, ray._private.services
     before, start_dashboard, start_raylet = parameters.__init__, services.start_api_server, services.start_raylet
@@ -194,41 +189,11 @@ def own_start(
     if hasattr(ray._raylet, "persist_port"):  # versions without it do not wait for these files
         services.start_raylet = functools.partial(_start_raylet_with_ports, ray, start_raylet, reserved)
     try:
-        with _in_writable_folder(services):
-            yield reserved
+        yield reserved
     finally:
         parameters.__init__ = before
         services.start_api_server, services.start_raylet = start_dashboard, start_raylet
         services.start_ray_process = start_process
-
-
-@contextlib.contextmanager
-def _in_writable_folder(services: Any) -> Iterator[None]:
-    """A Ray that starts in this block refuses a folder for its object store that it can't write to, if that can be had.
-
-    Raises:
-        RaySessionError: it is such a folder.
-    """
-    choose = getattr(services, "determine_plasma_store_config", None)
-    if choose is None:
-        yield
-        return
-
-    @functools.wraps(choose)
-    def choose_writable(*args: Any, **options: Any) -> Any:
-        chosen = choose(*args, **options)
-        if not os.access(chosen[0], os.W_OK | os.X_OK):
-            raise RaySessionError(
-                f"Ray keeps its objects in {chosen[0]}, where this program may not write; mount it so that it may, or "
-                'name another folder, at some cost of speed: rayloader.init(_plasma_directory="/tmp")'
-            )
-        return chosen
-
-    services.determine_plasma_store_config = choose_writable
-    try:
-        yield
-    finally:
-        services.determine_plasma_store_config = choose
 
 
 def _start_raylet_with_ports(

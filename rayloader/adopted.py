@@ -37,8 +37,6 @@ _DEFAULTS = {
 }
 _MISSING = {"batch_size": None, "batch_sampler": None}  # what loaders may lack of which torch's iterators are made
 
-_warned_of: set[tuple[type, str]] = set()
-
 
 class Adopted:
     """A loader as our iterators see it: its own attributes, besides those that only our class has.
@@ -128,16 +126,14 @@ def adopted_anew(own: dict[str, Any]) -> Adopted:
     return Adopted(own)
 
 
-def warn_of_torchs(loader: Any, reason: str) -> None:
-    """Says, once for each class, that loaders of it get torch's iterators although a patch is in force."""
-    kind = type(loader)
-    if (kind, reason) not in _warned_of:
-        _warned_of.add((kind, reason))
-        warnings.warn(
-            f"rayloader.patch() does not reach this {kind.__module__}.{kind.__qualname__}: {reason}. Its batches come "
-            "from torch's own workers",
-            stacklevel=level_outside("rayloader", "torch", "torchdata"),
-        )
+@functools.cache
+def warn_of_torchs(kind: type, reason: str) -> None:
+    """Says once that loaders of this class get torch's iterators although a patch is in force."""
+    warnings.warn(
+        f"rayloader.patch() does not reach this {kind.__module__}.{kind.__qualname__}: {reason}. Its batches come "
+        "from torch's own workers",
+        stacklevel=level_outside("rayloader", "torch", "torchdata"),
+    )
 
 
 def _no_patch() -> dict[str, Any] | None:
@@ -185,7 +181,7 @@ def _construct(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
     elif _defaults() is not None and not isinstance(loader, DataLoader) and loader.num_workers > 0:
         reason = "it was created before, or without torch's constructor; call patch() at the start of the program"
     if reason is not None:
-        warn_of_torchs(loader, reason)
+        warn_of_torchs(loader.__class__, reason)
     if adopted is None or reason is not None:
         init(loader)
     else:
@@ -201,7 +197,7 @@ def _construct_others(init: Callable[[Any], None], iterator: Any, loader: Any) -
             f"its iterators are of a class of their own, {kind.__module__}.{kind.__qualname__}; create a "
             "rayloader.DataLoader of the same dataset, samplers and collate_fn"
         )
-        warn_of_torchs(loader, reason)
+        warn_of_torchs(loader.__class__, reason)
     init(loader)
 
 

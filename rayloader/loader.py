@@ -6,6 +6,7 @@ imports Ray.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -22,11 +23,9 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
 from rayloader.errors import StateError, level_outside, shorten
-from rayloader.observe.cpu_use import cpus
-from rayloader.observe.recorder import Recorder
-from rayloader.observe.stats import LoaderStats
+from rayloader.observe.recorder import Recorder, cpus
+from rayloader.observe.stats import LoaderStats, verdict
 from rayloader.observe.trace import Tracing
-from rayloader.observe.verdict import verdict
 from rayloader.options import (
     PREFETCH_BYTES,
     AutomaticPrefetch,
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     _TorchLoaderOf = TorchDataLoader
 else:  # versions of torch differ in the number of its class's type parameters, which mean nothing at run time
     _TorchLoaderOf = {_T_co: TorchDataLoader}
-
-_warned_about_multiprocessing_context = False
 
 
 class WorkerCount(int):
@@ -581,19 +578,15 @@ def shutdown() -> None:
     iterator, pool = sys.modules.get("rayloader.epoch.iterator"), sys.modules.get("rayloader.workers.pool")
     if iterator is not None:
         iterator.close_all()
-    if (inbox := sys.modules.get("rayloader.sharing.inbox")) is not None:
-        inbox.close_all()
     if (link := sys.modules.get("rayloader.sharing.link")) is not None:
-        link.end_all()
+        link.close_all()
     if pool is not None:
         pool.shutdown()
 
 
+@functools.cache
 def _warn_about_multiprocessing_context() -> None:
-    global _warned_about_multiprocessing_context
-    if not _warned_about_multiprocessing_context:
-        _warned_about_multiprocessing_context = True
-        warnings.warn(
-            "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.",
-            stacklevel=level_outside("rayloader"),
-        )
+    warnings.warn(
+        "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.",
+        stacklevel=level_outside("rayloader"),
+    )

@@ -1,12 +1,22 @@
-"""What modules, classes, objects and code name, and of which class an object is.
+"""What modules, classes, objects and code name, and which modules the program itself has written.
 
 Promise: no code of the user's runs.
+
+NOTE [Installed]. Not written by the program is what belongs to Python, to this library or to an installed package. What
+lies in `site-packages` is installed, and so is what has its metadata beside it in any other folder, as `pip install
+--target` leaves it: a `.dist-info`, or an `.egg-info`. The latter also appears in the sources of a project that was
+installed in editable mode; these stay the program's own, because whoever runs them edits them.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
+import sys
+import sysconfig
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -72,3 +82,87 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
     """Like `isinstance`, but without asking the user's objects what they claim to be."""
     return issubclass(type(obj), kinds)
+
+
+_INSTALLED = {"site-packages", "dist-packages"}
+# Wherever they are installed: these are large.
+_PACKAGES = filter(None, map(importlib.util.find_spec, ("rayloader", "torch", "numpy", "ray", "pyarrow")))
+_LIBRARIES = tuple(
+    os.path.join(path, "")
+    for path in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        *(os.path.dirname(os.path.abspath(package.origin or "")) for package in _PACKAGES),
+    )
+)
+_OF_SOURCES = "pyproject.toml", "setup.py", "setup.cfg"  # in the folder of a project, or the one above its packages
+_LISTS = "RECORD", "top_level.txt"  # of metadata: lines that begin with the name of a package or of a file
+
+_not_own: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by name
+
+
+def own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and globals of the program's modules. There are thousands of others, which are examined once."""
+    modules = list(sys.modules.items())
+    for name, module in [one for one in modules if (ref := _not_own.get(one[0])) is None or ref() is not one[1]]:
+        if name in ("__main__", "__mp_main__"):
+            continue
+        attributes = namespace_of(module)
+        file = attributes.get("__file__")
+        if _is_own(name, file):
+            yield name, attributes
+        elif isinstance(file, str):
+            _not_own[name] = weakref.ref(module)
+
+
+def is_own_module(module: types.ModuleType) -> bool:
+    """Whether the program has written it; a module without a file may be its own, unless Python contains it."""
+    return is_own_namespace(namespace_of(module))
+
+
+def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
+    """Whether these are the globals of a module that the program has written."""
+    if (file := namespace.get("__file__")) is not None:
+        return _is_own(namespace.get("__name__"), file)
+    return getattr(namespace.get("__spec__"), "origin", None) not in ("built-in", "frozen")
+
+
+def is_own_name(name: Any) -> bool:
+    """Whether the program has written the module of this name; in a worker `__main__` is another one's."""
+    if name == "__main__":
+        return True
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return is_a(module, types.ModuleType) and is_own_module(module)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _is_own(name: Any, file: Any) -> bool:
+    """Whether the program has written the module of this name, whose source is this file."""
+    if not isinstance(file, str) or not isinstance(name, str):
+        return False
+    path = os.path.abspath(file)
+    if _INSTALLED.intersection(path.split(os.sep)) or path.startswith(_LIBRARIES):
+        return False
+    first, *rest = name.split(".")
+    levels = len(rest) + os.path.basename(path).startswith("__init__.")
+    folder = os.path.dirname(path)
+    for _ in range(levels):
+        folder = os.path.dirname(folder)
+    return first not in _installed_in(folder)
+
+
+@functools.cache
+def _installed_in(folder: str) -> set[str]:
+    """The packages and modules in a folder that have their metadata there; see NOTE [Installed]."""
+    kinds = [".dist-info", ".egg-info"]
+    if any(os.path.exists(os.path.join(folder, up, file)) for up in ("", os.pardir) for file in _OF_SOURCES):
+        kinds.remove(".egg-info")
+    names = set()
+    for entry in os.listdir(folder) if os.path.isdir(folder) else []:
+        if entry.endswith(tuple(kinds)):
+            names.add(entry.split("-")[0])
+            for file in _LISTS:
+                if os.path.exists(path := os.path.join(folder, entry, file)):
+                    with open(path, encoding="utf-8", errors="replace") as lines:
+                        names |= {line.strip().split("/")[0].split(".")[0] for line in lines}
+    return names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -103,24 +102,23 @@ def tune(
 
 def _measured(
     kinds: Iterable[LoaderKind], workload: Workload, most: int, seconds: float, step: float | None = None
-) -> dict[str, list[Rate]]:
+) -> dict[LoaderKind, list[Rate]]:
     """Measures these loaders in turn, with more and more workers; with a step, until the trainer hardly waits."""
-    measured: dict[str, list[Rate]] = {kind: [] for kind in kinds}
+    measured: dict[LoaderKind, list[Rate]] = {kind: [] for kind in kinds}
     try:
-        with contextlib.ExitStack() as stack:
-            measurers = {kind: stack.enter_context(Measurer(kind, workload)) for kind in kinds}
+        for kind, found in measured.items():  # torch's first, whose workers are forks: Ray is not there yet
+            measurer = Measurer(kind, workload)
             for number in rates.numbers_of_workers(most):
-                for kind, measurer in measurers.items():
-                    with err.status(f"{kind}, num_workers={number}"):
-                        measured[kind].append(measurer.measure(number, seconds, step or 0.0))
-                if step is not None and measured["rayloader"][-1].wait_share <= rates.LITTLE_WAIT:
+                with err.status(f"{kind}, num_workers={number}"):
+                    found.append(measurer.measure(number, seconds, step or 0.0))
+                if step is not None and found[-1].wait_share <= rates.LITTLE_WAIT:
                     break
     except rates.RateError as error:
         _fail(error)
     return measured
 
 
-def _print(measured: dict[str, list[Rate]], choice: tuple[int, str], table: Table, as_json: bool) -> None:
+def _print(measured: dict[LoaderKind, list[Rate]], choice: tuple[int, str], table: Table, as_json: bool) -> None:
     number, reason = choice
     if as_json:
         found = {kind: [asdict(rate) for rate in own] for kind, own in measured.items()}
@@ -139,7 +137,7 @@ def _fail(error: Exception) -> None:
     raise typer.Exit(2) from error
 
 
-def _plot(measured: dict[str, list[Rate]], path: Path) -> None:
+def _plot(measured: dict[LoaderKind, list[Rate]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from torch.utils.data import Dataset
 
 from rayloader.loader import DataLoader
-from rayloader.observe.cpu_use import cpus
+from rayloader.observe.recorder import cpus
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.memory_file import available
 

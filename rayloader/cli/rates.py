@@ -1,23 +1,22 @@
 """Measures loaders over a user's dataset: batches per second, how long a trainer would wait, and how many workers do.
 
-    python -m rayloader.cli.rates torch|rayloader WORKLOAD
-
-measures in a process of its own; torch's loader runs in a process without Ray. It reads one request per line from its
-standard input, and answers each with one line. Both are JSON. What the dataset prints goes to standard error.
+What the dataset prints meanwhile goes to standard error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TextIO
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from rayloader.loader import DataLoader
 
 LoaderKind = Literal["torch", "rayloader"]
 
@@ -54,24 +53,12 @@ class Rate:
 
 
 class Measurer:
-    """A process that measures one kind of loader; a context manager."""
+    """Measures loaders of one kind over one dataset."""
 
     def __init__(self, kind: LoaderKind, workload: Workload) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rayloader.cli.rates", kind, json.dumps(asdict(workload))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> Measurer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.wait()
-        self._process.stdout.close()  # type: ignore[union-attr]
+        self._loader_class: Any = TorchDataLoader if kind == "torch" else DataLoader
+        self._workload = workload
+        self._dataset: Any = None
 
     def measure(self, num_workers: int, seconds: float, step: float = 0.0) -> Rate:
         """Loads for `seconds` with so many workers; `step`: how long the trainer works on each batch, in seconds.
@@ -79,16 +66,40 @@ class Measurer:
         Raises:
             RateError: the dataset gives no batch, or raised.
         """
-        request = {"num_workers": num_workers, "seconds": seconds, "step": step}
-        with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no answer
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()  # type: ignore[union-attr]
-        if not answer:
-            raise RateError("the process that measures has ended; what it printed says why")
-        content = json.loads(answer)
-        if "error" in content:
-            raise RateError(content["error"])
-        return Rate(**content)
+        try:
+            with _prints_to_standard_error():
+                return measured(self._loader(num_workers), num_workers, seconds, step)
+        except RateError:
+            raise
+        except Exception as error:  # anything that the user's code raises
+            raise RateError(f"{type(error).__name__}: {error}") from error
+
+    def _loader(self, num_workers: int) -> Any:
+        workload = self._workload
+        if self._dataset is None:
+            dataset = named(workload.dataset)
+            made = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+            self._dataset = dataset if made and not isinstance(dataset, type) else dataset()
+        options: dict[str, Any] = {"batch_size": workload.batch_size}
+        if workload.shuffle:
+            options["shuffle"] = True
+        if workload.collate_fn:
+            options["collate_fn"] = named(workload.collate_fn)
+        return self._loader_class(self._dataset, num_workers=num_workers, **options)
+
+
+@contextlib.contextmanager
+def _prints_to_standard_error() -> Iterator[None]:
+    """Reserves the standard output, of this process and of its children, for the answers."""
+    sys.stdout.flush()
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(answers, 1)
+        os.close(answers)
 
 
 def numbers_of_workers(most: int) -> Iterator[int]:
@@ -140,6 +151,8 @@ def named(name: str) -> Any:
     Raises:
         RateError: there is none.
     """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
     module, _, path = name.partition(":")
     if not module or not path:
         raise RateError(f"an object must be named as module:name, got {name!r}; for instance train:dataset")
@@ -183,51 +196,3 @@ def measured(loader: Any, num_workers: int, seconds: float, step: float) -> Rate
         raise RateError("the dataset gives too few batches to be measured")
     spent = now - start
     return Rate(num_workers, first, batches / spent, waited / spent)
-
-
-def _serve(kind: LoaderKind, workload: Workload, answers: TextIO) -> None:
-    dataset = named(workload.dataset)
-    if isinstance(dataset, type) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
-        dataset = dataset()
-    options: dict[str, Any] = {"batch_size": workload.batch_size}
-    if workload.shuffle:
-        options["shuffle"] = True
-    if workload.collate_fn:
-        options["collate_fn"] = named(workload.collate_fn)
-    for line in sys.stdin:
-        request = json.loads(line)
-        loader = _loader_class(kind)(dataset, num_workers=request["num_workers"], **options)
-        print(json.dumps(asdict(measured(loader, **request))), file=answers, flush=True)
-
-
-def _loader_class(kind: LoaderKind) -> Any:
-    if kind == "torch":
-        from torch.utils.data import DataLoader as TorchDataLoader
-
-        return TorchDataLoader
-    from rayloader import DataLoader
-
-    return DataLoader
-
-
-@contextlib.contextmanager
-def _answers() -> Iterator[TextIO]:
-    """Reserves the standard output for the answers."""
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        yield answers
-
-
-def _main() -> None:
-    sys.path.insert(0, os.getcwd())
-    kind, workload = sys.argv[1:]
-    with _answers() as answers:
-        try:
-            _serve("torch" if kind == "torch" else "rayloader", Workload(**json.loads(workload)), answers)
-        except Exception as error:  # anything that the user's code raises
-            text = str(error) if isinstance(error, RateError) else f"{type(error).__name__}: {error}"
-            print(json.dumps({"error": text}), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    _main()

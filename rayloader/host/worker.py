@@ -34,7 +34,7 @@ from rayloader.errors import ReplayError, ReplicaMemoryError, add_note
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
 from rayloader.host.output import WorkerOutput
 from rayloader.inherit.process_state import Baseline
-from rayloader.observe.spent import pack
+from rayloader.observe.histogram import pack
 from rayloader.protocol import CARRY, ENDS, Replica, Result, ResultKind, Setup, Source
 from rayloader.random.generators import Generators, noting
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch

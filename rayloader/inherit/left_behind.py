@@ -38,8 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rayloader._compat import tracker_of
-from rayloader.namespaces import is_a
-from rayloader.own_modules import is_own_name, is_own_namespace
+from rayloader.namespaces import is_a, is_own_name, is_own_namespace
 
 
 class LeftBehind:

@@ -51,8 +51,7 @@ from rayloader.inherit.plain_values import (
     same,
     set_content,
 )
-from rayloader.namespaces import attributes_of, functions_of, is_a, namespace_of
-from rayloader.own_modules import own_modules
+from rayloader.namespaces import attributes_of, functions_of, is_a, namespace_of, own_modules
 from rayloader.random.generators import Located, Placed, located
 from rayloader.random.search import search
 

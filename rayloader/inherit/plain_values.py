@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.namespaces import functions_of, is_a, slots_of
-from rayloader.own_modules import is_own_name
+from rayloader.namespaces import functions_of, is_a, is_own_name, slots_of
 from rayloader.random.generator_kinds import KINDS
 
 _ATOMS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}

@@ -1,4 +1,6 @@
-"""How often something took how long: logs that cost next to nothing to write, folded into histograms.
+"""How often something took how long: sent by workers, logged at next to no cost, folded into histograms.
+
+Promise: no Ray, no torch, no clock.
 
 NOTE [logs]
 For each batch a number is appended to a log, and nothing is computed. NumPy later folds many entries together into
@@ -9,6 +11,7 @@ assignment. So a reader takes the pair, folds a copy of the log for itself, and 
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -146,3 +149,29 @@ def _padded(part: _Numbers, number: int) -> _Numbers:
     padded = np.zeros((number, *part.shape[1:]), part.dtype)
     padded[: len(part)] = part
     return padded
+
+
+_PACKED = struct.Struct("=6d")  # NumPy reads many of them as rows of numbers
+pack = _PACKED.pack  # the fields of a `Spent`, in their order
+
+
+class Spent(NamedTuple):
+    """The unpacked form. In seconds."""
+
+    worker_id: float  # the worker that built the batch.
+    began: float  # when it began, perf_counter() of its machine.
+    idle: float  # how long its process had nothing to do before that.
+    fetch: float  # in the dataset.
+    collate: float  # in `collate_fn`.
+    # for encoding, and for sending the previous batch: the time to send this one is reported with the next.
+    transfer: float
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Spent:
+        """The inverse of `pack`."""
+        return cls(*_PACKED.unpack(packed))
+
+    @property
+    def build(self) -> float:
+        """The work on the batch."""
+        return self.fetch + self.collate + self.transfer

@@ -1,11 +1,13 @@
-"""A loader's measurements: `DataLoader.stats()`.
+"""A loader's measurements, `DataLoader.stats()`, and its verdict: is it the loader or the model?
 
-Promise: data, and its text form; no clock, no Ray, no torch. Times are in seconds, sizes in bytes. `verdict.py` derives
-the verdict from these numbers alone.
+Promise: data, its text form, and a pure function of it, `verdict`, which says what follows from the numbers, or that
+nothing does; no clock, no Ray, no torch. Times are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import textwrap
 from dataclasses import dataclass
 
@@ -213,3 +215,153 @@ def nbytes(value: float) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:,.3g} TB"
+
+
+# With fewer batches than this, and fewer than two of each worker, chance has too large a part in the numbers.
+ENOUGH_BATCHES = 20
+# A trainer that waits less than this share of its time does not wait enough to matter.
+WAIT_SHARE = 0.05
+# A trainer whose steps take less than this share of the time does next to nothing: it waits whatever the loader does.
+STEP_SHARE = 0.05
+# Workers that are busy for this share of their time are the bottleneck; otherwise something keeps them from working.
+BUSY = 0.75
+# If this share of the CPUs is in use, more workers would only compete with each other.
+CPUS_IN_USE = 0.9
+# A worker that takes this many times as long as the others is called slow.
+SLOW_WORKER = 2.0
+# Batches count as stragglers if they are at most this share of all.
+STRAGGLER_SHARE = 0.25
+# Work varies: recommend this many times the number of workers that would suffice on average.
+MARGIN = 1.2
+
+
+def verdict(stats: LoaderStats) -> str:
+    """The sentence."""
+    enough = max(ENOUGH_BATCHES, 2 * stats.num_workers)
+    period = next((period for period in (stats.epoch, stats.total) if period.wait.count >= enough), None)
+    if period is None:
+        return f"too little to say: only {_count(stats.total.batches, 'batch', 'batches')} so far"
+    said = _said(stats, period)
+    return said if period is stats.epoch else f"{said} (over all epochs)"
+
+
+def _said(stats: LoaderStats, period: Period) -> str:
+    if period.wait_share < WAIT_SHARE:
+        return _trainer_bound(stats, period)
+    waits = f"the trainer waits {period.wait_share:.0%} of the time"
+    if idle_trainer := period.step.total < STEP_SHARE * period.seconds:
+        waits += ", for it does next to nothing with a batch"
+    if not period.workers:
+        return _without_workers(stats, period, waits, idle_trainer)
+    if period.blocked < period.wait.total / 2:
+        return _own_work(period, waits)
+    if period.busy >= BUSY:
+        return _more_workers(stats, period, waits, idle_trainer)
+    return _held_up(stats, period, waits)
+
+
+def _trainer_bound(stats: LoaderStats, period: Period) -> str:
+    waits = f"the trainer waits only {period.wait_share:.1%} of the time"
+    if not period.workers:
+        return f"nothing to mend: {waits}"
+    needed = max(1, math.ceil(MARGIN * period.build.mean * period.batches_per_s))  # not `total`: some are built ahead
+    if needed < stats.processes:
+        return f"the trainer is the bottleneck: {needed} of {_count(stats.processes, 'worker')} would do ({waits})"
+    return f"nothing to mend: {waits}"
+
+
+def _without_workers(stats: LoaderStats, period: Period, waits: str, idle_trainer: bool) -> str:
+    said = f"input-bound: {waits}, in which it builds its batches itself"
+    if _cpus_are_in_use(stats):
+        return f"{said}; {_no_use(stats)}"
+    if idle_trainer:
+        return f"{said}; num_workers=1 or more would build them in other processes"
+    needed = math.ceil(MARGIN * period.wait.total / period.step.total)
+    return f"{said}; num_workers={needed} would build them meanwhile"
+
+
+def _own_work(period: Period, waits: str) -> str:
+    each = seconds((period.wait.total - period.blocked) / period.wait.count)
+    if period.drawing > (period.wait.total - period.blocked) / 2:
+        return (
+            f"the sampler is the bottleneck: {waits}, mostly while the sampler draws indices; a cheaper sampler or "
+            "larger batches would help, more workers would not"
+        )
+    return (
+        f"input-bound: {waits}, mostly for the loader's own work in its process ({each} a batch); fewer, larger "
+        "batches would help, more workers would not"
+    )
+
+
+def _more_workers(stats: LoaderStats, period: Period, waits: str, idle_trainer: bool) -> str:
+    said = f"input-bound: {waits}, and the workers are busy {period.busy:.0%} of theirs"
+    near = sum(worker.lane.startswith("line") for worker in period.workers) * 2 >= len(period.workers)
+    if near and _cpus_are_in_use(stats):
+        return f"{said}; {_no_use(stats)}"
+    if idle_trainer:
+        return f"{said}; each further worker would raise the rate"
+    own = (period.wait.total - period.blocked + period.step.total) / period.wait.count
+    needed = math.ceil(MARGIN * period.build.mean / own)
+    more = max(1, needed - stats.processes)
+    said = f"{said}; about {_count(more, 'more worker')} would end it"
+    if near and stats.processes + more > stats.cpus:
+        said += f", if they need less than a CPU each: this machine has {stats.cpus:g}"
+    return said
+
+
+def _cpus_are_in_use(stats: LoaderStats) -> bool:
+    return stats.cpu_use is not None and stats.cpu_use >= CPUS_IN_USE
+
+
+def _no_use(stats: LoaderStats) -> str:
+    return (
+        f"all CPUs of this machine ({stats.cpus:g}) are in use already, so that more workers on it would not help: "
+        "cheaper samples would, or workers on other machines"
+    )
+
+
+def _held_up(stats: LoaderStats, period: Period, waits: str) -> str:
+    """What keeps workers from working while the trainer waits."""
+    idle = f"though the workers are busy only {period.busy:.0%} of theirs"
+    behind = period.behind >= period.blocked / 2
+    slow = _slow_worker(period.workers)
+    dynamic = "" if stats.dynamic or stats.iterable else ": scheduling='dynamic' (with seeding='batch')"
+    if behind and slow is not None:
+        return f"worker {slow.worker_id} is the bottleneck: {waits}, mostly for its batches, which take " + (
+            f"{slow.build.median / _others(period.workers, slow):.1f} times as long as the others'{dynamic}"
+        )
+    if behind and 0 < period.slow <= STRAGGLER_SHARE * period.build.count:
+        often = round(period.build.count / period.slow)
+        return (
+            f"slow batches are the bottleneck: {waits}, {idle}; one batch in {often} takes {period.slow_ratio:.0f} "
+            f"times the median, and the others wait for it{dynamic}"
+        )
+    if period.restarts:
+        return f"input-bound: {waits}, {idle}; workers were restarted {_count(period.restarts, 'time')} meanwhile"
+    if stats.prefetch_factor is not None:
+        return (
+            f"input-bound: {waits}, {idle}; at most {stats.prefetch_factor} batches of each are under way: a larger "
+            "prefetch_factor may help"
+        )
+    if any(worker.lane == "Ray calls" for worker in period.workers):
+        return f"input-bound: {waits}, {idle}; batches spend the rest of the time on their way through Ray"
+    return f"input-bound: {waits}, {idle}; the numbers do not tell why"
+
+
+def _slow_worker(workers: tuple[WorkerStats, ...]) -> WorkerStats | None:
+    """The worker for which the others wait, if there is one."""
+    if len(workers) < 2 or any(worker.build.count < ENOUGH_BATCHES / 2 for worker in workers):
+        return None
+    slowest = max(workers, key=lambda worker: worker.build.median)
+    if slowest.busy < BUSY or slowest.build.median < SLOW_WORKER * _others(workers, slowest):
+        return None
+    return slowest
+
+
+def _others(workers: tuple[WorkerStats, ...], without: WorkerStats) -> float:
+    """How long a batch takes the other workers, in seconds."""
+    return statistics.median(worker.build.median for worker in workers if worker is not without)
+
+
+def _count(number: int, what: str, several: str = "") -> str:
+    return f"{number:,} {what if number == 1 else several or what + 's'}"

@@ -18,7 +18,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from rayloader.observe.spent import Spent
+from rayloader.observe.histogram import Spent
 
 TRAINER = 0  # the trainer's lane; worker w has lane 1 + w
 

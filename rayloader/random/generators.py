@@ -27,8 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rayloader.errors import ReplayError
-from rayloader.namespaces import is_a
-from rayloader.own_modules import own_modules
+from rayloader.namespaces import is_a, own_modules
 from rayloader.random.generator_kinds import (
     KINDS,
     distinct,

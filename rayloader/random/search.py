@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rayloader.namespaces import attributes_in, attributes_of, is_a, namespace_of, slots_of
-from rayloader.own_modules import is_own_name
+from rayloader.namespaces import attributes_in, attributes_of, is_a, is_own_name, namespace_of, slots_of
 from rayloader.random.generator_kinds import KINDS, distinct
 
 Step = tuple[str, Any]  # "attribute" or "item", with its name, key or number; first: "object" or "module"

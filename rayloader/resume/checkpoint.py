@@ -15,8 +15,7 @@ from typing import Any
 
 from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
-from rayloader.namespaces import namespace_of
-from rayloader.own_modules import is_own_module, own_modules
+from rayloader.namespaces import is_own_module, namespace_of, own_modules
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Located, import_modules, located
 from rayloader.random.random_state import RandomState

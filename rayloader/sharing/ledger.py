@@ -128,9 +128,9 @@ class Ledger:
         place = self._consumers[rank].place
         return Place(place.epoch + 1, 0) if self._lengths.get(place.epoch) == place.number else place
 
-    def gone(self) -> dict[int, str]:
-        """The consumers that no longer read, and why."""
-        return {rank: consumer.gone for rank, consumer in enumerate(self._consumers) if consumer.gone}
+    def gone(self, rank: int) -> str:
+        """Why a consumer no longer reads; "" if it does."""
+        return self._consumers[rank].gone
 
     def reach(self, rank: int, place: Place) -> None:
         """A consumer has taken all batches before this place."""
@@ -182,14 +182,3 @@ class Ledger:
             self._nbytes -= self._kept.pop(oldest)[1]
         for epoch in [epoch for epoch in self._lengths if epoch < min(lowest.epoch, self._front.epoch)]:
             del self._lengths[epoch]
-
-    def validate(self) -> None:
-        """Raises AssertionError unless the invariants hold."""
-        assert len(self._kept) <= self._buffer
-        assert self._nbytes == sum(nbytes for _, nbytes in self._kept.values())
-        assert list(self._kept) == sorted(self._kept)
-        assert all(self.lowest <= place < self._front for place in self._kept)
-        for consumer in self._reading():
-            for number in range(consumer.place.number, self._lengths.get(consumer.place.epoch, self._front.number)):
-                if consumer.place.epoch <= self._front.epoch:
-                    assert Place(consumer.place.epoch, number) in self._kept

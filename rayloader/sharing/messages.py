@@ -7,6 +7,7 @@ import struct
 from enum import Enum
 from typing import Any, NamedTuple
 
+from rayloader.errors import RayloaderError
 from rayloader.inherit.process_state import ProcessState
 from rayloader.random.random_state import RandomState
 from rayloader.replica.image import ImageAddress
@@ -16,6 +17,9 @@ from rayloader.transport.line import Message, Parcel, packed
 NAMESPACE = "rayloader-shares"
 # Before each message of a producer's line: the series that it belongs to, and the number of its batch.
 HEAD = struct.Struct("<qq")
+# What a consumer is refused with: the errors of a share, and those of arguments. Answers to its Ray calls are such an
+# error too, which it raises.
+REFUSALS = (RayloaderError, ValueError)
 
 
 class Terms(NamedTuple):
@@ -48,42 +52,22 @@ class Connection(NamedTuple):
     epoch: int
     taken: int  # batches of that epoch
     length: int | str  # of an epoch; or why there is no length
-    lines: bool  # whether batches may come over a line
     pin_memory: bool
     pin_memory_device: str
     origin: Any  # as in `Terms`
 
 
 class Kind(Enum):
-    """What a payload is."""
+    """What a message of a producer's line holds."""
 
     BATCH = 0  # a batch: its wire
     ERROR = 1  # the loader's error in place of a batch: pickled
     END = 2  # of the epoch
     REFUSED = 3  # the share's own error
-    DONE = 4  # the answer to any other request
-    BY_CALL = 5  # over a line: a batch that refers to Ray's objects, which only a Ray call can bring
-    GONE = 6  # over a line, and in place of no batch: `Reply.gone` has changed
-
-
-class Produced(NamedTuple):
-    """A batch, or the loader's error in its place, as the producer keeps it for all consumers."""
-
-    kind: Kind  # BATCH or ERROR
-    payload: Any  # what a Ray call brings: the wire, or the pickled error
-    content: Message  # what a line brings: the same, or BY_CALL
-
-
-class Reply(NamedTuple):
-    """A reply to a consumer's Ray call, or what a line has brought in place of one."""
-
-    kind: Kind
-    payload: Any = None
-    gone: dict[int, str] = {}  # noqa: RUF012  # never written to; consumers that the others do not wait for, and why
 
 
 class Wants(NamedTuple):
-    """Over a line, from a consumer: how far it has read, and what it has room for. Each message replaces the last."""
+    """From a consumer, over its line: how far it has read, and what it has room for. Each message replaces the last."""
 
     series: int  # a new one begins to iterate from a place on: batches of earlier series are not needed
     epoch: int

@@ -1,13 +1,16 @@
 """The process that hosts a shared loader: produces each batch once, and gives it to every consumer.
 
-Promise: the ledger decides what is produced when, and what is kept. Every waiting consumer gets an answer: a batch, the
-end of the epoch, or an error. Batches go out over each consumer's line, or where it has none as the answers to Ray
-calls (`take`); all else that a consumer asks for is a Ray call. Over a line a consumer gets its batches in order, each
-once, before it asks for them one by one, and never more than it has room for. What the socket does not accept is sent
-when it does.
+Promise: the batches are those that the loader would have given in the program that shared it. Each is encoded once. Its
+bytes stay where the loader's worker has built them; without workers they are copied, because the dataset may write to
+them again. An error of the loader takes the place of its batch.
+
+The ledger decides what is produced when, and what is kept. Every waiting consumer gets an answer: a batch, the end of
+the epoch, or an error. Over its line a consumer gets its batches in order, each once, before it asks for them one by
+one, and never more than it has room for. What the socket does not accept is sent when it does. All else that a consumer
+asks for is a Ray call.
 
 Threads: Ray runs the methods on the event loop, which alone touches the ledger and the lines. The loader lives on one
-further thread, `rayloader-producer`; see hosted.py.
+further thread, `rayloader-producer`: the `HostedLoader`.
 """
 
 from __future__ import annotations
@@ -15,49 +18,56 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import pickle
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from rayloader.errors import ConsumerDroppedError, RayloaderError, ShareError, StateError
+import cloudpickle
+import ray
+
+from rayloader.errors import ConsumerDroppedError, ShareError, StateError, add_note
+from rayloader.inherit.process_state import Baseline
 from rayloader.options import is_whole
-from rayloader.sharing.hosted import HostedLoader
-from rayloader.sharing.ledger import END, Ledger, Passed, Place, Step
+from rayloader.protocol import CARRY
+from rayloader.replica import unpicklable
+from rayloader.replica.image import decode_replica, open_image
+from rayloader.sharing.ledger import END, Ledger, Passed, Place, PlacesLeft, Step
 from rayloader.sharing.messages import (
+    REFUSALS,
     Connection,
     Kind,
     Pipeline,
-    Produced,
-    Reply,
     Terms,
     Wants,
     for_line,
     packed_content,
 )
-from rayloader.transport import tcp_line
+from rayloader.start import session
+from rayloader.transport import codec, tcp_line
+from rayloader.transport.lanes import Recycled, to_wire
 from rayloader.transport.line import Line, LineError, Message
+from rayloader.transport.memory_file import MemoryFileError
 from rayloader.transport.raw import new_memory
 
 _T = TypeVar("_T")
-# What a consumer is refused with: the errors of a share, and those of arguments.
-_REFUSALS = (RayloaderError, ValueError)
+logger = logging.getLogger("rayloader")
 
 
-def _answering(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Reply]]:
-    """Makes a consumer's Ray call of a method: what it returns, or refuses with, becomes a reply."""
+def _answering(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Makes a consumer's Ray call of a method: the error that it refuses with is its answer."""
 
     @functools.wraps(method)
-    async def answer(self: Producer, *arguments: Any) -> Reply:
+    async def answer(self: Producer, *arguments: Any) -> Any:
         try:
-            found = await method(self, *arguments)
-        except _REFUSALS as error:
-            return Reply(Kind.REFUSED, error)
-        reply = found if isinstance(found, Reply) else Reply(Kind.DONE, found)
-        return reply._replace(gone=self._ledger.gone())
+            return await method(self, *arguments)
+        except REFUSALS as error:
+            return error
 
     return answer
 
@@ -77,7 +87,6 @@ class _Outbox:
         self.series = -1
         self.place: Place | None = None  # of the batch that is sent next; None: there is none
         self.until = 0  # number after the last batch to send for now
-        self._gone: dict[int, str] = {}  # as the consumer knows it
         self._loop = asyncio.get_running_loop()
         self._descriptor = line.descriptor
         self._loop.add_reader(self._descriptor, hear, self)
@@ -85,24 +94,15 @@ class _Outbox:
     def send(self, body: Message) -> None:
         """Sends the next batch, or what is in its place."""
         assert self.place is not None
-        self._send(self.place.number, body)
+        self.line.send(for_line(self.series, self.place.number, body))
+        if self.line.unsent:
+            self._loop.add_writer(self._descriptor, self._send_rest)
         self.place = self.place._replace(number=self.place.number + 1)
 
     def end(self, kind: Kind, payload: object = None) -> None:
         """Sends this in place of the next batch, and none after it."""
         self.send(packed_content(kind, payload))
         self.place = None
-
-    def tell_gone(self, gone: dict[int, str]) -> None:
-        """Tells the consumer which others no longer read, if that is news."""
-        if gone != self._gone:
-            self._gone = gone
-            self._send(-1, packed_content(Kind.GONE, gone))
-
-    def _send(self, number: int, body: Message) -> None:
-        self.line.send(for_line(self.series, number, body))
-        if self.line.unsent:
-            self._loop.add_writer(self._descriptor, self._send_rest)
 
     def _send_rest(self) -> None:
         self.line.flush()
@@ -165,7 +165,6 @@ class Producer:
             number,
             *self._ledger.place_of(rank),
             self._hosted.length,
-            self._hosted.lines,
             *self._hosted.pinning,
             self._terms.origin,
         )
@@ -182,35 +181,6 @@ class Producer:
             self._hang_up(outbox)
         self._outboxes.append(_Outbox(rank, connection, line, self._hear))
         return ""
-
-    def _reads(self, rank: int, connection: int, taken: Place, wanted: int, sampler_epoch: int | None) -> None:
-        """The consumer has read up to this place, and wants the batches to that number. May raise refusals.
-
-        The first consumer that begins an epoch says what the sampler's epoch is; that of the others must equal it.
-        """
-        self._check(rank, connection)
-        first = self._sampler_epochs.setdefault(taken.epoch, sampler_epoch)
-        if sampler_epoch is not None and first != sampler_epoch:
-            raise ValueError(
-                f"set_epoch({sampler_epoch}) differs from what the consumer that began this epoch had set, which "
-                f"is {first}; call set_epoch with the same number in all consumers, before each epoch"
-            )
-        self._ledger.reach(rank, taken)
-        self._ledger.ask(rank, Place(taken.epoch, wanted))
-
-    @_answering
-    async def take(
-        self, rank: int, connection: int, epoch: int, taken: int, wanted: int, sampler_epoch: int | None
-    ) -> Reply:
-        """The consumer has taken this many batches of the epoch; waits for the batch that it wants."""
-        self._reads(rank, connection, Place(epoch, taken), wanted, sampler_epoch)
-        self._tell()
-        while True:
-            self._check(rank, connection)
-            found = self._ledger.find(Place(epoch, wanted))
-            if found is not None:
-                return Reply(Kind.END) if found is END else Reply(found.kind, found.payload)
-            await self._changed.wait()
 
     async def held_up_by(self) -> list[int]:
         """The consumers that the others wait for."""
@@ -266,7 +236,7 @@ class Producer:
                 f"consumer {rank} of the share {name!r} is another object or process by now, which has connected with "
                 "the same rank; give each consumer a rank of its own"
             )
-        if why := self._ledger.gone().get(rank):
+        if why := self._ledger.gone(rank):
             place = self._ledger.place_of(rank)
             raise ConsumerDroppedError(
                 f"consumer {rank} of the share {name!r} reads no more: {why}; it had taken {place.number} batches of "
@@ -288,20 +258,31 @@ class Producer:
         if wants.series != outbox.series:
             outbox.series, outbox.place = wants.series, Place(wants.epoch, wants.first)
         outbox.until = wants.until
-        taken = Place(wants.epoch, wants.taken)
         try:
-            self._reads(outbox.rank, outbox.connection, taken, wants.until - 1, wants.sampler_epoch)
-        except _REFUSALS as error:
+            self._check(outbox.rank, outbox.connection)
+            self._check_sampler_epoch(wants)
+        except REFUSALS as error:
             if outbox.place is not None:
                 outbox.end(Kind.REFUSED, error)
+            return
+        self._ledger.reach(outbox.rank, Place(wants.epoch, wants.taken))
+        self._ledger.ask(outbox.rank, Place(wants.epoch, wants.until - 1))
+
+    def _check_sampler_epoch(self, wants: Wants) -> None:
+        """What the first consumer that begins an epoch says of the sampler's epoch, that of the others must equal."""
+        first = self._sampler_epochs.setdefault(wants.epoch, wants.sampler_epoch)
+        if wants.sampler_epoch is not None and first != wants.sampler_epoch:
+            raise ValueError(
+                f"set_epoch({wants.sampler_epoch}) differs from what the consumer that began this epoch had set, which "
+                f"is {first}; call set_epoch with the same number in all consumers, before each epoch"
+            )
 
     def _send(self, outbox: _Outbox) -> None:
         """Sends what a consumer has room for, as far as it is produced."""
         while outbox.place is not None and outbox.place.number < outbox.until:
-            outbox.tell_gone(self._ledger.gone())
             try:
                 self._check(outbox.rank, outbox.connection)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 outbox.end(Kind.REFUSED, error)
                 break
             found = self._ledger.find(outbox.place)
@@ -310,7 +291,7 @@ class Producer:
             if found is END:
                 outbox.end(Kind.END)
             else:
-                outbox.send(found.content)
+                outbox.send(found)
 
     def _hang_up(self, outbox: _Outbox) -> None:
         outbox.close()
@@ -362,12 +343,12 @@ class Producer:
         else:
             loop = asyncio.get_running_loop()
 
-            def give(produced: tuple[Produced, int] | None) -> None:  # in the thread
+            def give(produced: tuple[Message, int] | None) -> None:  # in the thread
                 loop.call_soon_threadsafe(self._take_in, produced)
 
             await self._in_thread(self._hosted.produce, ledger.front, ledger.lowest, ledger.room, give)
 
-    def _take_in(self, produced: tuple[Produced, int] | None) -> None:
+    def _take_in(self, produced: tuple[Message, int] | None) -> None:
         """The next batch is there; None: the epoch has no more."""
         with self._failing():
             if produced is None:
@@ -386,8 +367,142 @@ class Producer:
             await asyncio.wait_for(self._until_freed(self._ledger.lowest), timeout)
         except asyncio.TimeoutError:
             for rank in self._ledger.held_up_by():
-                self._ledger.leave(rank, f"the others had waited for it for {timeout:g} s")
+                self._ledger.leave(rank, why := f"the others had waited for it for {timeout:g} s")
+                logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._terms.name, why)
 
     async def _until_freed(self, lowest: Place) -> None:
         while self._ledger.lowest == lowest and self._ledger.held_up_by():
             await self._changed.wait()
+
+
+# For how many seconds batches are produced without a look at what the consumers do.
+_AT_ONCE_S = 0.001
+# The share of its time that the producer may spend on states of the loader, for the consumers' `state_dict()`.
+STATE_SHARE = 0.01
+
+
+class HostedLoader:
+    """The loader of one share.
+
+    Args:
+        name: of the share.
+        kept_bytes: how many bytes of batches the share keeps, besides those that the loader prefetches.
+
+    Attributes:
+        length: batches in an epoch; or why there is no length.
+        pinning: its pin_memory and pin_memory_device, which the consumers carry out.
+        states: of the loader at some places, or the error in place of one; oldest first. They start with the newest
+            that is not after the slowest consumer's place.
+    """
+
+    def __init__(self, name: str, kept_bytes: int) -> None:
+        self._name, self._kept_bytes = name, kept_bytes
+        self.length: int | str = 0
+        self.pinning = False, ""
+        self.states: dict[Place, Any] = {}
+        self._loader: Any = None
+        self._iterator: Iterator[Any] = iter(())
+        self._copies: Recycled | None = None  # without workers
+        self._began = self._spent = 0.0  # time.perf_counter(); seconds spent on states
+
+    def open(self, pipeline: Pipeline) -> bool:
+        """Opens the loader; False if that requires the image's contents. Raises the errors of unpickling it."""
+        own = {key for key in os.environ if key.startswith("RAY_")}
+        here = pipeline.process.node_id == session.node_id()
+        Baseline(session.node_id(), own).adopt(pipeline.process)
+        contents = ray.get(pipeline.contents[0]) if pipeline.contents is not None else None
+        try:
+            opened = open_image(pipeline.image, here=here, contents=contents)
+        except MemoryFileError:
+            return False
+        self._loader = loader = decode_replica(*opened, pipeline.carried, "loader")
+        self.pinning = bool(loader.pin_memory), loader.pin_memory_device
+        loader.pin_memory = False  # the consumers pin batches
+        loader.prefetch_bytes += self._kept_bytes  # which the loader counts as its user's
+        self._copies = Recycled() if loader.num_workers == 0 else None
+        pipeline.random.restore([])
+        try:
+            self.length = len(self._loader)
+        except TypeError as error:
+            self.length = str(error)
+        self._began = time.perf_counter()
+        self._note_state(Place(0, 0))
+        return True
+
+    def begin(self, epoch: int, sampler_epoch: int | None) -> tuple[Message, int] | None:
+        """Begins to iterate; returns the error if that fails, in the form of a batch."""
+        loader = self._loader
+        try:
+            if sampler_epoch is not None:
+                loader.set_epoch(sampler_epoch)
+            self._iterator = iter(loader)
+        except Exception as error:  # of the user's objects or the loader: the consumers get it
+            self._iterator = iter(())
+            return self._as_error(error)
+        self._note_state(Place(epoch, 0))
+        return None
+
+    def produce(
+        self, front: Place, lowest: Place, room: PlacesLeft, give: Callable[[tuple[Message, int] | None], object]
+    ) -> None:
+        """Gives the consumers' batches from the front on, and the bytes of each; None after the last batch.
+
+        They are one, or as many as fit in `room` if they come at once: meanwhile nothing can be asked of the loader,
+        nor does it notice that nobody reads any more.
+        """
+        until, nbytes = time.perf_counter() + _AT_ONCE_S, 0
+        for number in range(front.number, front.number + room.batches):
+            found = self._next(Place(front.epoch, number), lowest)
+            give(found)
+            if found is None or (nbytes := nbytes + found[1]) >= room.nbytes or time.perf_counter() >= until:
+                break
+
+    def _next(self, front: Place, lowest: Place) -> tuple[Message, int] | None:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._note_state(Place(front.epoch + 1, 0))
+            return None
+        except Exception as error:  # of the user's objects or the loader
+            found = self._as_error(error)
+        else:
+            found = self._as_batch(batch)
+        if self._spent < STATE_SHARE * (time.perf_counter() - self._began):
+            self._note_state(Place(front.epoch, front.number + 1))
+        needed = [place for place in self.states if place <= lowest][-1:]
+        for place in [place for place in self.states if needed and place < needed[0]]:
+            del self.states[place]
+        return found
+
+    def _note_state(self, place: Place) -> None:
+        began = time.perf_counter()
+        try:
+            self.states[place] = self._loader.state_dict()
+        except Exception as error:  # raised in the consumer that asks for it
+            self.states[place] = error if isinstance(error, StateError) else StateError(str(error))
+        self._spent += time.perf_counter() - began
+
+    def _as_batch(self, batch: Any) -> tuple[Message, int]:
+        try:
+            encoded = codec.encode(batch, carry=CARRY)
+        except Exception as error:  # of the user's own pickling
+            unpicklable.note_batch(error, batch, functools.partial(codec.encode, carry=CARRY))
+            return self._as_error(error)
+        if self._copies is not None:
+            encoded = encoded._replace(buffers=[self._copies.copy(buffer) for buffer in encoded.buffers])
+        if encoded.carried:
+            return self._as_error(
+                TypeError("a batch of a shared loader must not refer to Ray's objects; call ray.get() in collate_fn")
+            )
+        return packed_content(Kind.BATCH, to_wire(encoded).fields, tcp_line.TcpLine.apart), encoded.nbytes
+
+    def _as_error(self, error: Exception) -> tuple[Message, int]:
+        if self._loader.num_workers == 0:  # with workers, the traceback is in the text already
+            add_note(error, "".join(traceback.format_tb(error.__traceback__)))
+        text = f"Caught {type(error).__name__} in the producer of the share {self._name!r}: {error}"
+        try:
+            pickled = cloudpickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # the pickling of its type may raise anything
+            pickled = pickle.dumps(RuntimeError(text))
+        return packed_content(Kind.ERROR, pickled), len(pickled)

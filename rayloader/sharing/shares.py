@@ -23,8 +23,7 @@ from rayloader.options import PREFETCH_BYTES, check_name, check_remote_args, is_
 from rayloader.resume.state import State
 
 if TYPE_CHECKING:
-    from rayloader.sharing.inbox import Inbox
-    from rayloader.sharing.link import Link
+    from rayloader.sharing.link import Inbox, Link
 
 _FORMAT = "rayloader.Consumer"
 
@@ -187,7 +186,7 @@ class Consumer:
         if self._iterator is not None:
             self._go_to(*((self.epoch + 1, 0) if self._iterator.has_given else (self.epoch, self._taken)))
         if self._inbox is None:
-            from rayloader.sharing.inbox import Inbox
+            from rayloader.sharing.link import Inbox
 
             self._inbox = Inbox(self._link)
         self._inbox.begin(self.epoch, self._taken, self._sampler_epoch)
@@ -287,19 +286,19 @@ class _Iterator:
             )
         pending = inbox.pending  # these: another thread may close the consumer meanwhile
         try:
-            reply = inbox.next(number)
+            kind, payload = inbox.next(number)
         except ValueError:  # of `set_epoch`: it may be called again for this epoch
             consumer._go_to(self._epoch, number)
             raise
         from rayloader.sharing.messages import Kind
         from rayloader.transport.lanes import Wire, from_wire
 
-        if reply.kind is Kind.END:
+        if kind is Kind.END:
             self._ended = True
             consumer._go_to(self._epoch + 1, 0)
             raise StopIteration
-        error = pickle.loads(reply.payload) if reply.kind is Kind.ERROR else None
-        batch = from_wire(Wire(*reply.payload)) if error is None else None
+        error = pickle.loads(payload) if kind is Kind.ERROR else None
+        batch = from_wire(Wire(*payload)) if error is None else None
         if self._pins and error is None:
             batch = pin_memory(batch, self._device)
         inbox.tell(number + 1)

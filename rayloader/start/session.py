@@ -45,7 +45,7 @@ from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connec
 from rayloader.bell import Bell, DaemonThread
 from rayloader.errors import RaySessionError
 from rayloader.start import torchrun
-from rayloader.start.forkserver.owner import ForkServer, start_ray, with_variables
+from rayloader.start.fork_server import ForkServer, start_ray, with_variables
 from rayloader.start.signals import SignalHandlers
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
@@ -419,27 +419,23 @@ def cpus_of_this_process() -> float:
 def _standard_streams() -> Iterator[None]:
     """Lets Ray start where the program has no standard streams, or an object without a descriptor as standard error.
 
-    Ray enables Python's fault handler, which needs one: it then writes nowhere. And C code writes to descriptor 2,
-    which therefore must not become that of a socket or of a file.
+    Ray enables Python's fault handler, which needs one, unless it is enabled: so it is meanwhile, and writes nowhere.
+    And C code writes to descriptor 2, which therefore must not become that of a socket or of a file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # has the lowest number that is free: this one
-    nowhere = None
-    try:
-        if not faulthandler.is_enabled():
-            faulthandler.enable(all_threads=False)  # as Ray does
-    except Exception:  # the program's object may raise anything
-        nowhere = open(os.devnull, "w")  # noqa: SIM115  # as long as Ray starts
-        faulthandler.enable(nowhere, all_threads=False)
-    try:
+    if faulthandler.is_enabled():
         yield
-    finally:
-        if nowhere is not None:
+        return
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.enable(nowhere, all_threads=False)
+        try:
+            yield
+        finally:
             faulthandler.disable()
-            nowhere.close()
 
 
 # Lines that Ray need not print: that it sets no SIGTERM handler outside the main thread (it must not set one); and

@@ -8,8 +8,8 @@ not import Ray.
 
 NOTE [one keeper]
 Ray's daemons die with the thread that started them (NOTE [who starts Ray] in session.py), and any rank may be the first
-to end. So a separate process, the keeper (`rayloader/start/keeper`), starts Ray, and ends it when no rank is connected
-to it any more. If a rank dies, the kernel ends its connection.
+to end. So a separate process, the keeper (`rayloader/start/keeper.py`), starts Ray, and ends it when no rank is
+connected to it any more. If a rank dies, the kernel ends its connection.
 
 The ranks meet at an abstract socket, whose name is derived from the launcher's environment variables. The rank that
 succeeds in binding the name starts the keeper and passes it the listening socket. It has connected before, so that the
@@ -34,7 +34,7 @@ from typing import Any
 from rayloader.errors import RaySessionError
 from rayloader.transport.local_line import LocalSocket, peer
 
-KEEPER = Path(__file__).parent / "keeper"
+KEEPER = Path(__file__).parent / "keeper.py"
 # Environment variables that tell jobs apart, and the machines of one job. Two jobs that run at the same time differ in
 # the port; the rank of a machine has one name in torchrun and another in Lightning. The launcher's process id would not
 # do, because a rank may have been started through a script of the user's.

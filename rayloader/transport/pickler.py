@@ -44,13 +44,18 @@ from torch.utils.hooks import warn_if_has_hooks
 from rayloader._compat import (
     COMPILED,
     DataPipeWrapper,
+    classes_by_id,
     datapipe_in,
+    fill_class,
+    id_of_class,
+    ids_by_class,
+    make_class,
+    make_enum,
     no_torch_function,
     reduce_as_torch,
     state_of_subclass,
     untyped_in,
 )
-from rayloader._compat_cloudpickle import classes_by_id, fill_class, id_of_class, ids_by_class, make_class, make_enum
 from rayloader.namespaces import is_a, names_in, namespace_of
 from rayloader.transport import bulk, handles
 from rayloader.transport.handles import refusal

@@ -25,9 +25,9 @@ from torch.utils.data import Dataset
 import rayloader
 from rayloader import DataLoader
 from rayloader.start import session
-from rayloader.start.forkserver.owner import HERE
+from rayloader.start.fork_server import HERE
 
-SERVER, SCRIPT = HERE / "server.py", HERE / "default_worker.py"
+SERVER, SCRIPT = HERE / "forking.py", HERE / "default_worker.py"
 
 
 class Facts(Dataset):

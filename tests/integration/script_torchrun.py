@@ -54,7 +54,7 @@ for epoch in range(2):
         os.kill(os.getpid(), signal.SIGKILL)
 result = {"batches": batches, "parameters": [parameter.detach() for parameter in model.parameters()]}
 if LOADER == "rayloader":
-    from rayloader.start.forkserver.owner import HERE
+    from rayloader.start.fork_server import HERE
     from rayloader.start.torchrun import KEEPER
     from rays import processes, session_name
 
@@ -64,7 +64,7 @@ if LOADER == "rayloader":
     result["processes"] = [process.pid for process in everything]
     of_keeper = [process for process in everything if str(KEEPER) in process.cmdline()]
     result["keepers with torch"] = ["libtorch" in Path(f"/proc/{one.pid}/maps").read_text() for one in of_keeper]
-    forks = [one for one in everything if (parent := one.parent()) and str(HERE / "server.py") in parent.cmdline()]
+    forks = [one for one in everything if (parent := one.parent()) and str(HERE / "forking.py") in parent.cmdline()]
     result["forks"] = len(forks)
 torch.save(result, FOLDER / f"{LOADER}-{ROUND}-{RANK}.pt")
 torch.distributed.barrier()  # nobody has left before

@@ -21,7 +21,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rayloader.errors import RaySessionError
-from rayloader.observe import spent
+from rayloader.observe import histogram
 from rayloader.protocol import Answer, Result, ResultKind, Source, Up, WorkerAddress
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
@@ -244,7 +244,7 @@ class Process:
         return Answer(
             None if result is None else result.fields,
             self.fleet.seconds,
-            spent.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0),
+            histogram.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0),
             (hosted.rebuilt, hosted.to_rebuild),
             state=state if result is not None and result.kind == ResultKind.BATCH else None,
             **self.fleet.news,

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rayloader.start.forkserver import owner
-from rayloader.start.forkserver.default_worker import VARIABLE, is_hash_seed_chosen
-from rayloader.start.forkserver.owner import HERE, ForkServer
-from rayloader.start.forkserver.server import MADE, REPORT
+from rayloader.start import fork_server
+from rayloader.start.default_worker import VARIABLE, is_hash_seed_chosen
+from rayloader.start.fork_server import HERE, ForkServer
+from rayloader.start.forking import MADE, REPORT
 
 LIMIT = 120  # seconds for a process to end; on expiry the test fails
 SCRIPT = str(HERE / "default_worker.py")
@@ -87,7 +87,7 @@ def test_what_ray_notices_first_is_waited_for_and_what_is_unknown_is_not(server,
         late = threading.Timer(0.0, os.write, (write_end, REPORT.pack(7, signal.SIGKILL)))
         late.start()
         assert server.exit_status(7) == signal.SIGKILL
-        monkeypatch.setattr(owner, "REPORT_PATIENCE_S", 0.0)
+        monkeypatch.setattr(fork_server, "REPORT_PATIENCE_S", 0.0)
         assert server.exit_status(8) is None  # it lives
         os.close(write_end)
         assert server.exit_status(8) is None  # the server has died
@@ -118,7 +118,7 @@ def test_a_working_directory_that_was_removed_is_no_obstacle(server, tmp_path):
 def test_it_ends_with_its_owner():
     program = """
 import os
-from rayloader.start.forkserver.owner import ForkServer
+from rayloader.start.fork_server import ForkServer
 server = ForkServer()
 print(server._process.pid, flush=True)
 os._exit(0)
@@ -152,6 +152,4 @@ def test_only_a_number_chooses_what_strings_hash_to(value, chosen, monkeypatch):
 
 
 def test_owner_and_server_mean_the_same_by_a_report():
-    from rayloader.start.forkserver import owner, server
-
-    assert (owner.REPORT.format, owner.MADE) == (server.REPORT.format, server.MADE)
+    assert (fork_server.REPORT.format, fork_server.MADE) == (REPORT.format, MADE)

@@ -323,7 +323,7 @@ class Threads(multiprocessing.context.SpawnContext):
     ids=["iterators of its own", "threads", "ranks"],
 )
 def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults, reason, monkeypatch, made):
-    monkeypatch.setattr(adopted, "_warned_of", set())
+    adopted.warn_of_torchs.cache_clear()
     with rayloader.patch(**defaults):
         loaders = [make(), make()]
         without_processes(monkeypatch)
@@ -335,7 +335,7 @@ def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults,
 
 
 def test_a_loader_that_was_there_before_the_patch_is_told_of(monkeypatch):
-    monkeypatch.setattr(adopted, "_warned_of", set())
+    adopted.warn_of_torchs.cache_clear()
     loader = Derived(DATASET, num_workers=1)
     with rayloader.patch():
         without_processes(monkeypatch)
@@ -346,15 +346,15 @@ def test_a_loader_that_was_there_before_the_patch_is_told_of(monkeypatch):
 @pytest.mark.parametrize(
     "make", [rayloader.DataLoader, DataLoader, lambda *given, **named: DataLoader(*given, **named)]
 )
-def test_the_warning_of_a_context_names_the_callers_line(make, monkeypatch):
-    monkeypatch.setattr(loader_module, "_warned_about_multiprocessing_context", False)
+def test_the_warning_of_a_context_names_the_callers_line(make):
+    loader_module._warn_about_multiprocessing_context.cache_clear()
     with rayloader.patch(), pytest.warns(UserWarning, match="multiprocessing_context has no effect") as told:
         make(DATASET, num_workers=1, multiprocessing_context="spawn")
     assert [warning.filename for warning in told] == [__file__]
 
 
-def test_loaders_of_derived_classes_are_not_told_of_their_context(monkeypatch):
-    monkeypatch.setattr(loader_module, "_warned_about_multiprocessing_context", False)
+def test_loaders_of_derived_classes_are_not_told_of_their_context():
+    loader_module._warn_about_multiprocessing_context.cache_clear()
     with rayloader.patch():
         Derived(DATASET, num_workers=1, multiprocessing_context="spawn")
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import rayloader.sharing.hosted
-from rayloader.sharing.hosted import HostedLoader
+import rayloader.sharing.producer
 from rayloader.sharing.ledger import Place, PlacesLeft
+from rayloader.sharing.producer import HostedLoader
 
 NBYTES = 80
 START = Place(0, 0)
@@ -28,7 +28,7 @@ def produced(monkeypatch):
 
     def produce(room, *seconds):
         clock = Clock()
-        monkeypatch.setattr(rayloader.sharing.hosted, "time", clock)
+        monkeypatch.setattr(rayloader.sharing.producer, "time", clock)
 
         def batches():
             for number in range(LENGTH):

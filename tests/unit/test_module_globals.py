@@ -20,7 +20,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rayloader.inherit.module_globals import ModuleGlobals
-from rayloader.own_modules import own_modules
+from rayloader.namespaces import own_modules
 from rayloader.random import generators
 from rayloader.random.search import search
 

@@ -7,8 +7,7 @@ import types
 
 import pytest
 
-from rayloader.namespaces import namespace_of
-from rayloader.own_modules import own_modules
+from rayloader.namespaces import namespace_of, own_modules
 from rayloader.random.search import search
 
 

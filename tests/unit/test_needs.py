@@ -21,7 +21,7 @@ import torch.utils.data
 
 from documents import ROOT
 from rayloader import _compat_datasets, _compat_ray
-from rayloader.needs import TESTED
+from rayloader.errors import TESTED
 
 LACKS = r"^rayloader does not work with {} [\d.]+\S*, which lacks a private name that it uses \(.*{}.*\); install a"
 # What the files call parts of torch.
@@ -66,8 +66,7 @@ def executed(file: str) -> None:
 
 
 def names() -> list[Any]:
-    files = "_compat.py", "_compat_cloudpickle.py"
-    return [pytest.param(file, name, id=name) for file in files for name in taken(file)]
+    return [pytest.param("_compat.py", name, id=name) for name in taken("_compat.py")]
 
 
 def test_the_names_are_found() -> None:
@@ -76,7 +75,7 @@ def test_the_names_are_found() -> None:
     assert "torch._C._autograd._profiler_enabled" in taken("_compat.py")
     assert "threading._register_atexit" in taken("_compat.py")
     assert "torch.UntypedStorage._share_fd_cpu_" in taken("_compat.py")
-    assert "cloudpickle.cloudpickle._class_setstate" in taken("_compat_cloudpickle.py")
+    assert "cloudpickle.cloudpickle._class_setstate" in taken("_compat.py")
 
 
 @pytest.mark.parametrize(("file", "name"), names())
@@ -109,8 +108,6 @@ def test_of_rays_other_names_is_done_without_what_is_missing(monkeypatch: pytest
     """See also `leave_out_deaths` in test_compat_ray.py."""
     _compat_ray.authenticate(Lacking(ray, "_private.authentication"))  # type: ignore[arg-type]
     _compat_ray.set_process_title(Lacking(ray, "_private.worker._changeproctitle"), "a title")  # type: ignore[arg-type]
-    with _compat_ray._in_writable_folder(SimpleNamespace()):
-        pass
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     assert _compat_ray.node_first(ray, node := "0" * 56)._spill_on_unavailable
 

@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -17,8 +18,7 @@ import rayloader
 from handlers import interrupted
 from rayloader import RaySessionError, bell
 from rayloader._compat_ray import own_start
-from rayloader.start import session
-from rayloader.start.forkserver import owner
+from rayloader.start import fork_server, session
 
 HANG_LIMIT = 60  # seconds
 
@@ -193,7 +193,7 @@ def test_a_process_that_is_started_for_ray_has_no_fork_beside_it(monkeypatch):
 
     beside = threading.Thread(target=fork)
     monkeypatch.setattr(ray._private.services, "start_ray_process", start_process)
-    with own_start(ray, None, owner._starting, dashboard=False):
+    with own_start(ray, None, fork_server._starting, dashboard=False):
         assert ray._private.services.start_ray_process() == []
     beside.join(HANG_LIMIT)
     assert os.read(reader, 10) == b"forked"
@@ -202,15 +202,12 @@ def test_a_process_that_is_started_for_ray_has_no_fork_beside_it(monkeypatch):
     assert ray._private.services.start_ray_process is start_process
 
 
-def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_raylet_waits_for_it(monkeypatch, tmp_path):
-    services, folder = ray._private.services, str(tmp_path)
-    monkeypatch.setattr(services, "determine_plasma_store_config", choose := lambda *_: (folder, "/tmp", 1))
-    with own_start(ray, None, owner._starting, dashboard=False):
-        assert services.determine_plasma_store_config(1, "/tmp") == (folder, "/tmp", 1)
-        tmp_path.rmdir()  # root may write to any folder that exists
-        with pytest.raises(RaySessionError, match=rf"in {folder}, where .*rayloader\.init\(_plasma_directory="):
-            services.determine_plasma_store_config(1, "/tmp")
-    assert services.determine_plasma_store_config is choose
+def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_raylet_waits_for_it(tmp_path):
+    closed = []
+    server = SimpleNamespace(close=lambda: closed.append(True))
+    with pytest.raises(RaySessionError, match=r"/none, where .*rayloader\.init\(_plasma_directory="):  # root may write
+        fork_server.start_ray(ray, server, {"_plasma_directory": str(tmp_path / "none")})
+    assert closed
 
 
 class Shared:

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 import rayloader.sharing.link
 from rayloader import DataLoader, RaySessionError, SharedLoader, ShareError, share, shared
 from rayloader.sharing.link import Link
-from rayloader.sharing.messages import Connection, Kind, Reply
+from rayloader.sharing.messages import Connection, Kind
 from rayloader.transport import codec
 from rayloader.transport.lanes import to_wire
 from rayloader.workers.actor import NONE_YET
@@ -22,17 +22,19 @@ BATCHES = [10, 11, 12, 13, 14]
 
 
 class FakeLink:
-    """Gives the batches, and raises what a test puts in, once, at the next call of a method."""
-
-    interrupts: ClassVar = {}  # method, and how many calls of it pass before one is interrupted
-    may_use_lines = False
+    """Knows where the consumer is."""
 
     def __init__(self, producer, name, rank):
-        self.connection = Connection("share", 1, 1, 0, 0, len(BATCHES), False, False, "", None)
-        self.taken = []
+        self.connection = Connection("share", 1, 1, 0, 0, len(BATCHES), False, "", None)
 
-    def check_session(self):
-        pass
+
+class FakeInbox:
+    """Has the batches, and raises what a test puts in, once, at the next call of a method."""
+
+    interrupts: ClassVar = {}  # method, and how many calls of it pass before one is interrupted
+
+    def __init__(self, link):
+        self.taken = []
 
     def _interrupted(self, method):
         if method in self.interrupts:
@@ -41,24 +43,29 @@ class FakeLink:
                 del self.interrupts[method]
                 raise KeyboardInterrupt
 
-    def call(self, method, *arguments):
-        assert method == "take"
-        self._interrupted("call")
-        _, taken, wanted, _ = arguments
+    def begin(self, epoch, taken, sampler_epoch):
         self.taken.append(taken)
-        if wanted >= len(BATCHES):
-            return Reply(Kind.END)
-        return Reply(Kind.BATCH, to_wire(codec.encode(BATCHES[wanted])).fields)
+        self.pending = dict(enumerate(BATCHES))
 
-    def result(self, reply):
-        self._interrupted("result")
-        return reply
+    def next(self, number):
+        self._interrupted("next")
+        if number == len(BATCHES):
+            return Kind.END, None
+        return Kind.BATCH, to_wire(codec.encode(self.pending[number])).fields
+
+    def tell(self, taken):
+        self._interrupted("tell")
+        self.taken.append(taken)
+
+    def rest(self, *, wait):
+        pass
 
 
 @pytest.fixture
 def consumer(monkeypatch):
     monkeypatch.setattr(rayloader.sharing.link, "Link", FakeLink)
-    monkeypatch.setattr(FakeLink, "interrupts", {})
+    monkeypatch.setattr(rayloader.sharing.link, "Inbox", FakeInbox)
+    monkeypatch.setattr(FakeInbox, "interrupts", {})
     return SharedLoader(None, "numbers", 1).consumer(0)
 
 
@@ -72,12 +79,12 @@ def test_a_consumer_iterates_as_a_loader_does(consumer):
         pickle.dumps(consumer)
 
 
-@pytest.mark.parametrize("method", ["result", "call"])
+@pytest.mark.parametrize("method", ["next", "tell"])
 @pytest.mark.parametrize("calls", range(4))
 def test_an_interrupted_next_loses_and_repeats_nothing(consumer, method, calls):
     batches = iter(consumer)
     found = [next(batches)]
-    FakeLink.interrupts[method] = calls
+    FakeInbox.interrupts[method] = calls
     interrupted = 0
     while len(found) < len(BATCHES):
         try:
@@ -93,12 +100,12 @@ def test_the_producer_is_told_of_each_batch_when_it_is_taken(consumer):
     batches = iter(consumer)
     for taken in range(1, 6):
         next(batches)
-        assert consumer._link.taken[-1] == taken
+        assert consumer._inbox.taken[-1] == taken
 
 
 def test_batches_are_asked_for_as_soon_as_an_epoch_begins(consumer):
     iter(consumer)
-    assert consumer._link.taken == [0, 0, 0]
+    assert consumer._inbox.taken == [0]
 
 
 class FakeProducer:
@@ -116,14 +123,14 @@ def wait_for(calls, count, timeout):
 
 @pytest.fixture
 def link(monkeypatch):
-    """As if Ray ran; the third batch is long in coming."""
+    """As if Ray ran; the state is long in coming."""
     monkeypatch.setattr(rayloader.sharing.link, "wait_for", wait_for)
     for name in ("ensure", "current"):
         monkeypatch.setattr(rayloader.sharing.link.session, name, lambda: ("session", "job"))
-    connection = Connection("share", 1, 2, 0, 0, 5, True, False, "", None)
+    connection = Connection("share", 1, 2, 0, 0, 5, False, "", None)
     producer = FakeProducer(
-        connect=[Reply(Kind.DONE, connection)],
-        take=[NONE_YET, NONE_YET, Reply(Kind.END)],
+        connect=[connection],
+        state=[NONE_YET, NONE_YET, "state"],
         held_up_by=[[1, 3], []],
     )
     return Link(producer, "numbers", 0)
@@ -132,7 +139,7 @@ def link(monkeypatch):
 def test_who_waits_long_is_told_for_whom(link, caplog):
     """And not told where it waits for the dataset."""
     with caplog.at_level(logging.WARNING, "rayloader"):
-        assert link.result(link.call("take", 0, 0, 0)).kind is Kind.END
+        assert link.ask("state", 0, 0) == "state"
     (said,) = caplog.messages
     assert "consumer 0 of the share 'numbers' has waited for 60 s: consumer(s) 1, 3 must first take" in said
 
@@ -140,7 +147,14 @@ def test_who_waits_long_is_told_for_whom(link, caplog):
 def test_after_the_shutdown_of_ray_it_is_not_called(link, monkeypatch):
     monkeypatch.setattr(rayloader.sharing.link.session, "current", lambda: None)
     with pytest.raises(RaySessionError, match="Ray was shut down while the share 'numbers' was read"):
-        link.call("take", 0, 0, 0)
+        link.call("state", 0, 0)
+
+
+def test_where_rays_connections_are_encrypted_nothing_is_shared(monkeypatch):
+    monkeypatch.setattr(rayloader.sharing.link.session, "ensure", lambda: ("session", "job"))
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with pytest.raises(RaySessionError, match="Ray's TLS"):
+        shared("numbers", 0)
 
 
 @pytest.mark.usefixtures("link")
@@ -162,7 +176,7 @@ def test_shutdown_ends_the_shares_of_this_process(monkeypatch):
     monkeypatch.setattr(rayloader.sharing.link, "_owned", [("session", "a"), ("earlier", "b"), ("session", "c")])
     monkeypatch.setattr(rayloader.sharing.link.session, "current", lambda: "session")
     monkeypatch.setattr(rayloader.sharing.link.ray, "kill", ended.append)
-    rayloader.sharing.link.end_all()
+    rayloader.sharing.link.close_all()
     assert ended == ["a", "c"]  # never what belongs to a Ray that is gone
     assert rayloader.sharing.link._owned == []
 

@@ -21,11 +21,9 @@ import torch
 from rayloader import DataLoader, LoaderStats
 from rayloader.epoch.local import _nbytes
 from rayloader.observe import recorder
-from rayloader.observe.histogram import Histogram, Series, Work
+from rayloader.observe.histogram import Histogram, Series, Work, pack
 from rayloader.observe.recorder import FOLD, SLOWEST, Recorder, Tally
-from rayloader.observe.spent import pack
-from rayloader.observe.stats import Period, SlowBatch, Times, WorkerStats
-from rayloader.observe.verdict import ENOUGH_BATCHES, verdict
+from rayloader.observe.stats import ENOUGH_BATCHES, Period, SlowBatch, Times, WorkerStats, verdict
 
 
 @pytest.fixture

@@ -40,7 +40,6 @@ class RayParams:
 
 _raylet = SimpleNamespace()
 services = SimpleNamespace(start_api_server=None, start_raylet=None, start_ray_process=os.getpid)
-services.determine_plasma_store_config = os.getpid
 _private = SimpleNamespace(parameter=SimpleNamespace(RayParams=RayParams), services=services)
 
 def shutdown():

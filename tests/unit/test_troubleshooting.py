@@ -132,7 +132,7 @@ class Stream(IterableDataset[int]):
 
 
 def warned() -> None:
-    rayloader.loader._warned_about_multiprocessing_context = False
+    rayloader.loader._warn_about_multiprocessing_context.cache_clear()
     DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")
 
 
@@ -324,7 +324,8 @@ TESTS = {
         "test_an_epoch_that_is_broken_off_is_over_for_who_does_it_and_for_all_if_all_do": ["this iterator is of epoch"],
         "test_set_epoch_reaches_the_sampler_and_must_be_one_number": ["set_epoch("],
         "test_a_forked_child_cannot_read_on": ["a consumer of the share"],
-        "test_where_there_can_be_no_line_batches_come_by_calls_with_a_warning": ["rayloader: batches of the share"],
+        "test_where_there_can_be_no_line_an_error_says_so": ["the producer of the share ... cannot connect"],
+        "test_references_to_rays_objects_are_an_error_in_place_of_their_batch": ["a batch of a shared loader must not"],
         "test_all_go_on_from_a_state_of_one": [
             "the state is of batch",
             "the state is of another share",
@@ -446,6 +447,7 @@ TESTS = {
         "test_a_producer_that_takes_long_to_start_is_told": ["rayloader: the producer of the share ... has not"],
         "test_who_waits_long_is_told_for_whom": ["rayloader: consumer ... has waited"],
         "test_after_the_shutdown_of_ray_it_is_not_called": ["Ray was shut down while the share"],
+        "test_where_rays_connections_are_encrypted_nothing_is_shared": ["the batches of a share travel over"],
     },
     "unit/test_sqlite_handle.py": {
         "test_what_might_give_other_values_is_refused": [
@@ -468,7 +470,7 @@ TESTS = {
         "test_a_line_that_ends_again_and_again_is_an_error": [
             "the connection to the producer of a share has ended again"
         ],
-        "test_where_there_can_be_no_other_line_is_said": ["the connection to the producer of a share is lost"],
+        "test_where_there_can_be_no_other_line_is_said": ["the producer of the share ... cannot connect"],
     },
     "unit/test_snapshot.py": {
         "test_a_dataset_with_other_generators_is_refused": ["the snapshot is of"],

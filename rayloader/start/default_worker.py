@@ -1,7 +1,7 @@
 """The program that Ray starts for each worker process: asks the fork server for a fork, or becomes the worker itself.
 
 It has the name of Ray's own script, by which Ray's tools recognize its processes. It is run by path and needs only the
-standard library. See NOTE [fork server] in owner.py.
+standard library. See NOTE [fork server] in fork_server.py.
 """
 
 import json

@@ -1,11 +1,11 @@
 """The fork server: imports the workers' modules, and forks a worker for each `default_worker.py` that asks.
 
-    python rayloader/start/forkserver/server.py DESCRIPTOR OWNER [VARIABLE ...]
+    python rayloader/start/forking.py DESCRIPTOR OWNER [VARIABLE ...]
 
 DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. VARIABLEs are
 environment variables for this process alone. It runs no thread of its own and keeps nothing but its connections. It
 reports to its standard output which forks it has made, and how they have ended. It is run by path: see NOTE
-[fork server] in owner.py.
+[fork server] in fork_server.py.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ LENGTH = struct.Struct("<Q")
 REPORT = struct.Struct("2i")  # pid of a fork, and how it has ended, as `os.waitpid` says; or that it was made:
 MADE = -1
 PR_SET_PDEATHSIG = 1
+ROOT = str(Path(__file__).parents[2])  # what `import rayloader` needs
 # These differ from one worker of a Ray to the next, and are read only while a worker runs.
 OF_ONE_WORKER = {"RAY_JOB_ID", "SPT_NOENV", "PWD", "OLDPWD", "SHLVL", "_"}
 
@@ -255,15 +256,13 @@ def rays_script() -> Path:
 
 def import_the_rest() -> None:
     """Imports the rest of the workers' modules: those that depend on which Ray they belong to."""
-    root = str(Path(__file__).parents[3])
-    sys.path[0] = root  # as when it is run by path, even if nothing is installed
     import rayloader.host.process  # noqa: F401
 
     with contextlib.suppress(Exception):  # Ray's private code, which may change
         serialization_addons = importlib.import_module("ray.util.serialization_addons")
         serialization_addons.apply(NoContext())
     # As if Ray's script had been run. Ray has inserted a folder of its own before it.
-    sys.path[sys.path.index(root)] = str(rays_script().parent)
+    sys.path[sys.path.index(ROOT)] = str(rays_script().parent)
     gc.collect()
     gc.freeze()  # a garbage collection in a worker would write to all of these pages
 
@@ -281,6 +280,7 @@ def main() -> Request:
     reports = os.dup(1)
     os.set_blocking(reports, False)
     os.dup2(0, 1)  # what is imported may print
+    sys.path[0] = ROOT  # instead of this folder: rayloader is found even if it is not installed
     import torch  # noqa: F401
 
     return Server(listener, reports).serve()

@@ -1,6 +1,6 @@
 """The keeper of a Ray: starts it, sends its address to each process that connects, and ends it after the last one.
 
-    python rayloader/start/keeper DESCRIPTOR SETTINGS
+    python rayloader/start/keeper.py DESCRIPTOR SETTINGS
 
 DESCRIPTOR is a listening local socket in whose queue the first process already waits; SETTINGS are the arguments of
 `ray.init`, as JSON. Each process is sent one line of JSON, {"address": ...} or {"error": ...}, and counts until its
@@ -28,12 +28,14 @@ CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 def keep(listener: socket.socket, settings: dict[str, Any]) -> None:
     """Holds a Ray for the processes that connect."""
     listener.setblocking(False)
+    with contextlib.suppress(ValueError):  # where it was run by path, Ray must not import what lies beside it
+        sys.path.remove(str(Path(__file__).parent))
     try:
         import ray
 
-        owner = import_owner()
-        fork_server = owner.ForkServer()
-        owner.start_ray(ray, fork_server, settings)
+        starting = import_fork_server()
+        server = starting.ForkServer()
+        starting.start_ray(ray, server, settings)
     except BaseException as error:  # any error: it is raised in the process that asked for Ray
         disappointed = let_in(listener)
         listener.close()  # a process that tries again finds no trace of this Ray
@@ -43,16 +45,16 @@ def keep(listener: socket.socket, settings: dict[str, Any]) -> None:
     serve(listener, {"address": ray.get_runtime_context().gcs_address})
     listener.close()
     ray.shutdown()
-    fork_server.close()
+    server.close()
 
 
-def import_owner() -> ModuleType:
+def import_fork_server() -> ModuleType:
     """The module that starts a Ray."""
     package = sys.modules["rayloader"] = ModuleType("rayloader")
-    package.__path__ = [str(Path(__file__).parents[2])]
-    from rayloader.start.forkserver import owner
+    package.__path__ = [str(Path(__file__).parents[1])]
+    from rayloader.start import fork_server
 
-    return owner
+    return fork_server
 
 
 def serve(listener: socket.socket, answer: dict[str, str]) -> None:

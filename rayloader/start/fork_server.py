@@ -41,7 +41,8 @@ from types import ModuleType
 from typing import IO, Any
 
 from rayloader._compat_ray import own_start
-from rayloader.start.forkserver.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
+from rayloader.errors import RaySessionError
+from rayloader.start.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
 from rayloader.transport.line import LineError
 from rayloader.transport.local_line import LocalSocket, listen
 
@@ -53,7 +54,7 @@ BACKLOG = 512
 REPORT_PATIENCE_S = 1.0
 AT_ONCE = 512
 
-# As in server.py, which imports nothing of the package so early.
+# As in forking.py, which imports nothing of the package so early.
 REPORT = struct.Struct("2i")
 MADE = -1
 
@@ -66,8 +67,18 @@ os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release,
 
 
 def start_ray(ray: ModuleType, server: ForkServer, options: dict[str, Any]) -> None:
-    """Starts a Ray whose worker processes are forks of the server's; `options` are the arguments of `ray.init`."""
+    """Starts a Ray whose worker processes are forks of the server's; `options` are the arguments of `ray.init`.
+
+    Raises:
+        RaySessionError: the folder of its object store cannot be written to. Ray would wait for its start for minutes.
+    """
     try:
+        folder = options.get("_plasma_directory") or "/dev/shm"
+        if sys.platform == "linux" and not os.access(folder, os.W_OK | os.X_OK):
+            raise RaySessionError(
+                f"Ray keeps its objects in {folder}, where this program may not write; mount it so that it may, or "
+                'name another folder, at some cost of speed: rayloader.init(_plasma_directory="/tmp")'
+            )
         with (
             with_variables(server.environment),
             own_start(
@@ -128,7 +139,7 @@ class ForkServer:
             alone = {} if is_hash_seed_chosen() else HASH_SEED
             with _starting:
                 self._process = subprocess.Popen(
-                    [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(os.getpid()), *alone],
+                    [sys.executable, str(HERE / "forking.py"), str(listener.fileno()), str(os.getpid()), *alone],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,  # its reports
                     stderr=self._errors,
