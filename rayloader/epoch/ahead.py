@@ -20,8 +20,8 @@ import torch
 
 from rayloader import fetching
 from rayloader._compat import ExceptionWrapper
-from rayloader.bell import TICK_S, Bell, DaemonThread
 from rayloader.epoch.schedule import Schedule
+from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import lanes
@@ -205,7 +205,7 @@ def opened(task: Task, result: Result) -> Any:
         return lanes.from_wire(result.wire)
     except Exception:  # the user's own unpickling may raise anything, and so may a signal handler here
         if threading.current_thread() is threading.main_thread() and _opens(result.wire):
-            raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in bell.py
+            raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in interrupts.py
         if result.kind == ResultKind.ERROR:
             return _RemoteError(result.text)
         return ExceptionWrapper(where=f"unpickling a batch of DataLoader worker process {task.worker_id}")

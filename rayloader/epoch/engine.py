@@ -1,7 +1,7 @@
 """The engine of one epoch: the one place where the schedule meets I/O.
 
 Promise: what happens goes into the schedule as events, and its commands are carried out, under one lock (see
-NOTE [interrupts] in bell.py). The user's thread draws from the sampler when torch's would, gives tasks, replaces
+NOTE [interrupts] in interrupts.py). The user's thread draws from the sampler when torch's would, gives tasks, replaces
 workers, and receives. Where batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come
 through Ray's object store, or large ones over the network, it receives, and copies them into memory that the user may
 write to (ahead.py). `close` drops all work in progress.
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayloader import fetching
-from rayloader.bell import Changes, change, interrupted
 from rayloader.epoch.ahead import AheadThread, Preparation, opened
 from rayloader.epoch.draws import Draws
 from rayloader.epoch.messages import (
@@ -58,6 +57,7 @@ from rayloader.epoch.reports import (
 )
 from rayloader.epoch.schedule import Schedule
 from rayloader.errors import RaySessionError, SkipLimitError, WorkerDiedError
+from rayloader.interrupts import Changes, change, interrupted
 from rayloader.observe.histogram import Spent
 from rayloader.observe.recorder import Tally
 from rayloader.observe.stats import SlowBatch

@@ -407,7 +407,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             shorten(error, is_users or isinstance(error, (RayloaderError, KeyboardInterrupt)))
             raise
         self._task = task.data = None
-        self.position.handed = task  # and nothing may be called after it: see NOTE [interrupts] in bell.py
+        self.position.handed = task  # and nothing may be called after it: see NOTE [interrupts] in interrupts.py
         return data
 
     def _next_data(self) -> Any:

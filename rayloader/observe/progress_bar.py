@@ -76,7 +76,7 @@ class _Bar(Iterator[_T_co]):
                 self._bar.update()
             self._begun = True
             self._bar.set_postfix_str(_said(self._loader), refresh=False)
-            # Nothing may be called after this, and `next()` would be: see NOTE [interrupts] in bell.py.
+            # Nothing may be called after this, and `next()` would be: see NOTE [interrupts] in interrupts.py.
             return self._iterator.__next__()
         except BaseException:  # the last batch, an error or Ctrl-C: the bar ends with the loop
             self._bar.close()

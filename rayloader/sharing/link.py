@@ -24,10 +24,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayloader.bell import TICK_S, Waker
 from rayloader.epoch.ahead import COPIED_AHEAD_BYTES, AheadThread
 from rayloader.errors import RaySessionError, ShareError, add_note
 from rayloader.inherit.process_state import ProcessState
+from rayloader.interrupts import TICK_S, Waker
 from rayloader.protocol import CARRY
 from rayloader.random.generators import RECORDED
 from rayloader.random.random_state import RandomState

@@ -42,8 +42,8 @@ import ray
 import ray.util.client
 
 from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connection_of, give_own_random
-from rayloader.bell import Bell, DaemonThread
 from rayloader.errors import RaySessionError
+from rayloader.interrupts import Bell, DaemonThread
 from rayloader.start import torchrun
 from rayloader.start.fork_server import ForkServer, start_ray, with_variables
 from rayloader.start.signals import SignalHandlers

@@ -34,7 +34,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rayloader.bell import Bell, DaemonThread
+from rayloader.interrupts import Bell, DaemonThread
 from rayloader.transport.line import Line, LineError, LineSocket, ListeningLine
 
 MAGIC = b"rayloader line 1"

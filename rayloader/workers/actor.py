@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader._compat_ray import has_process, on_completed
-from rayloader.bell import Bell
+from rayloader.interrupts import Bell
 from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.resume.snapshot import WorkerState

@@ -33,7 +33,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from typing_extensions import override
 
 from rayloader._compat_ray import on_completed, said_of_end
-from rayloader.bell import Waker
+from rayloader.interrupts import Waker
 from rayloader.protocol import Down, Served, Up
 from rayloader.resume.journal import Resumed
 from rayloader.start import session

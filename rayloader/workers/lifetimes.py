@@ -34,7 +34,7 @@ import ray
 from ray.exceptions import RayError
 
 from rayloader._compat_ray import on_completed
-from rayloader.bell import TICK_S, Bell, DaemonThread
+from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.start import session
 from rayloader.workers.actor import NONE_YET, Actor, ActorState, Lease, RayAnswer, wait_for
 

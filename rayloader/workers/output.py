@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 
-from rayloader.bell import Bell, DaemonThread
+from rayloader.interrupts import Bell, DaemonThread
 from rayloader.transport.line import NO_ROOM, Line, LineError, Message, turn_away, unpacked
 from rayloader.transport.local_line import (
     STANDARD_STREAMS,

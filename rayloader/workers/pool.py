@@ -34,9 +34,9 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader._compat_ray import draining_nodes, leave_out_deaths
-from rayloader.bell import TICK_S, Bell, DaemonThread
 from rayloader.errors import RaySessionError, WorkerStartError, add_note
 from rayloader.host.process import WorkerProcess
+from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.observe.metrics import Metrics
 from rayloader.start import session
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError

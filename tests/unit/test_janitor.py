@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from handlers import interrupted
-from rayloader import bell
+from rayloader import interrupts
 from rayloader.workers import lifetimes as module
 from rayloader.workers.lifetimes import Janitor
 
-FILES = {threading.__file__, bell.__file__, module.__file__}
+FILES = {threading.__file__, interrupts.__file__, module.__file__}
 HANG_LIMIT = 60.0  # seconds; on expiry the test fails
 
 
@@ -53,8 +53,8 @@ def test_an_interrupt_at_any_moment_hangs_nobody_and_leaves_no_second_thread(met
 
 def test_an_interrupted_join_may_be_called_again():
     for number in itertools.count():
-        go = bell.Bell()
-        thread = bell.DaemonThread(functools.partial(go.wait, HANG_LIMIT), "waits")
+        go = interrupts.Bell()
+        thread = interrupts.DaemonThread(functools.partial(go.wait, HANG_LIMIT), "waits")
         thread.start()
         assert thread.is_alive()
         go.ring()
@@ -69,7 +69,7 @@ def test_an_interrupted_join_may_be_called_again():
 
 def test_a_thread_does_its_work_once_however_often_it_is_started():
     done = []
-    thread = bell.DaemonThread(lambda: done.append(threading.current_thread()), "works")
+    thread = interrupts.DaemonThread(lambda: done.append(threading.current_thread()), "works")
     thread.join()  # does not wait for what has not begun
     for _ in range(3):
         thread.start()
@@ -79,8 +79,8 @@ def test_a_thread_does_its_work_once_however_often_it_is_started():
 
 
 def test_a_join_with_a_timeout_ends_while_the_thread_works():
-    go = bell.Bell()
-    thread = bell.DaemonThread(functools.partial(go.wait, HANG_LIMIT), "waits")
+    go = interrupts.Bell()
+    thread = interrupts.DaemonThread(functools.partial(go.wait, HANG_LIMIT), "waits")
     thread.start()
     thread.join(0.01)
     assert thread.is_alive()
@@ -90,7 +90,7 @@ def test_a_join_with_a_timeout_ends_while_the_thread_works():
 
 
 def test_a_thread_that_was_given_up_in_time_never_begins():
-    thread = bell.DaemonThread(pytest.fail, "works")
+    thread = interrupts.DaemonThread(pytest.fail, "works")
     assert thread.give_up()
     thread._start_here()  # as after an interrupt, of whom had called for it
     thread.start()
@@ -105,7 +105,7 @@ def test_a_thread_that_cannot_be_started_says_so_and_may_be_started_later(monkey
         raise RuntimeError("can't start new thread")
 
     done = []
-    thread = bell.DaemonThread(lambda: done.append(1), "works")
+    thread = interrupts.DaemonThread(lambda: done.append(1), "works")
     with monkeypatch.context() as patched:
         patched.setattr(threading, "_start_new_thread", refuse)
         for _ in range(2):

@@ -16,7 +16,7 @@ import ray
 
 import rayloader
 from handlers import interrupted
-from rayloader import RaySessionError, bell
+from rayloader import RaySessionError, interrupts
 from rayloader._compat_ray import own_start
 from rayloader.start import fork_server, session
 
@@ -72,7 +72,7 @@ def test_whoever_is_interrupted_while_ray_starts_it_is_started_by_the_thread_tha
         known.append(self is session._starter)
         raise Failed
 
-    files = {threading.__file__, bell.__file__, session.__file__}
+    files = {threading.__file__, interrupts.__file__, session.__file__}
     monkeypatch.setattr(session._Starter, "_init", begin)
     monkeypatch.setattr(session, "current", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
