@@ -83,6 +83,8 @@ class Hosting:
         """This process hosts the worker from now on, and it is the active one."""
         self.remove(worker_id)
         self._switch_to(None)
+        for other in list(self._workers.values())[:1]:
+            other.rewind_modules()
         self._at_work = self._workers[worker_id] = worker
 
     def remove(self, worker_id: int) -> None:

@@ -36,6 +36,7 @@ from rayloader.host.output import WorkerOutput
 from rayloader.inherit.process_state import Baseline
 from rayloader.observe.histogram import pack
 from rayloader.protocol import CARRY, ENDS, Replica, Result, ResultKind, Setup, Source
+from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators, noting
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
 from rayloader.replica import unpicklable
@@ -107,10 +108,11 @@ class HostedWorker:
         self._digest = 0
         self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
-        self._parked: RandomState | None = None
+        self._generators = Generators({}, [])
+        self._parked: tuple[RandomState, list[tuple[Any, Any]]] | None = None
         self._worker_info: Any = None
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
-        self._recorder = SnapshotTaker(None, Generators({}, []), RandomState.capture([]))
+        self._recorder = SnapshotTaker(None, self._generators, RandomState.capture([]))
         self._left: deque[BuildOrder] = deque()  # not begun, oldest first
         self._rewind: Rewind | None = None
         # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
@@ -129,7 +131,7 @@ class HostedWorker:
             output.settle()
             names = "dataset", "collate_fn", "worker_init_fn"
             replica = {name: getattr(loaded, name) for name in names}
-            generators = Generators(replica, noted)
+            self._generators = Generators(replica, noted)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             adopt_collate_fn_map(loaded.collate_fn_map)
             self._seed()
@@ -137,9 +139,9 @@ class HostedWorker:
             if loaded.worker_init_fn is not None:
                 loaded.worker_init_fn(self._setup.worker_id)
             _compat_datasets.begins(self._dataset)
-            self._recorder = SnapshotTaker(self._dataset, generators, seeded)
+            self._recorder = SnapshotTaker(self._dataset, self._generators, seeded)
             if self._setup.max_undone:
-                self._rewind = Rewind(self._setup.max_undone, generators.given)
+                self._rewind = Rewind(self._setup.max_undone, self._generators.given)
             if state is None:
                 self._create_fetcher()
             else:
@@ -272,13 +274,20 @@ class HostedWorker:
 
     def park(self) -> None:
         """Another worker of this process becomes active."""
-        self._parked = RandomState.capture([])
+        self._parked = RandomState.capture([]), self._generators.of_modules()
 
     def unpark(self) -> None:
         """This worker becomes active again."""
         assert self._parked is not None
-        self._parked.restore([])
+        random, of_modules = self._parked
+        random.restore([])
+        for generator, state in of_modules:
+            set_state(generator, state)
         self._tell_who_reads()
+
+    def rewind_modules(self) -> None:
+        """Another worker begins in this process: for it the generators of modules are as they were at the start."""
+        self._generators.rewind_modules()
 
     def resume(self, resumed: Resumed) -> WorkerState:
         """Begins a new epoch over the same dataset; as in torch's persistent workers nothing is seeded again.

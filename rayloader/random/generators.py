@@ -179,7 +179,8 @@ class Generators:
         self._at: dict[Path, Any] = {}  # those of the last look
         # In another process those of modules are like that too: as the driver has them, or as imports create them.
         of_modules = [one for one in self._others() if _is_global(one)]
-        self._at_start = {id(one.generator): (one.generator, _picture(one)) for one in of_modules}
+        self._at_start = {id(one.generator): (one.generator, _picture(one.generator)) for one in of_modules}
+        self._put_back: set[int] = set()  # of modules, and in another state than at the start
 
     def _others(self) -> list[Found]:
         """Those that are not given."""
@@ -194,8 +195,19 @@ class Generators:
         return tuple(one._replace(lasts=renewed.isdisjoint(one.paths)) for one in places)
 
     def _is_as_at_start(self, found: Found) -> bool:
-        _, picture = self._at_start.get(id(found.generator), (None, None))
-        return picture is not None and picture == _picture(found)
+        if (number := id(found.generator)) in self._put_back:
+            return False
+        _, picture = self._at_start.get(number, (None, None))
+        return picture is not None and picture == _picture(found.generator)
+
+    def of_modules(self) -> list[tuple[Any, Any]]:
+        """The generators that modules had at the start, and their states: all workers of a process have the same."""
+        return [(generator, state_of(generator)) for generator, _ in self._at_start.values()]
+
+    def rewind_modules(self) -> None:
+        """Sets those to their states at the start, for another worker of this process."""
+        for generator, picture in self._at_start.values():
+            set_state(generator, pickle.loads(picture))
 
     def put_back(self, later: tuple[Located, ...]) -> None:
         """Restores the states that the later ones had in another process.
@@ -208,7 +220,7 @@ class Generators:
         self._at = {}
         for one in later:
             generator, failed = place(one, self._replica, given)
-            self._at_start.pop(id(generator), None)
+            self._put_back.add(id(generator))
             self._at.update(dict.fromkeys(one.paths, generator))
             # Otherwise it may be created again for each sample, so that nothing depends on its state.
             if one.lasts and len(failed) == len(one.paths):
@@ -224,9 +236,9 @@ def _is_global(found: Found) -> bool:
     return all(path[0][0] == "module" for path in found.paths)
 
 
-def _picture(found: Found) -> bytes:
+def _picture(generator: Any) -> bytes:
     """Its state, to be compared."""
-    return pickle.dumps(state_of(found.generator))
+    return pickle.dumps(state_of(generator))
 
 
 class Placed:

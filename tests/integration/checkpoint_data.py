@@ -57,6 +57,16 @@ class Indices(Sized):
         return index
 
 
+of_the_module = random.Random(5)
+
+
+class OfTheModule(Sized):
+    """Draws from a generator of its module, which all workers of a process share."""
+
+    def __getitem__(self, index):
+        return index, of_the_module.random()
+
+
 class Augmented(Sized):
     def __getitem__(self, index):
         info = get_worker_info()

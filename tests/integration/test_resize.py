@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 CASES = {
     "map": lambda: {"dataset": data.Augmented(60), "shuffle": True},
     "map with generators of its own": lambda: {"dataset": data.OwnGenerators()},
+    "map with a generator of its module": lambda: {"dataset": data.OfTheModule(60)},
     "stateful map": lambda: {"dataset": data.Counting()},
     "stream": lambda: {"dataset": data.Shuffled()},
     "stateful stream": lambda: {"dataset": data.StatefulStream()},

@@ -131,6 +131,9 @@ class Hosted:
     def park(self):
         pass
 
+    def rewind_modules(self):
+        pass
+
 
 def test_a_worker_that_moves_away_or_starts_again_ends_its_iterator_and_not_its_dataset(notes):
     hosting = Hosting(None)
