@@ -36,7 +36,7 @@ from rayloader._compat import (
 )
 from rayloader.data.shard_info import ranks_told
 from rayloader.epoch.depth import MAX_DEPTH, Pace
-from rayloader.epoch.draw_ahead import DrawAhead, may_draw_ahead, start
+from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from rayloader import DataLoader
-from rayloader.epoch.draw_ahead import may_draw_ahead, start
+from rayloader.epoch.draws import may_draw_ahead, start
 from rayloader.options import AutomaticPrefetch
 
 DATA = list(range(10))

@@ -18,7 +18,7 @@ from rayloader._compat import ExceptionWrapper
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch import reports
 from rayloader.epoch.depth import Pace
-from rayloader.epoch.draw_ahead import start
+from rayloader.epoch.draws import start
 from rayloader.epoch.engine import HELD_BACK, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, TICK_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
 from rayloader.errors import RaySessionError

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
 from rayloader import DataLoader
-from rayloader.epoch.draw_ahead import may_draw_ahead
+from rayloader.epoch.draws import may_draw_ahead
 from rayloader.loader import WorkerCount
 from rayloader.resume.ranks import Shard
 
