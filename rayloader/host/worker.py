@@ -246,8 +246,10 @@ class HostedWorker:
         self._end_is_told = self._exhausted
         if begins:
             self._replayed = self._to_replay = 0
-        due = ends or begins or self._recorder.is_due
-        return tuple(self.snapshot()) if due else None
+        if not (ends or begins or self._recorder.is_due):
+            return None
+        state = self._recorder.snapshot_unless_new(self._iterator, waits=not ends, **self._progress())
+        return None if state is None else tuple(state)
 
     def end(self) -> None:
         """Drops the iterator, which may have something to finish, as torch's worker does last."""

@@ -169,6 +169,7 @@ class Generators:
 
     Attributes:
         given: those of the replica.
+        found_new: whether the last look has found one where there was none.
     """
 
     def __init__(self, replica: dict[str, Any], noted: list[Any]) -> None:
@@ -177,6 +178,7 @@ class Generators:
         self._noted = noted  # keeps their identities
         self._known = {id(engine(generator)) for generator in noted}
         self._at: dict[Path, Any] = {}  # those of the last look
+        self.found_new = False
         # In another process those of modules are like that too: as the driver has them, or as imports create them.
         of_modules = [one for one in self._others() if _is_global(one)]
         self._at_start = {id(one.generator): (one.generator, _picture(one.generator)) for one in of_modules}
@@ -190,6 +192,7 @@ class Generators:
         """The current later ones, and those of modules that were drawn from since the start."""
         found = [one for one in self._others() if not (_is_global(one) and self._is_as_at_start(one))]
         before, self._at = self._at, {path: one.generator for one in found for path in one.paths}
+        self.found_new = not self._at.keys() <= before.keys()
         renewed = {path for path, generator in self._at.items() if before.get(path, generator) is not generator}
         places = located(found)
         return tuple(one._replace(lasts=renewed.isdisjoint(one.paths)) for one in places)

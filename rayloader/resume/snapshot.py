@@ -118,6 +118,7 @@ class SnapshotTaker:
         self._seeded = self._random = seeded._replace(located=())  # as last sent
         self._begin: RandomState | None = None  # not sent yet
         self._states: dict[str, bytes] = {}  # as last sent
+        self._waited = False  # whether the last snapshot was put off
         self._share = SHARE
         self._kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         self._cost = _dear.get(self._kind, 0.0)  # seconds that the last snapshot took
@@ -176,10 +177,20 @@ class SnapshotTaker:
 
     def snapshot(self, iterator: Any, **position: Any) -> WorkerState:
         """The current state, if it differs from the last one."""
+        state = self.snapshot_unless_new(iterator, waits=False, **position)
+        assert state is not None
+        return state
+
+    def snapshot_unless_new(self, iterator: Any, *, waits: bool, **position: Any) -> WorkerState | None:
+        """Like `snapshot`, but None, once, if there are new generators: after the next task it shows which last."""
         began, began_cpu = time.perf_counter(), time.thread_time()
         # A stream without state, which is read again from its start, recreates its generators.
         looks = iterator is None or has_state(iterator) or has_state(self._dataset)
-        before, self._random = self._random, self.capture(look=looks)
+        random = self.capture(look=looks)
+        self._waited = waits and looks and self._generators.found_new and not self._waited
+        if self._waited:
+            return None
+        before, self._random = self._random, random
         state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
         self._begin = None
         dataset = None if iterator is self._dataset else self._dataset

@@ -69,6 +69,20 @@ def test_a_dataset_that_cannot_tell_its_state_is_told_of():
     assert "ValueError: no state" in recorder(dataset).snapshot(None).error
 
 
+def test_one_that_meets_a_new_generator_is_put_off_once():
+    """After another task it shows whether that one lasts, or each sample has its own."""
+    dataset = types.SimpleNamespace()
+    told = recorder(dataset)
+    assert told.snapshot_unless_new(None, waits=True) is not None
+    dataset.late = random.Random(1)
+    assert told.snapshot_unless_new(None, waits=True) is None
+    state = told.snapshot_unless_new(None, waits=True)
+    assert state is not None
+    assert [one.lasts for one in state.random.located or ()] == [True]
+    dataset.later = random.Random(2)
+    assert told.snapshot_unless_new(None, waits=False) is not None
+
+
 def test_the_next_one_is_due_when_it_costs_its_share_of_the_work(monkeypatch):
     monkeypatch.setattr(snapshot, "_dear", {})
     told = recorder(Counts())
