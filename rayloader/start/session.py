@@ -63,8 +63,9 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_kill_child_processes_on_worker_exit": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_port_wait_time_s": "300",
-    # Ray gives up on a worker that takes longer to start, starts no other, and lets `ray.init()` wait for it forever.
-    "RAY_worker_register_timeout_seconds": "600",
+    # Ray starts workers before any is asked for, and the program waits for them. One that takes more than a minute, on a
+    # very busy machine, is given up, and no other is started: `ray.init()` would never return.
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 # Options of `ray.init` that each program that joins a Ray sets for itself; all others belong to that Ray.
