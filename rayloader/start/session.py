@@ -63,8 +63,8 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_kill_child_processes_on_worker_exit": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_port_wait_time_s": "300",
-    # Ray starts workers before any is asked for, and the program waits for them. One that takes more than a minute, on a
-    # very busy machine, is given up, and no other is started: `ray.init()` would never return.
+    # Ray starts workers before any is asked for, and the program waits for them. One that takes more than a minute, on
+    # a very busy machine, is given up, and no other is started: `ray.init()` would never return.
     "RAY_prestart_worker_first_driver": "0",
 }
 
