@@ -9,9 +9,8 @@ ticket, and the next message to the worker carries it back.
 - Nothing waits: without room `allocate`, `put` and `pack` return None and the caller takes another lane.
 - A slot that something in the worker still refers to is never the driver's: see NOTE [Final].
 - Nothing is visible in the file system; the kernel frees the file with its last user (memory_file.py). The file is
-  sparse: only pages that were touched take memory. After every `GIVE_BACK_AFTER` slots the worker gives back all that
-  is free by then, so that one large batch does not keep its memory; what is used again is touched again, once in so
-  many batches. When the worker has ended, all memory without a lease is given back.
+  sparse: only pages that were touched take memory. Memory that has been free for long is given back (NOTE [Cold
+  memory]), and so is all memory without a lease when the worker has ended.
 
 Driver: `Arena`; `freed`, `leased` and `close` are for one thread at a time, leases die in any. Worker: `ArenaWriter`,
 one thread. This module does not import Ray, and does not know what a batch is.
@@ -40,6 +39,10 @@ NOTE [Reuse]. A slot gets the place of a returned one of the same size, the one 
 still in the processor's cache. Sizes are rounded up by an eighth at most, so that batches that vary a little meet the
 same sizes again. If there is no such slot, all free slots are joined with their neighbours, and the new one is cut from
 the lowest stretch that fits: that touches no new page while an old one fits.
+
+NOTE [Cold memory]. A page costs memory once it was touched, even if its slot is free. Memory that no slot has
+covered while `COLD_AFTER` slots were taken is *cold*, and is given back to the system. It is counted in chunks. To give
+back all that is free would have each batch of the next ones touch its pages anew.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +64,8 @@ from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 PAGE = mmap.PAGESIZE
-GIVE_BACK_AFTER = 256  # slots
+COLD_AFTER = 256  # slots
+CHUNK = 1 << 20  # bytes
 # Small buffers lie side by side in their slot, at multiples of this.
 PACKED_ALIGN = 64
 _NEVER = -1
@@ -465,9 +469,9 @@ class ArenaWriter:
         self._last_ticket += 1
         taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, forks_begun)
         self._batch.append(self._last_ticket)
-        if self._last_ticket % GIVE_BACK_AFTER == 0:
+        if self._last_ticket % COLD_AFTER == 0:
             self._look_again()
-            for start, size in self._free.all_free():
+            for start, size in self._free.cold(other.slot[1:] for other in self._slots.values()):
                 self._mapping.give_back(start, size)
         return taken
 
@@ -517,7 +521,9 @@ class FreeSlots:
     def __init__(self, start: int, end: int) -> None:
         self._same_size: dict[int, list[int]] = {}  # starts of free slots by size, in the order of their return
         self._stretches = [(start, end)]  # the other free room: start, end, ascending
-        self._touched = start  # end of the highest slot so far
+        self._taken = 0  # slots so far
+        self._uses: dict[tuple[int, int], int] = {}  # since `cold` was called last: `_taken` by start and size
+        self._last_use = np.zeros(-(-end // CHUNK), np.int64)  # of each chunk: the value of `_taken`; 0: not touched
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Start and size of a slot of at least `nbytes` bytes, in whole pages; None if no stretch fits."""
@@ -526,17 +532,28 @@ class FreeSlots:
         start = starts.pop() if starts else self._cut(size)
         if start is None:
             return None
-        self._touched = max(self._touched, start + size)
-        return start, size
+        self._taken += 1
+        slot = start, size
+        self._uses[slot] = self._taken
+        return slot
 
     def put_back(self, start: int, size: int) -> None:
         """A slot, as returned by `take`, is free again."""
         self._same_size.setdefault(size, []).append(start)
 
-    def all_free(self) -> list[tuple[int, int]]:
-        """Start and size of the stretches that no slot covers, up to the highest byte that was ever in a slot."""
-        self._join()
-        return [(start, min(end, self._touched) - start) for start, end in self._stretches if start < self._touched]
+    def cold(self, in_use: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Start and size of memory that was touched and is cold, each only once.
+
+        Args:
+            in_use: start and size of all slots that were taken and not put back.
+        """
+        for (start, size), taken in (*self._uses.items(), *((slot, self._taken) for slot in in_use)):
+            last_use = self._last_use[start // CHUNK : -(-(start + size) // CHUNK)]
+            np.maximum(last_use, taken, out=last_use)
+        self._uses.clear()
+        cold = np.flatnonzero((self._last_use > 0) & (self._last_use <= self._taken - COLD_AFTER))
+        self._last_use[cold] = 0
+        return [(int(chunk) * CHUNK, CHUNK) for chunk in cold if chunk]  # not the first: its pages hold more than slots
 
     def _cut(self, size: int) -> int | None:
         if any(self._same_size.values()):

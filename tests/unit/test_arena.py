@@ -27,13 +27,12 @@ from hypothesis import strategies as st
 
 from rayloader.transport import arena as module
 from rayloader.transport import codec
-from rayloader.transport.arena import GIVE_BACK_AFTER, PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
+from rayloader.transport.arena import CHUNK, COLD_AFTER, PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
 from rayloader.transport.codec import no_collection
 from rayloader.transport.memory_file import MemoryFile
 
 ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 60.0
-CHUNK = 1 << 20
 NUMBERS = torch.arange(512)  # a page
 
 
@@ -722,12 +721,12 @@ def test_the_same_memory_serves_again_and_again():
     assert touched(pair.arena) <= 2 * 40_000 * 8
 
 
-def test_memory_that_stays_free_is_given_back():
+def test_memory_that_is_cold_is_given_back():
     pair = Pair(20_000)
     held = [pair.lend(torch.full((CHUNK // 8,), number)) for number in range(40)]
     assert touched(pair.arena) >= 40 * CHUNK
     del held[1:]
-    for _ in range(2 * GIVE_BACK_AFTER):
+    for _ in range(2 * COLD_AFTER):
         pair.lend()
         pair.done()
     assert touched(pair.arena) <= 5 * CHUNK
@@ -1077,13 +1076,25 @@ def test_slots_never_overlap_and_all_room_comes_back(steps):
     assert free.take(24 * PAGE) == (PAGE, 24 * PAGE)
 
 
-def test_all_that_is_free_and_was_touched_is_named():
-    free = FreeSlots(PAGE, 100 * PAGE)
-    assert free.all_free() == []
-    one, two, three = (free.take(2 * PAGE) for _ in range(3))
-    free.put_back(*one)
-    free.put_back(*three)
-    assert free.all_free() == [one, three]
-    free.put_back(*two)
-    assert free.all_free() == [(PAGE, 6 * PAGE)]
-    assert free.take(2 * PAGE) == one
+def test_memory_is_cold_when_nothing_has_covered_it_for_long():
+    free = FreeSlots(PAGE, 100 * CHUNK)
+    held = [free.take(CHUNK) for _ in range(20)]
+    for slot in held[3:]:
+        free.put_back(*slot)
+    assert free.cold(held[:3]) == []
+    for _ in range(COLD_AFTER):
+        free.put_back(*free.take(CHUNK))
+    cold = free.cold(held[:3])
+    extents = [range(start, start + size) for start, size in [*held[:3], held[-1]]]
+    assert all(start not in extent for start, _ in cold for extent in extents)
+    assert len(cold) >= 14
+    assert free.cold(held[:3]) == []
+
+
+def test_memory_that_is_in_use_is_never_cold():
+    free = FreeSlots(0, 10 * CHUNK)
+    used = [free.take(CHUNK // 2) for _ in range(9)]
+    for _ in range(3):
+        for _ in range(COLD_AFTER):
+            free.put_back(*free.take(PAGE))
+        assert free.cold(used) == []
