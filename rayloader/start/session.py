@@ -63,9 +63,6 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_kill_child_processes_on_worker_exit": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_port_wait_time_s": "300",
-    # Ray starts workers before any is asked for, and the program waits for them. One that takes more than a minute, on
-    # a very busy machine, is given up, and no other is started: `ray.init()` would never return.
-    "RAY_prestart_worker_first_driver": "0",
 }
 
 # Options of `ray.init` that each program that joins a Ray sets for itself; all others belong to that Ray.
@@ -85,6 +82,8 @@ START_TICK_S = 1.0
 # After this many seconds of waiting for Ray, a line in the log says so. On two cores Ray and the first workers take
 # five to eight.
 START_NOTICE_S = 10.0
+# After this many seconds an error: Ray waits for ever for its first workers if they need more than a minute.
+START_LIMIT_S = 600.0
 
 # Session and job; unique over time and clusters.
 SessionName = tuple[str, str]
@@ -200,9 +199,16 @@ class _Starter(DaemonThread):
         began, said = time.monotonic(), False
         while not self.done:
             self._bell.wait(START_TICK_S)
-            if not self.done and not said and time.monotonic() - began >= START_NOTICE_S:
+            waited = time.monotonic() - began
+            if not self.done and not said and waited >= START_NOTICE_S:
                 said = True
                 logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
+            if not self.done and waited >= START_LIMIT_S:
+                raise RaySessionError(
+                    f"Ray has not started on this machine within {START_LIMIT_S:.0f} s: on a very busy machine it may "
+                    "give up its own workers, and wait for them for ever. End this program and start it again, or run "
+                    "`ray start --head` before it and set RAY_ADDRESS=auto"
+                )
 
     def leave(self) -> None:
         """Ends this thread, whose Ray has been shut down."""

@@ -124,6 +124,27 @@ def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(monkeypatch):
     assert handler.told == ["rayloader: waiting for Ray, which is still starting after 0 s"]
 
 
+def test_a_start_of_ray_that_never_ends_is_an_error(monkeypatch):
+    ended = threading.Event()
+
+    def never(_):
+        ended.wait(HANG_LIMIT)
+        raise Failed
+
+    monkeypatch.setattr(session, "START_LIMIT_S", 0.0)
+    monkeypatch.setattr(session, "START_TICK_S", 0.01)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.setattr(session._Starter, "_init", never)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    try:
+        with pytest.raises(RaySessionError, match=r"has not started on this machine within 0 s.*`ray start --head`"):
+            session.ensure()
+    finally:
+        ended.set()
+        session._starter.join()
+
+
 def test_options_that_ray_refuses_are_named(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
     monkeypatch.setattr(session, "current", lambda: None)

@@ -420,6 +420,7 @@ TESTS = {
         "test_a_view_of_memory_is_refused": ["keep the object that"],
     },
     "unit/test_session.py": {
+        "test_a_start_of_ray_that_never_ends_is_an_error": ["Ray has not started on"],
         "test_a_folder_that_cannot_be_written_to_is_an_error_before_the_raylet_waits_for_it": ["Ray keeps its objects"],
         "test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do": [
             "Ray could not be started",
