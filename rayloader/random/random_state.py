@@ -98,8 +98,14 @@ class RandomState(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> RandomState:
-        """The inverse of `pack`; JSON has made lists of its tuples."""
+        """The inverse of `pack`; JSON has made lists of its tuples. Raises what setting the states would raise."""
         python, torch_, numpy, others, located = map(_unpack, packed)
+        if python is not None:
+            random.Random().setstate(python)
+        if torch_ is not None:
+            torch.Generator().set_state(_as_tensor(torch_))
+        if numpy is not None and numpy["bit_generator"] == "MT19937":
+            np.random.RandomState().set_state(numpy)
         numpy = None if numpy is None else (b"", numpy)
         return cls(python, torch_, numpy, others, None if located is None else tuple(Located(*one) for one in located))
 

@@ -8,9 +8,11 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from rayloader._compat_datasets import loading
@@ -93,18 +95,39 @@ def load(loader: Any, packed: Any) -> State:
         state = redealt(loader, samplers, [State.load(one) for one in packed])
     else:
         state = State.load(packed)
-    progress = _check(loader, samplers, state)
-    _check_workers(loader, state, loader.num_workers)
-    if loader.num_workers == 0 and state.process is not None:
-        restore(loader, state.process)
-    if state.is_between_epochs:
-        samplers.load_between_epochs(state.sampler.own)
-    else:
-        samplers.load(state.sampler.own)
-    samplers.restore(state.moment, progress)
+    with _as_saved():
+        progress = _check(loader, samplers, state)
+        _check_workers(loader, state, loader.num_workers)
+    before = RandomState.capture([])
+    try:
+        if loader.num_workers == 0 and state.process is not None:
+            restore(loader, state.process)
+        if state.is_between_epochs:
+            samplers.load_between_epochs(state.sampler.own)
+        else:
+            samplers.load(state.sampler.own)
+        with _as_saved():
+            samplers.restore(state.moment, progress)
+    except Exception:  # the user's own load_state_dict() may raise anything
+        before.restore([])
+        raise
     if state.is_between_epochs and state.sampler.asked and not state.sampler.tells:
         _warn_of_more(loader, samplers)
     return state
+
+
+@contextlib.contextmanager
+def _as_saved() -> Iterator[None]:
+    """Around what reads a state without code of the user's."""
+    try:
+        yield
+    except (StateError, Warning):  # a filter may make an error of a warning
+        raise
+    except Exception as error:  # depends on what is there instead
+        raise StateError(
+            f"the state is not what state_dict() gave, and can't be read ({type(error).__name__}: "
+            f"{error}); load it as it was saved, or an earlier state"
+        ) from error
 
 
 def goes_on(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPlace | None, int]:
@@ -267,9 +290,9 @@ def _warn_of_more(loader: Any, samplers: Samplers) -> None:
     if samplers.keep_more(loader.dataset, [] if loader.num_workers else generators_of(loader)):
         warnings.warn(
             f"the sampler ({samplers.name}) gives another order each time that it is asked, with the same random "
-            "generators, numbers, texts and booleans: what else its order depends on is not in the state, so the "
-            "next epoch may have another order than in the saved run; give the sampler state_dict() and "
-            "load_state_dict(), or set_epoch() by which it draws",
+            "generators, numbers, texts and booleans: what else its order depends on (or what __slots__ hold) is not "
+            "in the state, so the next epoch may have another order than in the saved run; give the sampler "
+            "state_dict() and load_state_dict(), or set_epoch() by which it draws",
             stacklevel=4,
         )
 
@@ -344,7 +367,8 @@ def restore(loader: Any, saved: Process) -> None:
     Raises:
         StateError: the dataset and `collate_fn` hold other generators than those that were saved.
     """
-    _check_generators(loader, saved.random)
-    restore_random(loader, saved.random)
+    with _as_saved():
+        _check_generators(loader, saved.random)
+        restore_random(loader, saved.random)
     with loading(loader.dataset):
         load_state(loader.dataset, saved.dataset)

@@ -388,11 +388,24 @@ def _each(form: _Form) -> _Form:
 
 def _record(kind: Any, **forms: _Form) -> _Form:
     """The fields in order: those named here in their forms, and the others as they are."""
-    ways = [forms.get(name, _PLAIN) for name in kind._fields]
+    ways = [forms.get(name) or _plain(kind, name) for name in kind._fields]
     return _Form(
         lambda record: tuple([form.pack(value) for form, value in zip(ways, record, strict=True)]),
         lambda packed: kind(*(form.unpack(value) for form, value in zip(ways, packed, strict=True))),
     )
+
+
+def _plain(kind: Any, name: str) -> _Form:
+    """A field that is packed as it is; a number, text or truth value must be one when it is unpacked."""
+    annotation = kind.__annotations__[name]
+    types = _SIMPLE.get(getattr(annotation, "__forward_arg__", annotation))
+
+    def unpack(packed: Any) -> Any:
+        if types is not None and type(packed) not in types:
+            raise TypeError(f"{kind.__name__}.{name} is {reprlib.repr(packed)}")
+        return packed
+
+    return _Form(lambda value: value, unpack)
 
 
 def _tuples(values: Any) -> Any:
@@ -425,7 +438,7 @@ def _unpack_entry(packed: tuple[Any, ...]) -> Task | Resumed:
 def _packed_place(place: SavedPlace, parts: Parts) -> dict[str, Any]:
     begin, stream = parts.part("begin", place.begin, _BEGIN.pack), None
     if (one := place.stream) is not None:
-        stream = parts.part("stream", one.begin, _RANDOM.pack), _OBJECT.pack(one.told), one.digest, one.ended
+        stream = parts.part("stream", one.begin, _maybe(_RANDOM).pack), _OBJECT.pack(one.told), one.digest, one.ended
     workers = [
         (parts.part(number, start, _WORKER_START.pack), remembers, replay)
         for number, (start, remembers, replay) in enumerate(place.workers)
@@ -436,13 +449,17 @@ def _packed_place(place: SavedPlace, parts: Parts) -> dict[str, Any]:
 def _unpacked_place(packed: dict[str, Any]) -> SavedPlace:
     begin, stream, workers, ahead, *counts = map(packed.__getitem__, SavedPlace._fields)
     if stream is not None:
-        stream = Stream(_RANDOM.unpack(stream[0]), _OBJECT.unpack(stream[1]), *stream[2:])
-    return SavedPlace(_BEGIN.unpack(begin), stream, tuple(map(_WORKER.unpack, workers)), tuple(ahead), *counts)
+        stream = Stream(_maybe(_RANDOM).unpack(stream[0]), _OBJECT.unpack(stream[1]), *stream[2:])
+    plain = [_plain(SavedPlace, name) for name in SavedPlace._fields[4:]]
+    counts = [form.unpack(count) for form, count in zip(plain, counts, strict=True)]
+    ahead = tuple(map(operator.index, ahead))
+    return SavedPlace(_BEGIN.unpack(begin), stream, tuple(map(_WORKER.unpack, workers)), ahead, *counts)
 
 
+_SIMPLE = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, type(None))}
 _PLAIN = _Form(*[lambda value: value] * 2)
 _OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
-_RANDOM = _maybe(_Form(RandomState.pack, RandomState.unpack))
+_RANDOM = _Form(RandomState.pack, RandomState.unpack)
 _ATTRIBUTES = _each(_Form(lambda simple: tuple(simple.items()), dict))
 _STAGES = _each(_Form(lambda stage: _tuples(stage.taken), lambda taken: Stage(_tuples(taken))))
 _FITS = _record(Fits)
@@ -457,7 +474,7 @@ _START = _record(
     drawing=_maybe(_MOMENT),
 )
 _BEGIN = _record(EpochBegin, starts=_each(_START), stages=_STAGES)
-_SNAPSHOT = _maybe(_record(WorkerState, random=_RANDOM, begin=_RANDOM, dataset=_OBJECT, iterator=_OBJECT))
+_SNAPSHOT = _maybe(_record(WorkerState, random=_RANDOM, begin=_maybe(_RANDOM), dataset=_OBJECT, iterator=_OBJECT))
 _BEFORE = _maybe(_record(Before, state=_SNAPSHOT, entries=_each(_Form(_pack_entry, _unpack_entry))))
 _WORKER_START = _record(WorkerStart, state=_SNAPSHOT, before=_BEFORE)
 _WORKER = _record(SavedWorker, start=_WORKER_START)

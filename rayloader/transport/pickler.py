@@ -340,7 +340,7 @@ class Pickler(ByValuePickler):
         return bulk.share_memory(self.groups.filled(), self.mapped, storages)
 
     def overlap(self) -> Overlap | None:
-        """For `Encoded.overlap`. Memory of a file is shared by everything that refers to it.
+        """For `Encoded.overlap`. Memory that stays a file's is shared by everything that refers to it.
 
         Raises:
             ValueError: an array was resized after it was pickled.
@@ -360,7 +360,7 @@ class Pickler(ByValuePickler):
         pairs = []
         for stretch in sorted(stretches, key=operator.itemgetter(0, 1)):
             low, high, _ = stretch
-            if low < min(high, farthest) and low not in cast("Mappings", self.mapped):
+            if low < min(high, farthest) and not cast("Mappings", self.mapped).stays_shared(low):
                 pairs.append((before, stretch))
             if high > farthest:
                 farthest, before = high, stretch

@@ -1,5 +1,6 @@
 """What a state holds and whom it fits: samplers of every kind, its size, and loaders that refuse it."""
 
+import copy
 import functools
 import json
 import random
@@ -331,6 +332,82 @@ def test_what_a_dataset_tells_has_no_cycle_and_is_not_too_deep(tell, workers):
         next(iterator)
     with pytest.raises(StateError, match=r"must not hold itself, nor be nested more than 100 levels deep"):
         loader.state_dict()
+
+
+DAMAGED = {
+    "map-style": lambda: {"dataset": data.Augmented(), "shuffle": True},
+    "iterable": lambda: {"dataset": data.Shuffled()},
+    "iterable with a state": lambda: {"dataset": data.StatefulStream()},
+    "without workers": lambda: {"dataset": data.OwnGenerators(), "shuffle": True, "num_workers": 0},
+    "seeded by batch": lambda: {"dataset": data.Noise(), "shuffle": True, "seeding": "batch"},
+    "distributed": lambda: {"dataset": data.Noise(), "sampler": DistributedSampler(INDICES, 2, 1), "shuffle": None},
+}
+LOST, MORE = object(), object()
+
+
+def with_lists(part):
+    """The same with lists for tuples, as some file formats have it."""
+    if isinstance(part, dict):
+        return {key: with_lists(inner) for key, inner in part.items()}
+    return [*map(with_lists, part)] if isinstance(part, (list, tuple)) else part
+
+
+def places(part, way=()):
+    """The way to each thing that a state holds."""
+    entries = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    for key, inner in entries:
+        yield (*way, key)
+        yield from places(inner, (*way, key))
+
+
+def damaged(state, way, value):
+    """The state with another value at a place; None if it has that already."""
+    state = copy.deepcopy(state)
+    holder = state
+    for key in way[:-1]:
+        holder = holder[key]
+    held = holder[way[-1]]
+    if value is LOST:
+        del holder[way[-1]]
+    elif value is not MORE:
+        holder[way[-1]] = value
+        return None if type(held) is type(value) and held == value else state
+    elif isinstance(held, dict):
+        held["more"] = 1
+    elif isinstance(held, list):
+        held.append(1)
+    else:
+        return None
+    return state
+
+
+@pytest.mark.filterwarnings("ignore:the s:UserWarning")  # of values that differ
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_state_that_is_damaged_so_that_it_cannot_be_read_is_refused_and_changes_nothing(kind):
+    """Whatever is lost, more, or of another type, at any place of a state."""
+    loader = make(DAMAGED[kind], 2)
+    iterator = batches(loader)
+    next(iterator), next(iterator)
+    state = with_lists(read(save(loader)))
+    rest = list(iterator)
+    loader = make(DAMAGED[kind], 2, seed=2)
+    before, refused, taken = generators(), 0, []
+    for way in places(state):
+        for value in (LOST, MORE, None, 7, "text", [1], {}):
+            if (other := damaged(state, way, value)) is None:
+                continue
+            try:
+                loader.load_state_dict(other)
+            except StateError:
+                refused += 1
+                assert generators() == before, way
+            else:
+                taken.append(way)
+                loader = make(DAMAGED[kind], 2, seed=2)
+                before = generators()
+    assert refused > len(taken)
+    loader.load_state_dict(state)
+    assert list(batches(loader)) == rest
 
 
 @pytest.mark.parametrize("workers", [0, 2])
