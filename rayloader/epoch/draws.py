@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import reprlib
 import sys
 import time
 from collections import deque
@@ -91,11 +92,11 @@ class Draws:
         """
         if self._ahead is None:
             return
-        if not self._ahead.reach(torch_draws):
+        if change := self._ahead.reach(torch_draws):
             raise RayloaderError(
-                "the sampler was changed during the epoch (batch_size of a BatchSampler, or indices of a "
-                "SubsetRandomSampler), after batches had been drawn from it ahead of time; change it between two "
-                "epochs, or pass prefetch_factor=2, with which batches are drawn when torch's loader draws them"
+                f"the sampler was changed during the epoch, after batches had been drawn from it ahead: {change};"
+                " change it between two epochs, or pass prefetch_factor=2, with which batches are drawn when torch's "
+                "loader draws them"
             )
         self._position.drawn_by_torch = torch_draws
 
@@ -180,23 +181,28 @@ class DrawAhead(Iterator[Any]):
         """The iterator was read this many times before, when torch's loader would have read it."""
         self._draws = self._torch_draws = draws
 
-    def reach(self, torch_draws: int) -> bool:
-        """Torch's loader would have drawn this many times by now; returns whether it would have drawn the same."""
+    def reach(self, torch_draws: int) -> str:
+        """Torch's loader would have drawn this many times by now; returns what makes it draw something else, if any."""
         while self._early and self._torch_draws < torch_draws:
-            if self._has_changed(*self._early[0]):
-                return False
+            if change := self._change(*self._early[0]):
+                return change
             self._early.popleft()
             self._torch_draws += 1
         self._torch_draws = max(torch_draws, self._torch_draws)
-        return True
+        return ""
 
-    def _has_changed(self, given: Any, early: Any) -> bool:
+    def _change(self, given: Any, early: Any) -> str:
         if not self._fixed_size and self._sampler.batch_size != self._batch_size:
-            return True
+            return f"batch_size of the BatchSampler is {self._sampler.batch_size}, and was {self._batch_size}"
+        if self._subset is None:
+            return ""
         try:
-            return self._subset is not None and not _same(self._looked_up(given), early)
-        except Exception:  # the subset has become too small
-            return True
+            now = self._looked_up(given)
+        except Exception as error:  # the subset has become too small
+            return f"indices of the SubsetRandomSampler cannot be read ({type(error).__name__}: {error})"
+        if _same(now, early):
+            return ""
+        return f"indices of the SubsetRandomSampler give {reprlib.repr(now)}, and gave {reprlib.repr(early)}"
 
     def _looked_up(self, given: Any) -> Any:
         if self._subset is None:

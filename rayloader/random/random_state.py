@@ -98,16 +98,20 @@ class RandomState(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> RandomState:
-        """The inverse of `pack`; JSON has made lists of its tuples. Raises what setting the states would raise."""
+        """The inverse of `pack`; JSON has made lists of its tuples."""
         python, torch_, numpy, others, located = map(_unpack, packed)
-        if python is not None:
-            random.Random().setstate(python)
-        if torch_ is not None:
-            torch.Generator().set_state(_as_tensor(torch_))
-        if numpy is not None and numpy["bit_generator"] == "MT19937":
-            np.random.RandomState().set_state(numpy)
         numpy = None if numpy is None else (b"", numpy)
         return cls(python, torch_, numpy, others, None if located is None else tuple(Located(*one) for one in located))
+
+    def checked(self) -> RandomState:
+        """This, after other generators were set to the states of the global ones; raises what that raises."""
+        if self.python is not None:
+            random.Random().setstate(self.python)
+        if self.torch is not None:
+            torch.Generator().set_state(_as_tensor(self.torch))
+        if self.numpy is not None and self.numpy[1]["bit_generator"] == "MT19937":
+            np.random.RandomState().set_state(self.numpy[1])
+        return self
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -402,7 +402,7 @@ def _plain(kind: Any, name: str) -> _Form:
 
     def unpack(packed: Any) -> Any:
         if types is not None and type(packed) not in types:
-            raise TypeError(f"{kind.__name__}.{name} is {reprlib.repr(packed)}")
+            raise TypeError(kind.__name__, name, packed)
         return packed
 
     return _Form(lambda value: value, unpack)
@@ -459,7 +459,7 @@ def _unpacked_place(packed: dict[str, Any]) -> SavedPlace:
 _SIMPLE = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, type(None))}
 _PLAIN = _Form(*[lambda value: value] * 2)
 _OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
-_RANDOM = _Form(RandomState.pack, RandomState.unpack)
+_RANDOM = _Form(RandomState.pack, lambda packed: RandomState.unpack(packed).checked())
 _ATTRIBUTES = _each(_Form(lambda simple: tuple(simple.items()), dict))
 _STAGES = _each(_Form(lambda stage: _tuples(stage.taken), lambda taken: Stage(_tuples(taken))))
 _FITS = _record(Fits)

@@ -74,8 +74,10 @@ def test_tasks_are_held_back_while_the_user_has_far_more_batches_to_take(unsent,
     assert Engine._may_wait(engine) is waits
 
 
-@pytest.mark.parametrize("changes", ["batch_size", "indices"])
-def test_a_sampler_that_is_changed_after_it_was_read_ahead_is_an_error(depth_of, changes):
+@pytest.mark.parametrize(
+    ("changes", "says"), [("batch_size", "batch_size of the BatchSampler is 3, and was 2"), ("indices", "and gave ")]
+)
+def test_a_sampler_that_is_changed_after_it_was_read_ahead_is_an_error(depth_of, changes, says):
     depth_of(24)
     sampler = SubsetRandomSampler([*range(200)], generator=torch.Generator().manual_seed(0))
     loader = DataLoader(Calls(torch.tensor, 400), batch_size=2, sampler=sampler, num_workers=2, timeout=HANG_LIMIT)
@@ -87,7 +89,7 @@ def test_a_sampler_that_is_changed_after_it_was_read_ahead_is_an_error(depth_of,
         loader.batch_sampler.batch_size = 3
     else:
         sampler.indices[:] = [index + 200 for index in sampler.indices]
-    with pytest.raises(RayloaderError, match="the sampler was changed during the epoch"):
+    with pytest.raises(RayloaderError, match=f"the sampler was changed during the epoch.*{says}"):
         next(iterator)
     with pytest.raises(RayloaderError, match="call iter"):
         next(iterator)

@@ -592,6 +592,8 @@ def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
     array, tensor, table = np.zeros(6), torch.zeros(5), np.zeros((300, 300))
     masked = np.ma.array(np.zeros(6), mask=[0, 1] * 3, fill_value=3.0)
     mapped = np.memmap(tmp_path / "file", np.float64, "w+", shape=(20,))
+    read, written = (np.memmap(tmp_path / "file", np.float64, "c", shape=(20,)) for _ in range(2))
+    written[7] = 1.0  # it is copied as a whole, for each array over it
     shares = [
         [array[:3], array],
         [array, torch.from_numpy(array)[1:]],
@@ -601,6 +603,7 @@ def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
         [table[first : first + 2] for first in range(200)],
         [array, array[2:].view(InfoArray)],
         [masked[:3], masked],
+        [written[:3], written[:5]],
     ]
     own = [
         [array[:3], array[3:], array[3:].copy()],
@@ -610,6 +613,7 @@ def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
         [table[:, 3], table[:, 4]],
         [*table],
         [mapped, mapped[:3], np.asarray(mapped)[1:]],
+        [read, read[:3]],
         [np.zeros(0), array[:0], array],
         [masked[:3], masked[3:], masked.copy()],
     ]

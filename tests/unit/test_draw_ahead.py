@@ -66,7 +66,7 @@ def test_a_generator_is_always_where_torch_would_have_left_it(batch_size, drop_l
     expected = iter(BatchSampler(RandomSampler(DATA, generator=torchs), batch_size, drop_last))
     drawn: list[object] = []
     for draws in range(1, 14):
-        assert early.reach(draws)
+        assert not early.reach(draws)
         while len(drawn) < draws or (early.may_draw and len(drawn) < draws + ahead):
             drawn.append(next(early, None))
         assert drawn[draws - 1] == next(expected, None)
@@ -103,7 +103,7 @@ def drawn_at(draws, ahead, sampler, change):
     for taken in itertools.count():
         if taken == draws + 1:
             change(sampler)
-        if not early.reach(taken + 2):
+        if early.reach(taken + 2):
             return None
         while early.may_draw and len(given) < taken + 2 + ahead:
             given.append(drawn(early))
