@@ -108,7 +108,7 @@ class HostedWorker:
         self._digest = 0
         self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
-        self._generators = Generators({}, [])
+        self._generators = Generators({}, [], modules=tuple)  # none until `start`, which searches for them
         self._parked: tuple[RandomState, list[tuple[Any, Any]]] | None = None
         self._worker_info: Any = None
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)

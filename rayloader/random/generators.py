@@ -166,15 +166,22 @@ class Generators:
     Args:
         replica: the objects of the replica, by name.
         noted: the generators that were recorded when it was unpickled.
+        modules: gives the names and contents of those that are searched; None: of the program's own.
 
     Attributes:
         given: those of the replica.
         found_new: whether the last look has found one where there was none.
     """
 
-    def __init__(self, replica: dict[str, Any], noted: list[Any]) -> None:
+    def __init__(
+        self,
+        replica: dict[str, Any],
+        noted: list[Any],
+        modules: Callable[[], Iterable[tuple[str, Mapping[str, Any]]]] | None = None,
+    ) -> None:
         self.given = distinct(noted)
         self._replica = replica
+        self._modules = modules
         self._noted = noted  # keeps their identities
         self._known = {id(engine(generator)) for generator in noted}
         self._at: dict[Path, Any] = {}  # those of the last look
@@ -186,7 +193,8 @@ class Generators:
 
     def _others(self) -> list[Found]:
         """Those that are not given."""
-        return [one for one in search(self._replica, own_modules()) if id(engine(one.generator)) not in self._known]
+        found = search(self._replica, (self._modules or own_modules)())
+        return [one for one in found if id(engine(one.generator)) not in self._known]
 
     def look(self) -> tuple[Located, ...]:
         """The current later ones, and those of modules that were drawn from since the start."""
