@@ -8,11 +8,9 @@ nothing.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from rayloader._compat_datasets import loading
@@ -26,7 +24,17 @@ from rayloader.resume.position import Checksums, Position
 from rayloader.resume.ranks import Stage, in_batches, order_of, share
 from rayloader.resume.samplers import RANK, Samplers
 from rayloader.resume.snapshot import WorkerState, load_state, told_by
-from rayloader.resume.state import EpochBegin, Fits, Process, SavedPlace, SavedWorker, Start, State, WorkerStart
+from rayloader.resume.state import (
+    EpochBegin,
+    Fits,
+    Process,
+    SavedPlace,
+    SavedWorker,
+    Start,
+    State,
+    WorkerStart,
+    as_saved,
+)
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -95,9 +103,8 @@ def load(loader: Any, packed: Any) -> State:
         state = redealt(loader, samplers, [State.load(one) for one in packed])
     else:
         state = State.load(packed)
-    with _as_saved():
-        progress = _check(loader, samplers, state)
-        _check_workers(loader, state, loader.num_workers)
+    progress = _check(loader, samplers, state)
+    _check_workers(loader, state, loader.num_workers)
     before = RandomState.capture([])
     try:
         if loader.num_workers == 0 and state.process is not None:
@@ -106,7 +113,7 @@ def load(loader: Any, packed: Any) -> State:
             samplers.load_between_epochs(state.sampler.own)
         else:
             samplers.load(state.sampler.own)
-        with _as_saved():
+        with as_saved():
             samplers.restore(state.moment, progress)
     except Exception:  # the user's own load_state_dict() may raise anything
         before.restore([])
@@ -114,20 +121,6 @@ def load(loader: Any, packed: Any) -> State:
     if state.is_between_epochs and state.sampler.asked and not state.sampler.tells:
         _warn_of_more(loader, samplers)
     return state
-
-
-@contextlib.contextmanager
-def _as_saved() -> Iterator[None]:
-    """Around what reads a state without code of the user's."""
-    try:
-        yield
-    except (StateError, Warning):  # a filter may make an error of a warning
-        raise
-    except Exception as error:  # depends on what is there instead
-        raise StateError(
-            f"the state is not what state_dict() gave, and can't be read ({type(error).__name__}: "
-            f"{error}); load it as it was saved, or an earlier state"
-        ) from error
 
 
 def goes_on(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPlace | None, int]:
@@ -245,6 +238,7 @@ def _rest(loader: Any, samplers: Samplers, lead: SavedPlace, places: list[SavedP
     return EpochBegin(starts=(Start(start),), stages=(*stages, Stage(taken)))
 
 
+@as_saved()
 def _check(loader: Any, samplers: Samplers, state: State, *, any_rank: bool = False) -> list[list[str]]:
     """Raises StateError unless the state fits the loader; with `any_rank` it may be another rank's.
 
@@ -367,7 +361,7 @@ def restore(loader: Any, saved: Process) -> None:
     Raises:
         StateError: the dataset and `collate_fn` hold other generators than those that were saved.
     """
-    with _as_saved():
+    with as_saved():
         _check_generators(loader, saved.random)
         restore_random(loader, saved.random)
     with loading(loader.dataset):

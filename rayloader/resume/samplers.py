@@ -256,14 +256,9 @@ class Samplers:
         Returns:
             For each sampler, the attributes that have changed, there or here.
         """
-        progress, tells = sampler_state.progress, sampler_state.tells
-        if not len(saved.attributes) == len(progress) == len(self._chain):
-            raise StateError(
-                f"the state is not what state_dict() gave: it tells of {len(saved.attributes)} and {len(progress)} "
-                f"samplers, and this loader has {len(self._chain)}; load it as it was saved, or an earlier state"
-            )
         self._has_made(saved)
         self._check_generators(saved)
+        progress, tells = sampler_state.progress, sampler_state.tells
         both = [sorted({*theirs, *ours}) for theirs, ours in zip(progress, self.progress(), strict=True)]
         for sampler, simple, moves in zip(self._chain, saved.attributes, both, strict=True):
             own = _simple(sampler)

@@ -12,13 +12,14 @@ tuple of texts.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import pickle
 import reprlib
 import struct
 import zlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -269,6 +270,24 @@ class Parts:
         return packed if is_constant else copy.deepcopy(packed)
 
 
+@contextlib.contextmanager
+def as_saved() -> Iterator[None]:
+    """Around what reads a state, without code of the user's.
+
+    Raises:
+        StateError: the block has raised, because the state is not what `State.pack` has returned.
+    """
+    try:
+        yield
+    except (StateError, Warning):  # a filter may make an error of a warning
+        raise
+    except Exception as error:  # depends on what is there instead
+        raise StateError(
+            f"the state is not what state_dict() gave, and can't be read ({type(error).__name__}: {error}); load it as "
+            "it was saved, or an earlier state"
+        ) from error
+
+
 class State(NamedTuple):
     """The state of a loader.
 
@@ -346,13 +365,8 @@ class State(NamedTuple):
                 f"the state must have all that state_dict() gives, and lacks {', '.join(missing)}; load it as it was "
                 "saved"
             )
-        try:
+        with as_saved():
             state: State = _STATE.unpack([packed[name] for name in cls._fields])
-        except Exception as error:  # depends on what is there instead
-            raise StateError(
-                f"the state is not what state_dict() gave, and can't be read ({type(error).__name__}: {error}); load "
-                "it as it was saved, or an earlier state"
-            ) from error
         if (dispatched := packed[TAKEN]) != state.taken:
             raise StateError(
                 f"the state says that {state.taken} batches were taken, and {TAKEN}={dispatched!r} dispatched: with "
