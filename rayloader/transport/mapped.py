@@ -144,14 +144,16 @@ class Mappings:
     def __contains__(self, address: object) -> bool:
         """Whether the bytes at the address belong to a file, for `codec.encode`."""
         assert isinstance(address, int)
+        return self._at(address) is not None
+
+    def _at(self, address: int) -> _Mapped | None:
         found = bisect(self._mapped, address, key=lambda mapped: mapped.start) - 1
-        return found >= 0 and address < self._mapped[found].end
+        return self._mapped[found] if found >= 0 and address < self._mapped[found].end else None
 
     def stays_shared(self, address: int) -> bool:
         """Whether these bytes are a file's in workers too: a private mapping that was written to is copied."""
-        if address not in self:
+        if (mapped := self._at(address)) is None:
             return False
-        mapped = self._mapped[bisect(self._mapped, address, key=lambda mapped: mapped.start) - 1]
         if mapped.start not in self._written:
             self._written[mapped.start] = not mapped.shared and is_written(mapped.start, mapped.end - mapped.start)
         return not self._written[mapped.start]
