@@ -102,6 +102,15 @@ class TellsOnce(logging.Handler):
         self.bell.set()
 
 
+def starts_by(monkeypatch, init):
+    """Ray has not been started, and this starts it."""
+    monkeypatch.setattr(session, "START_TICK_S", 0.01)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.setattr(session._Starter, "_init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
 def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(monkeypatch):
     handler = TellsOnce()
 
@@ -110,11 +119,7 @@ def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(monkeypatch):
         raise Failed
 
     monkeypatch.setattr(session, "START_NOTICE_S", 0.0)
-    monkeypatch.setattr(session, "START_TICK_S", 0.01)
-    monkeypatch.setattr(session, "_starter", None)
-    monkeypatch.setattr(session, "current", lambda: None)
-    monkeypatch.setattr(session._Starter, "_init", take_long)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    starts_by(monkeypatch, take_long)
     session.logger.addHandler(handler)
     try:
         with pytest.raises(Failed):
@@ -132,11 +137,7 @@ def test_a_start_of_ray_that_never_ends_is_an_error(monkeypatch):
         raise Failed
 
     monkeypatch.setattr(session, "START_LIMIT_S", 0.0)
-    monkeypatch.setattr(session, "START_TICK_S", 0.01)
-    monkeypatch.setattr(session, "_starter", None)
-    monkeypatch.setattr(session, "current", lambda: None)
-    monkeypatch.setattr(session._Starter, "_init", never)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    starts_by(monkeypatch, never)
     try:
         with pytest.raises(RaySessionError, match=r"has not started on this machine within 0 s.*`ray start --head`"):
             session.ensure()
