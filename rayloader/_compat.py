@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import multiprocessing
 import multiprocessing.util
 import operator
 import threading
@@ -147,6 +148,12 @@ with private_names_of("Python"):
     run_exit_finalizers: Callable[[float], None] = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]
     finalizers_of_weak_references: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]
+
+
+def run_as_process(work: Callable[[], object]) -> int:
+    """Does in this fork what `multiprocessing` does in a daemonic process that it has forked; returns the exit code."""
+    process: Any = multiprocessing.Process(target=work, daemon=True)
+    return int(process._bootstrap())
 
 
 def tracker_of(module: tuple[str, Any]) -> tuple[int | None, Callable[[], object]] | None:

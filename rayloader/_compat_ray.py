@@ -53,13 +53,14 @@ def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
     ref._on_completed(callback)
 
 
-def connection_of(ray: ModuleType) -> Any:
+def connection_of(ray: ModuleType | None) -> Any:
     """An object that represents this process's connection to a cluster, and ends with it; None if there is none.
 
-    Its `session_name` is what newer versions of Ray return from `get_runtime_context().get_session_name()`.
+    There is none either while Ray is not imported, or only in part. The object's `session_name` is what newer versions
+    of Ray return from `get_runtime_context().get_session_name()`.
     """
-    worker = ray._private.worker.global_worker
-    return worker.node if worker.connected else None
+    worker = getattr(getattr(getattr(ray, "_private", None), "worker", None), "global_worker", None)
+    return worker.node if worker is not None and worker.connected else None
 
 
 def has_process(ray: ModuleType, actor: Any) -> bool:

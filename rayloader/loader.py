@@ -33,6 +33,7 @@ from rayloader.options import (
     OnTimeout,
     Scheduling,
     Seeding,
+    Workers,
     check,
     check_name,
     check_remote_args,
@@ -208,6 +209,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
+        workers: Workers = "auto",
         ray_remote_args: dict[str, Any] | None = None,
         fresh_processes: bool = False,
         prefetch_bytes: int = PREFETCH_BYTES,
@@ -238,6 +240,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._read_anew = False
         self._same_order = SameOrder()
         self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' copies not yet
+        self.workers: Workers = workers
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
         self.prefetch_bytes = prefetch_bytes

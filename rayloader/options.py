@@ -7,16 +7,20 @@ module does not import Ray.
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_args
 
 from torch.utils.data import IterableDataset
 
+from rayloader.transport.lanes import switched_off
+
 # Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
 # each of sixteen workers, and little compared with what training takes. More would only hide longer pauses of workers.
 PREFETCH_BYTES = 256 << 20
 
+Workers = Literal["auto", "ray", "fork"]
 Seeding = Literal["worker", "batch"]
 Scheduling = Literal["static", "dynamic"]
 OnTimeout = Literal["raise", "restart"]
@@ -35,6 +39,7 @@ def is_whole(value: Any) -> bool:
 class OwnArguments(TypedDict, total=False):
     """The arguments of `DataLoader` that torch's class does not have, with their types."""
 
+    workers: Workers
     ray_remote_args: dict[str, Any] | None
     fresh_processes: bool
     prefetch_bytes: int
@@ -84,8 +89,10 @@ class Options:
     on_error: OnError
     max_skipped: int
     arenas: bool
+    workers: Workers
     fresh_processes: bool
     ray_remote_args: dict[str, Any]
+    may_fork: bool  # the workers may be forks of this process
 
     @classmethod
     def of(cls, loader: Any) -> Options:
@@ -101,6 +108,7 @@ class Options:
             "prefetch_factor": _checked_prefetch_factor(depth, workers) if workers else 0,
             "automatic_depth": isinstance(depth, AutomaticPrefetch),
             "ray_remote_args": dict(loader.ray_remote_args or {}),
+            "may_fork": _may_fork(loader),
         }
         as_given = (field.name for field in fields(cls) if field.name not in derived)
         return cls(**derived, **{name: getattr(loader, name) for name in as_given})
@@ -109,6 +117,11 @@ class Options:
     def dynamic(self) -> bool:
         """Whether any worker may take the next task."""
         return self.scheduling == "dynamic"
+
+    @property
+    def uses_lines(self) -> bool:
+        """Whether workers are reached over lines."""
+        return self.arenas and not switched_off()
 
     @property
     def seeds_batches(self) -> bool:
@@ -157,10 +170,11 @@ def check(loader: Any) -> None:
     if steps is not None and (not is_whole(steps) or steps < 1):
         raise ValueError(f"snapshot_every_n_steps must be a whole number >= 1 or None, got {steps!r}; it has no effect")
     choices = {"on_timeout": OnTimeout, "on_error": OnError, "seeding": Seeding, "scheduling": Scheduling}
+    choices["workers"] = Workers
     for name, choice in choices.items():
-        first, second = get_args(choice)
-        if (value := getattr(loader, name)) not in (first, second):
-            raise ValueError(f"{name} must be {first!r} or {second!r}, got {value!r}")
+        *others, last = map(repr, get_args(choice))
+        if (value := getattr(loader, name)) not in get_args(choice):
+            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
     _check_type_of_timeout(loader.timeout)
     if not float(loader.timeout) >= 0:  # NaN is not
         raise ValueError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 waits for ever")
@@ -176,6 +190,28 @@ def check(loader: Any) -> None:
             'scheduling="dynamic" needs a map-style dataset, got an IterableDataset: each worker has its own stream; '
             'use scheduling="static"'
         )
+
+
+def _may_fork(loader: Any) -> bool:
+    """Whether the workers may be forks of this process, as far as the loader's arguments say.
+
+    Raises:
+        ValueError: they must be, and cannot.
+    """
+    context = getattr(loader, "multiprocessing_context", None)
+    method = context.get_start_method(allow_none=True) if context is not None else None
+    why = ""
+    if sys.platform != "linux":
+        why = "this system is not Linux"
+    elif method not in (None, "fork"):
+        why = f"multiprocessing_context asks for {method!r}"
+    elif loader.ray_remote_args:
+        why = "ray_remote_args are options of actors"
+    elif not loader.arenas or switched_off():
+        why = "arenas are switched off, and they have no other way for batches"
+    if why and loader.workers == "fork":
+        raise ValueError(f'workers="fork" makes workers forks of this process, but {why}; use workers="ray" or "auto"')
+    return not why and loader.workers != "ray"
 
 
 def check_name(name: Any) -> None:

@@ -8,11 +8,10 @@ replace them. Calls of a process are numbered, and it answers them in order.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import ray
 
 from rayloader import fetching
 from rayloader.inherit.process_state import ProcessState
@@ -20,8 +19,14 @@ from rayloader.replica.image import ImageAddress
 from rayloader.transport.lanes import Wire, fits_in_band
 from rayloader.transport.local_line import LineAddress
 
-# References to Ray's objects go through Ray unchanged: it keeps their owners informed.
-CARRY = (ray.ObjectRef,)
+
+def carried() -> tuple[type, ...]:
+    """The kinds of objects that go through Ray unchanged: references to its objects, whose owners it keeps informed.
+
+    Without Ray, there are none.
+    """
+    reference = getattr(sys.modules.get("ray"), "ObjectRef", None)
+    return () if reference is None else (reference,)
 
 
 class Down:
@@ -31,6 +36,10 @@ class Down:
     REPLAY = 1  # a call: worker_id, call, tasks; see `WorkerProcess.replay`
     RESUME = 2  # a call: worker_id, call, epoch, shared_seed, undo_from; see `WorkerProcess.resume`
     DROP = 3  # after_call, up_to_call, from_task: of the calls in between, the tasks from this one on are cancelled
+    # To a fork, which has no other way for them; to an actor they are calls through Ray.
+    START = 4  # a call: worker_id, call, setup, state; see `WorkerProcess.start`
+    HURRY = 5  # a call: worker_id, call; see `WorkerProcess.hurry`
+    LEAVE = 6  # a call: worker_id, call; see `WorkerProcess.leave`
 
 
 class Up:
@@ -38,6 +47,7 @@ class Up:
 
     ANSWER = 0  # to `run` and `replay`: worker_id, call, fields of the `Answer`
     BEGUN = 1  # to `resume`: worker_id, call, fields of the `WorkerState` in which it has left the worker
+    MANAGED = 2  # to a fork's START, HURRY and LEAVE: worker_id, call, which of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +68,6 @@ class Setup:
     ranks: tuple[int, int] | None  # the loader's rank, and their number; see `shard_info.Reader`
     persistent: bool  # after this epoch the same dataset object is iterated over again
     max_undone: int  # tasks that `resume` may have to undo
-    process: ProcessState
-    output: LineAddress | None  # where the worker's prints and logs go; None: to Ray
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +82,20 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a worker gets its replica from.
+    """Where an actor gets what a fork of the driver would have.
 
     Attributes:
-        image: the driver's.
+        process: settings of the driver.
+        output: where the worker's prints and logs go; None: to Ray.
+        image: of the replica, the driver's.
         carried: parts of the replica that Ray carries unchanged.
         contents: for workers that cannot open the driver's files: in a list, Ray's object with their bytes, or None if
             the node has an image of an earlier epoch.
         hosted: in a list too, the address of the image that one worker of the node has made of them.
     """
 
+    process: ProcessState
+    output: LineAddress | None
     image: ImageAddress
     carried: list[Any]
     contents: list[Any] | None = None

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 
 from rayloader.errors import RayloaderError
 from rayloader.observe.recorder import Tally
-from rayloader.protocol import CARRY
+from rayloader.protocol import carried
 from rayloader.resume.draws import Drawn, drawn
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import QUIET_SAMPLERS
@@ -78,7 +78,7 @@ class Draws:
             self._position.sampler_ended(self.count)
             raise
         self._tally.drawing += time.perf_counter() - began
-        result = drawn(indices, self._checksum, CARRY)
+        result = drawn(indices, self._checksum, carried())
         self._checksum = result.checksum
         self.count += 1
         self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)

@@ -68,9 +68,9 @@ from rayloader.resume.position import Position
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import DELIVERED, UNOPENED, Task
 from rayloader.transport.lanes import Recycled, leased_bytes, received
-from rayloader.workers.actor import Actor
-from rayloader.workers.connection import ActorLost, LineRefused, Message
+from rayloader.workers.connection import LineRefused, Message, ProcessLost
 from rayloader.workers.fleet import Fleet
+from rayloader.workers.process import Process
 from rayloader.workers.worker import Rebuilding, Worker
 
 logger = logging.getLogger("rayloader")
@@ -91,11 +91,11 @@ LOOKS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """An actor that will not answer any more."""
+    """A process that will not answer any more."""
 
-    actor: Actor
+    process: Process
     cause: str
-    suspect: int | None = None  # the task that ended it, if the actor reported it
+    suspect: int | None = None  # the task that ended it, if the process reported it
 
 
 class Engine:
@@ -299,7 +299,7 @@ class Engine:
             self._out = None
 
     def resize(self, count: int) -> None:
-        """Changes the number of actors that host the same workers."""
+        """Changes the number of processes that host the same workers."""
         self._tally.processes = count
         self._move_workers(count)
         self._revive()
@@ -326,7 +326,7 @@ class Engine:
     @change
     def _end(self, resuming: bool) -> None:
         for lost in self._lost if resuming else ():  # nobody else knows that these cannot continue
-            self.fleet.lose(lost.actor)
+            self.fleet.lose(lost.process)
         self._handle(Closed(resuming))
         if resuming:
             self.fleet.flush()
@@ -437,7 +437,7 @@ class Engine:
     def receive(self, timeout: float, *, ahead: bool = False) -> bool:
         """Waits for `timeout` seconds at most until something has come, and handles it; returns whether something has.
 
-        Any thread may receive, one at a time. The loss of an actor is left to the user's thread.
+        Any thread may receive, one at a time. The loss of a process is left to the user's thread.
 
         Args:
             timeout: in seconds.
@@ -460,7 +460,7 @@ class Engine:
         came = self._wait(timeout)
         while self._lost:
             lost = self._lost[0]
-            self._lose(lost.actor, lost.cause, lost.suspect)
+            self._lose(lost.process, lost.cause, lost.suspect)
             self._lost.popleft()
         if self.fleet.awaited:
             self._revive()
@@ -514,36 +514,36 @@ class Engine:
 
     @change
     def _take(self, *, all_channels: bool = True, was_read: bool = False) -> None:
-        """Handles what has come, except for the loss of actors. The arguments are those of `Fleet.receive`."""
+        """Handles what has come, except for the loss of processes. The arguments are those of `Fleet.receive`."""
         arrived = self.fleet.receive(all_channels=all_channels, was_read=was_read)
         if arrived:
             self._last_arrival = time.monotonic()
-        for actor, message in arrived:
-            if isinstance(message, ActorLost):
-                self._lost.append(_Lost(message.actor, str(message)))
+        for process, message in arrived:
+            if isinstance(message, ProcessLost):
+                self._lost.append(_Lost(message.process, str(message)))
             elif isinstance(message, LineRefused):
-                self._have_moved(self.fleet.fall_back(actor, str(message)))
+                self._have_moved(self.fleet.fall_back(process, str(message)))
                 self._revive()
             else:
-                self._take_message(actor, message)
+                self._take_message(process, message)
         self._limit()
 
-    def _take_message(self, actor: Actor, message: Message) -> None:
+    def _take_message(self, process: Process, message: Message) -> None:
         kind, worker_id, call, content = message
         worker = self.fleet.workers[worker_id]
         if kind == Up.BEGUN:
-            if not worker.journal.begun and worker.journal.resumed == (actor, call):
+            if not worker.journal.begun and worker.journal.resumed == (process, call):
                 worker.journal.reached_begin(WorkerState(*content))
             return
         # Answers come in the order of the calls. Others are late: the epoch was closed, the worker has moved, or its
         # process went on after a task that has ended it.
-        if worker.host is not actor or worker.away or self._oldest_call(worker) != call:
+        if worker.host is not process or worker.away or self._oldest_call(worker) != call:
             return
         answer = Answer(*content)
         result = None if answer.result is None else result_of(answer.result)
         if result is not None and result.kind in ENDS:
             suspect = result.task_id if result.kind == ResultKind.EXITED else None
-            self._lost.append(_Lost(actor, result.text, suspect))
+            self._lost.append(_Lost(process, result.text, suspect))
         elif worker.rebuilding is not None:
             self._note_news(worker, answer)
             self._has_rebuilt(worker, worker.rebuilding, *answer.replay)
@@ -605,23 +605,23 @@ class Engine:
     # ---- losses
 
     @change
-    def _lose(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
-        """Continues without an actor; another one takes over its workers and their tasks."""
+    def _lose(self, process: Process, cause: str, suspect: int | None = None) -> None:
+        """Continues without a process; another one takes over its workers and their tasks."""
         self._take()  # messages that it sent before still count
-        self._give_up(actor, cause, suspect)
+        self._give_up(process, cause, suspect)
         self._revive()
 
-    def _give_up(self, actor: Actor, cause: str, suspect: int | None = None) -> None:
-        """Continues without an actor, whose messages were all handled. `suspect`: the task that it said ended it."""
-        if actor.lost:
+    def _give_up(self, process: Process, cause: str, suspect: int | None = None) -> None:
+        """Continues without a process, whose messages were all handled. `suspect`: the task that it said ended it."""
+        if process.lost:
             return
-        workers = self.fleet.hosted_by(actor)
-        # An actor carries out one call after the other.
+        workers = self.fleet.hosted_by(process)
+        # A process carries out one call after the other.
         at_work = min([worker for worker in workers if self._owes(worker)], key=self._oldest_call, default=None)
         admitted = suspect is not None
         if suspect is None and at_work is not None and at_work.has_begun and at_work.rebuilding is None:
             suspect = self.schedule.unanswered(at_work.worker_id)[0].task_id
-        self.fleet.lose(actor)
+        self.fleet.lose(process)
         for worker in workers:
             if worker is at_work or (at_work is None and not admitted):
                 self._lose_process(worker, cause, suspect=suspect, admitted=admitted)
@@ -651,8 +651,8 @@ class Engine:
         while self.failure is None:
             try:
                 ready = self.fleet.revive()
-            except ActorLost as lost:  # another one is lost
-                self._give_up(lost.actor, str(lost))
+            except ProcessLost as lost:  # another one is lost
+                self._give_up(lost.process, str(lost))
                 continue
             for worker in ready:
                 self._rebuild(worker)
@@ -690,11 +690,11 @@ class Engine:
 
     @change
     def _move_homeless(self) -> bool:
-        """Moves workers whose actor found no place to the other actors; returns whether some move."""
+        """Moves workers whose process found no place to the other processes; returns whether some move."""
         try:
             moved = self.fleet.check_started()
-        except ActorLost as lost:
-            self._give_up(lost.actor, str(lost))
+        except ProcessLost as lost:
+            self._give_up(lost.process, str(lost))
             return True
         self._have_moved(moved)
         return bool(moved)
@@ -734,8 +734,8 @@ class Engine:
                 hung = {self.fleet.workers[head.worker_id].host}
             else:
                 hung = {worker.host for worker in self.fleet.workers if self._owes(worker)}
-            for actor in hung:
-                self._lose(actor, f"it gave no batch for {self._options.timeout} s (timeout), and was killed")
+            for process in hung:
+                self._lose(process, f"it gave no batch for {self._options.timeout} s (timeout), and was killed")
         return bool(hung)
 
     def _timed_out(self) -> Exception:

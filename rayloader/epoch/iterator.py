@@ -7,7 +7,6 @@ iterator), or at interpreter exit.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -19,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe, MapDataPipe
 
@@ -43,7 +43,7 @@ from rayloader.epoch.schedule import Schedule
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
 from rayloader.inherit.process_state import ProcessState
 from rayloader.options import Options
-from rayloader.protocol import CARRY, Replica, Setup
+from rayloader.protocol import Replica, Setup, carried
 from rayloader.random.generators import RECORDED
 from rayloader.random.search import walk
 from rayloader.replica import unpicklable
@@ -56,11 +56,16 @@ from rayloader.resume.state import State
 from rayloader.start import session
 from rayloader.task import Task
 from rayloader.transport import codec
-from rayloader.transport.lanes import switched_off
 from rayloader.transport.mapped import Mappings
+from rayloader.transport.memory_file import MemoryFile
 from rayloader.transport.pickler import Overlap
 from rayloader.workers.fleet import Fleet
-from rayloader.workers.pool import Pool, get_pool
+from rayloader.workers.forks import Forks
+from rayloader.workers.janitor import ends_with_program, janitor
+from rayloader.workers.takeover import Takeover
+
+if TYPE_CHECKING:
+    from rayloader.workers.actors import Actors
 
 logger = logging.getLogger("rayloader")
 
@@ -143,10 +148,32 @@ class Kept:
     Attributes:
         image: of its replica, as last sent: the next one is compared with it.
         paces: of its workers, as their last epoch left them.
+        proven: actors have rebuilt batches of its forks, and they were the same.
+        stays_forked: its workers cannot be actors.
     """
 
     image: Image | None = None
     paces: list[Pace] = field(default_factory=list)
+    proven: bool = False
+    stays_forked: bool = False
+
+
+_kept: dict[int, tuple[weakref.ref[Any], Kept]] = {}  # by the loader's identity
+
+
+def kept_of(loader: Any) -> Kept:
+    """What the last iterator of a loader has left; it ends with the loader, in the janitor's thread."""
+    of, kept = _kept.get(id(loader), (None, None))
+    if of is None or kept is None or of() is not loader:
+        kept = Kept()
+        _kept[id(loader)] = weakref.ref(loader, lambda _: janitor.later(_forget_dead)), kept
+    return kept
+
+
+def _forget_dead() -> None:
+    for number, (loader, _) in list(_kept.items()):
+        if loader() is None:
+            del _kept[number]
 
 
 class EpochIterator(OfOneProcess, BaseIterator):
@@ -309,83 +336,102 @@ class EpochIterator(OfOneProcess, BaseIterator):
             return []
         worker_bytes = self._options.prefetch_bytes / self._num_workers
         new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
-        kept = get_pool().kept(loader, Kept)
+        kept = kept_of(loader)
         if [(p.worker_bytes, p.dynamic) for p in kept.paces] != [(p.worker_bytes, p.dynamic) for p in new]:
             kept.paces = new
         return kept.paces
 
     def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
-        pool, options = get_pool(), self._options
-        lines = options.arenas and not switched_off()
-        name = loader.label
-        fleet = Fleet(pool, loader, options.ray_remote_args, name=name, fresh=options.fresh_processes, lines=lines)
+        kept = kept_of(loader)
+        if not self._options.may_fork:
+            forks = False
+        elif self._options.workers == "fork" or kept.stays_forked:
+            forks = True
+        else:
+            forks = not (session.is_wanted() or (kept.proven and self._has_actors()))
+        fleet = self._forked(loader, kept) if forks else self._with_actors(loader, kept)
         try:
-            image, carried = self._lend_with_image(loader, pool, fleet)
-            self.position.shared_seed = self._shared_seed
-            process = ProcessState.capture(session.node_id())
             setups = [
                 Setup(
                     worker_id=worker_id,
-                    name=name,
+                    name=loader.label,
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
-                    seed_batches=options.seeds_batches,
+                    seed_batches=self._options.seeds_batches,
                     shared_seed=self._shared_seed,
                     dataset_kind=self._dataset_kind,
                     auto_collation=self._auto_collation,
                     batch_size=getattr(loader.batch_sampler, "batch_size", None),  # as it is now
                     drop_last=self._drop_last,
-                    skip_errors=options.skips_errors,
+                    skip_errors=self._options.skips_errors,
                     ranks=ranks_told(loader),
                     persistent=self._persistent_workers,
                     max_undone=plan.max_undone if self._persistent_workers else 0,
-                    process=process,
-                    output=pool.output.address,
                 )
                 for worker_id in range(self._num_workers)
             ]
+            self.position.shared_seed = self._shared_seed
             for journal in self.position.journals:
                 journal.rewinds = setups[0].max_undone > 0
-            fleet.begin(image, carried, setups, self.position.journals)
-        except BaseException:  # the actors were borrowed: they go back in any case
+            fleet.begin(setups, self.position.journals)
+        except BaseException:  # the processes were borrowed: they go back in any case
             fleet.release(busy=True)
             raise
         return fleet
 
-    def _lend_with_image(self, loader: TorchDataLoader[Any], pool: Pool, fleet: Fleet) -> tuple[Image, list[Any]]:
-        """Lends the fleet its actors, and makes the image of the replica that they will open.
+    @property
+    def _replica(self) -> Replica:
+        return Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
+
+    def _forked(self, loader: Any, kept: Kept) -> Fleet:
+        """A fleet of forks, which moves to actors where that is possible."""
+        from rayloader.host.forked import ForkedProcess  # which is imported here for the forks
+
+        replica, options = self._replica, self._options
+        forks = Forks(ForkedProcess(replica).serve, functools.partial(_prepared, replica))
+        takeover = None
+        if options.workers == "auto" and not kept.stays_forked and session.may_start():
+            of_loader = functools.partial(_actors_of, weakref.ref(loader), options, loader.label)
+            takeover = Takeover(of_loader, forks.zygote, self.position.lock, functools.partial(_note_moves, kept))
+        fleet = Fleet(forks, takeover)
+        fleet.lend(self._num_hosts)
+        return fleet
+
+    def _has_actors(self) -> bool:
+        """Whether actors that a takeover has started are idle."""
+        pool = sys.modules.get("rayloader.workers.pool")
+        return pool is not None and pool.has_idle(self._options.ray_remote_args, self._num_hosts)
+
+    def _with_actors(self, loader: Any, kept: Kept) -> Fleet:
+        """A fleet of actors, which have the image of the replica that they will open.
 
         New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and
         before it is written: there may not be room for both.
         """
-        options = self._options
-        warm = not options.fresh_processes and pool.has_warm(options.ray_remote_args, self._num_hosts)
-        if not warm:
-            fleet.lend(self._num_hosts)
-        with codec.no_collection():
-            mappings = Mappings()
-            encoded = self._encode_replica(mappings)
-            if warm:
-                fleet.lend(self._num_hosts)
-            kept = pool.kept(loader, Kept)
-            image = Image.write(encoded, mappings) if kept.image is None else kept.image.updated(encoded, mappings)
-            kept.image = image
-            return image, list(encoded.carried)
+        from rayloader.workers.actors import Actors, Inherited
+        from rayloader.workers.pool import get_pool
 
-    def _encode_replica(self, mappings: Mappings) -> codec.Encoded:
-        replica = Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
+        pool, options = get_pool(), self._options
+        actors = Actors(pool, loader, options.ray_remote_args, name=loader.label, lines=options.uses_lines)
+        fleet = Fleet(actors)
         try:
-            encoded = codec.encode(replica, carry=CARRY, mapped=mappings, special=RECORDED)
-        except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
-            for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
-                if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
-                    add_note(error, f"It cannot be sent to the workers: {explanation}")
+            fresh = options.fresh_processes
+            warm = not fresh and pool.has_warm(options.ray_remote_args, self._num_hosts)
+            if not warm:
+                fleet.lend(self._num_hosts, fresh=fresh)
+            with codec.no_collection():
+                mappings = Mappings()
+                encoded = _encode_replica(self._replica, mappings)
+                if warm:
+                    fleet.lend(self._num_hosts, fresh=fresh)
+                old = kept.image
+                kept.image = Image.write(encoded, mappings) if old is None else old.updated(encoded, mappings)
+            process = ProcessState.capture(session.node_id())
+            actors.inherited = Inherited(process, kept.image, list(encoded.carried))
+        except BaseException:  # the actors were borrowed: they go back in any case
+            fleet.release(busy=True)
             raise
-        if encoded.overlap is not None:
-            _note_overlap(encoded.overlap, self._dataset)
-        if encoded.copied is not None:
-            _warn_of_copy(*encoded.copied)
-        return encoded
+        return fleet
 
     def __next__(self) -> Any:
         asked = perf_counter()
@@ -486,6 +532,70 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._fleet.later(functools.partial(_end, self._fleet, self._engine, reuse=reuse, wait=False))
 
 
+def _encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
+    """A replica, to be written into an image."""
+    try:
+        encoded = codec.encode(replica, carry=carried(), mapped=mappings, special=RECORDED)
+    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
+        if (explanation := _explained(replica)) is not None:
+            add_note(error, f"It cannot be sent to the workers: {explanation}")
+        raise
+    if encoded.overlap is not None:
+        _note_overlap(encoded.overlap, replica.dataset)
+    if encoded.copied is not None:
+        _warn_of_copy(*encoded.copied)
+    return encoded
+
+
+def _explained(replica: Replica) -> str | None:
+    """Which part of a replica cannot be pickled, if it is found."""
+    for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
+        if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
+            return explanation
+    return None
+
+
+def _prepared(replica: Replica) -> tuple[str, list[int]]:
+    """In a fork: what actors need to be like it, in files; or why that cannot be had, in words."""
+    try:
+        mappings = Mappings()
+        with codec.no_collection():
+            image = Image.write(codec.encode(replica, mapped=mappings, special=RECORDED), mappings)
+        sent, descriptors = image.sent
+        content = cloudpickle.dumps((ProcessState.capture(""), sent))
+        file = MemoryFile("inherited", len(content))
+        os.pwrite(file.fd, content, 0)
+        _kept_open.append((image, file))
+        return "", [file.fd, *descriptors]
+    except Exception as error:  # the user's objects may raise anything
+        return _explained(replica) or f"{type(error).__name__}: {error}", []
+
+
+_kept_open: list[Any] = []  # until the fork ends, after it has sent their descriptors
+
+
+def _actors_of(loader: weakref.ref[Any], options: Options, name: str) -> Actors | None:
+    """The actors to which the workers of a loader move; in the thread of its takeover. None: the loader is gone."""
+    from rayloader.workers.actors import Actors
+    from rayloader.workers.pool import get_pool
+
+    pool, target = get_pool(background=True), loader()
+    if target is None:
+        return None
+    return Actors(pool, target, options.ray_remote_args, name=name, lines=options.uses_lines)
+
+
+def _note_moves(kept: Kept, reason: str) -> None:
+    """Notes whether a loader's workers can be actors, or else says why not."""
+    kept.proven, kept.stays_forked = not reason, bool(reason)
+    if reason:
+        logger.info(
+            "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: "
+            "%s",
+            reason,
+        )
+
+
 _MUCH = 64 << 20  # bytes that are held twice
 _seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
 
@@ -545,6 +655,7 @@ def close_all() -> None:
     for iterator in list(_live_iterators):
         with contextlib.suppress(Exception):  # one that cannot be closed must not keep the others open
             iterator._close()
+    _kept.clear()
 
 
 def _keep_after_fork() -> None:
@@ -553,5 +664,4 @@ def _keep_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_after_fork)
-# Runs before the pool's handler, which was registered before it: threads end while there is still something to talk to.
-atexit.register(close_all)
+ends_with_program("iterators", close_all)

@@ -42,8 +42,8 @@ class _Target(threading.local):
 
 _target = _Target()
 
-# torch's collate map in a process that has just started: torch's own.
-_FIRST = dict(default_collate_fn_map)
+# torch's own entries of its collate map. The program has perhaps changed that before this module is imported.
+_FIRST = {key: f for key, f in default_collate_fn_map.items() if f.__module__ == collate_tensor_fn.__module__}
 # Types of samples, or of items in a tuple, list or dict that is one, whose collating runs no code of the user's.
 _LEAVES = {torch.Tensor, int, float, bool, str, bytes, np.ndarray}
 _LEAVES |= {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}

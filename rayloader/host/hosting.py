@@ -75,9 +75,14 @@ class Hosting:
     def __iter__(self) -> Iterator[HostedWorker]:
         return iter(self._workers.values())
 
-    def get(self, worker_id: int) -> HostedWorker | None:
-        """That worker, if this process hosts it."""
-        return self._workers.get(worker_id)
+    def hurry(self, worker_id: int) -> None:
+        """Another process will soon be that worker."""
+        if worker_id in self._workers:
+            self._workers[worker_id].hurry()
+
+    def failure(self, worker_id: int) -> str:
+        """Why a worker cannot build anything; an empty text if it can."""
+        return self._workers[worker_id].failure
 
     def add(self, worker_id: int, worker: HostedWorker) -> None:
         """This process hosts the worker from now on, and it is the active one."""
@@ -97,14 +102,18 @@ class Hosting:
                 del self._workers[worker_id]
             self._left_out += left_out
 
+    def end(self) -> None:
+        """What torch's worker finalizes itself at its end, its iterator, is finalized."""
+        for worker_id in self._workers:  # no variable may keep a worker: `clear` drops it
+            self._workers[worker_id].end()
+
     def clear(self) -> list[str]:
         """This process hosts no worker any more: what torch's workers finalize at their end is finalized.
 
         Returns:
             The kinds of finalizers that were left out, after which the process must not go on.
         """
-        for worker_id in self._workers:  # no variable may keep a worker: it is to be dropped below
-            self._workers[worker_id].end()
+        self.end()
         run_exit_finalizers(float("-inf"))  # as `multiprocessing` does when one of its processes ends
         with without_finalizers() as left_out:
             self._workers.clear()

@@ -14,31 +14,34 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
 import logging
 import os
 import signal
 import socket
 import sys
-import time
-from collections import deque
+import warnings
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rayloader._compat_ray import set_process_title
+from rayloader.errors import ReplicaMemoryError
 from rayloader.host.hosting import Hosting, exit_without_callbacks, open_files
 from rayloader.host.output import WorkerOutput
+from rayloader.host.server import Address, LineServer
 from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.inherit.left_behind import end_own, own_what_is_created
 from rayloader.inherit.process_state import Baseline
-from rayloader.protocol import Answer, Down, Served, Setup, Source, Up, WorkerAddress, final
-from rayloader.replica.image import Image, ImageAddress, image_from_contents
+from rayloader.protocol import Answer, Replica, Served, Setup, Source, WorkerAddress, final
+from rayloader.random.generators import noting
+from rayloader.replica.image import Image, ImageAddress, decode_replica, image_from_contents, open_image
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.start import session
-from rayloader.transport import local_line, tcp_line
-from rayloader.transport.lanes import Recycled, WorkerLane, pack, unpack
-from rayloader.transport.line import Line, LineError, packed
+from rayloader.transport import codec
+from rayloader.transport.lanes import WorkerLane, pack, unpack
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
 
 # A batch that could be sent out of band is copied into the reply up to this size: beyond it, a copy takes longer.
@@ -47,12 +50,6 @@ IN_BAND_BYTES = 1 << 16
 _OWN_VARIABLES = "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT"
 
 logger = logging.getLogger("rayloader")
-
-# How often a busy process checks for new messages on its line, in seconds: it need not begin calls that were
-# cancelled.
-LOOK_SECONDS = 0.001
-
-Address = local_line.LineAddress | tcp_line.TcpAddress  # of a line
 
 
 class WorkerProcess:
@@ -101,9 +98,32 @@ class WorkerProcess:
             self._image = None
         worker = HostedWorker(setup)
         self._hosting.add(setup.worker_id, worker)
-        self._output.open(setup.output, setup.process.logging)
-        self._context.run(worker.start, self._baseline, self._output, source, state, alone=alone)
+        self._output.open(source.output, source.process.logging)
+        self._context.run(worker.start, functools.partial(self._opened, source, alone=alone), state)
         self._hosting.begins()
+
+    def _opened(self, source: Source, *, alone: bool) -> tuple[Replica, list[Any]]:
+        """The replica and the generators in it, in a process that has become what a fork of the driver is.
+
+        If no other worker of the process has one, what exists before it is frozen: the collection when it is dropped
+        need not look at that, least of all at what its modules hold, which may take longer than an epoch.
+        """
+        baseline = self._baseline
+        baseline.adopt(source.process, alone=alone)
+        # As after a fork: the program has already imported these modules and created these objects.
+        with noting() as noted, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if alone:
+                gc.freeze()
+            skeleton, buffers = _open_replica(source, here=source.process.node_id == session.node_id())
+            with baseline.importing(), contextlib.suppress(Exception):  # decoding imports it again, and raises
+                codec.import_modules(skeleton)
+            if alone:
+                gc.freeze()
+            with baseline.importing():
+                replica: Replica = decode_replica(skeleton, buffers, source.carried)
+        self._output.settle()
+        return replica, noted
 
     def resume(self, worker_id: int, *resumed: Any) -> WorkerState:
         """Begins a new epoch with the same dataset object; `resumed` are the fields of a `Resumed`."""
@@ -165,8 +185,11 @@ class WorkerProcess:
 
     def hurry(self, worker_id: int) -> None:
         """Another process will soon be that worker."""
-        if (worker := self._hosting.get(worker_id)) is not None:
-            worker.hurry()
+        self._hosting.hurry(worker_id)
+
+    def failure(self, worker_id: int) -> str:
+        """Why that worker cannot build what it was told to; an empty text if it can."""
+        return self._hosting.failure(worker_id)
 
     def leave(self, worker_id: int) -> None:
         """This process is no longer that worker; another one is."""
@@ -190,127 +213,17 @@ class WorkerProcess:
         return next(filter(None, left_behind), "")
 
 
-class LineServer:
-    """The process's end of a line: carries out the calls that come over it, in order, and answers.
-
-    Not the actor's class, because Ray wraps each method of that in a function of its own, and these run for each batch.
-    It owns the line and the memory for queued answers.
-
-    Args:
-        hosting: carries out the calls.
-        lane: takes batches.
-    """
-
-    def __init__(self, hosting: Hosting, lane: WorkerLane) -> None:
-        self._hosting = hosting
-        self._lane = lane
-        self._line: Line | None = None
-        self._line_address: Address | None = None
-        self._copies: Recycled | None = None  # of data that cannot be sent at once
-        self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
-        self._looked = 0.0  # perf_counter(): when the line was checked last
-        # Of the calls after the first number and up to the second, the tasks from the third on are cancelled.
-        self._dropped = 0, 0, 0
-
-    def serve(self, address: Address, early: list[Any]) -> Served:
-        """Carries out over a line what `run`, `replay` and `resume` do, until the line ends.
-
-        It also ends, with the line left open for the next `serve`, if an answer has to go through Ray. `early` are
-        messages that come before those of the line.
-        """
-        if self._line is None or self._line_address != address:
-            try:
-                self._line = self._connected(address)
-            except LineError as error:
-                return Served(refused=str(error))
-            self._line_address = address
-        line = self._line
-        self._take_in(early)
-        while self._calls or not line.ended:
-            self._attend(line)
-            if not self._calls:
-                continue
-            kind, worker_id, call, *arguments = self._calls.popleft()
-            line.keep()  # see NOTE [final] in protocol.py
-            if kind == Down.RESUME:
-                state = self._hosting.resume(worker_id, Resumed(*arguments))
-                line.send(packed((Up.BEGUN, worker_id, call, tuple(state)), line.apart))
-                continue
-            answer = self._do(kind, worker_id, call, *arguments)
-            if answer is None:
-                continue
-            wire = None if answer.result is None else answer.result.wire
-            fields = (None if answer.result is None else answer.result.fields, *answer.fields[1:])
-            if wire is not None and wire.carried:  # references to Ray's objects
-                line.drain()  # older answers come first
-                self._hosting.is_free()
-                return Served(answer=pack((worker_id, call, fields), [wire.fields]))
-            line.send(packed((Up.ANSWER, worker_id, call, fields), line.apart))
-            self._hosting.is_free()
-        line.drain()
-        self.hang_up()
-        return Served()
-
-    def _do(self, kind: int, worker_id: int, call: int, *arguments: Any) -> Answer | None:
-        """Carries out a call that came over the line; None if it was cancelled."""
-        if kind == Down.REPLAY:
-            (tasks,) = arguments
-            return self._hosting.replay(worker_id, call, tasks, self.is_dropped)
-        task_id, indices, room = arguments
-        arena = self._lane.open(room)  # it brings news of the arena, even if the task is cancelled
-        if self.is_dropped(call, task_id):
-            return None
-        return self._hosting.run(worker_id, BuildOrder(call, task_id, indices), arena)
-
-    def _attend(self, line: Line) -> None:
-        """Receives from the line, waiting if there is nothing to do; sends what is unsent."""
-        now = time.perf_counter()
-        if self._calls:
-            if now - self._looked < LOOK_SECONDS and not line.unsent:
-                return
-            self._take_in(line.receive())
-        elif not line.ended:
-            if line.unsent:
-                line.wait()
-            self._take_in(line.receive() if line.unsent else line.receive_next())
-            self._hosting.idle += time.perf_counter() - now
-        self._looked = now
-        if line.unsent:
-            line.flush()
-        if line.ended and line.hung_up:
-            self._calls.clear()
-
-    def _take_in(self, messages: list[Any]) -> None:
-        for message in map(unpack, messages):
-            if message[0] == Down.DROP:
-                self._dropped = message[1:]
-            else:
-                self._calls.append(message)
-
-    def is_dropped(self, call: int, task_id: int) -> bool:
-        """Whether this task, which came with this call, was cancelled."""
-        after_call, up_to_call, from_task = self._dropped
-        return (after_call < call <= up_to_call and task_id >= from_task) or (
-            self._line is not None and self._line.ended and self._line.hung_up
-        )
-
-    def _connected(self, address: Address) -> Line:
-        """A line that replaces the previous one, if there was one."""
-        self._end_line()
-        if isinstance(address, local_line.LineAddress):
-            return local_line.connect(address)
-        self._copies = Recycled()
-        return tcp_line.connect(address, self._copies.room)
-
-    def _end_line(self) -> None:
-        line, self._line = self._line, None
-        copies, self._copies = self._copies, None
-        if line is not None:
-            line.close()
-        if copies is not None:
-            copies.close()
-
-    def hang_up(self) -> None:
-        """Ends the line, and drops the calls that came over it."""
-        self._calls.clear()
-        self._end_line()
+def _open_replica(source: Source, *, here: bool) -> Any:
+    """Opens the replica's bytes: from the driver's image, from this node's own, or a copy if neither can be opened."""
+    if source.contents is None or source.hosted is None:
+        opened = open_image(source.image, here=here)
+    else:
+        try:
+            opened = open_image(ray.get(source.hosted[0]), here=here)
+        except ReplicaMemoryError:
+            raise  # there is no room for one image, so there is none for a copy in each worker
+        except (RayError, MemoryFileError):  # the host died, or its memory may not be opened
+            if source.contents[0] is None:
+                raise
+            opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
+    return opened

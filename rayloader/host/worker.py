@@ -7,13 +7,10 @@ the result of a task, never an exception here.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import math
 import random
 import time
 import traceback
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,35 +18,28 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import ray
 import torch
-from ray.exceptions import RayError
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
 from rayloader.data.shard_info import Reader
-from rayloader.errors import ReplayError, ReplicaMemoryError, add_note
+from rayloader.errors import ReplayError, add_note
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
-from rayloader.host.output import WorkerOutput
-from rayloader.inherit.process_state import Baseline
 from rayloader.observe.histogram import pack
-from rayloader.protocol import CARRY, ENDS, Replica, Result, ResultKind, Setup, Source
+from rayloader.protocol import ENDS, Replica, Result, ResultKind, Setup, carried
 from rayloader.random.generator_kinds import set_state
-from rayloader.random.generators import Generators, noting
+from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
 from rayloader.replica import unpicklable
-from rayloader.replica.image import decode_replica, open_image
 from rayloader.resume.digest import chain, digest
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, has_state, load_state
-from rayloader.start import session
 from rayloader.start.signals import exit_in_words
 from rayloader.transport import codec
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
-from rayloader.transport.memory_file import MemoryFileError
 
 # How long a call rebuilds batches, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
@@ -66,7 +56,10 @@ _NOT_RESTORED = (
     "load_state_dict() that restore it"
 )
 
-_encode = functools.partial(codec.encode, known_classes=True, carry=CARRY)  # for objects that go back to the driver
+
+def _encode(obj: Any, **options: Any) -> codec.Encoded:
+    """Encodes an object that goes back to the driver."""
+    return codec.encode(obj, known_classes=True, carry=carried(), **options)
 
 
 class BuildOrder(NamedTuple):
@@ -118,20 +111,19 @@ class HostedWorker:
         # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
         self._began = self._fetched = self._collated = 0.0
 
-    def start(
-        self, baseline: Baseline, output: WorkerOutput, source: Source, state: WorkerState | None, *, alone: bool
-    ) -> None:
-        """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error."""
+    def start(self, opened: Callable[[], tuple[Replica, list[Any] | None]], state: WorkerState | None) -> None:
+        """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error.
+
+        Args:
+            opened: makes the process as a fork of the driver is; returns the replica, and the generators in it if they
+                were noted.
+            state: to continue from; None: newly started.
+        """
         with self._keeping_failure():
-            baseline.adopt(self._setup.process, alone=alone)
-            # As after a fork: the program has already imported these modules and created these objects.
-            with noting() as noted, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                loaded = self._opened(baseline, source, alone=alone)
-            output.settle()
+            loaded, met = opened()
             names = "dataset", "collate_fn", "worker_init_fn"
             replica = {name: getattr(loaded, name) for name in names}
-            self._generators = Generators(replica, noted)
+            self._generators = Generators(replica, met)
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             adopt_collate_fn_map(loaded.collate_fn_map)
             self._seed()
@@ -147,23 +139,6 @@ class HostedWorker:
             else:
                 self._restore(state)
         self._unrestored = self._failure is not None and state is not None
-
-    def _opened(self, baseline: Baseline, source: Source, *, alone: bool) -> Replica:
-        """The replica.
-
-        If no other worker of the process has one, what exists before it is frozen: the collection when it is dropped
-        need not look at that, least of all at what its modules hold, which may take longer than an epoch.
-        """
-        if alone:
-            gc.freeze()
-        skeleton, buffers = _open_replica(source, here=self._setup.process.node_id == session.node_id())
-        with baseline.importing(), contextlib.suppress(Exception):  # decoding imports it again, and raises the error
-            codec.import_modules(skeleton)
-        if alone:
-            gc.freeze()
-        with baseline.importing():
-            replica: Replica = decode_replica(skeleton, buffers, source.carried)
-        return replica
 
     def _restore(self, state: WorkerState) -> None:
         """Restores the worker from a snapshot; a stream without a state of its own is read later."""
@@ -224,6 +199,11 @@ class HostedWorker:
         self._unrestored = self._failure is not None
         self._last_task = goal.last_task
         return True
+
+    @property
+    def failure(self) -> str:
+        """Why it cannot build anything, in the text of an error; an empty text if it can."""
+        return "" if self._failure is None else self._failure.text
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -501,22 +481,6 @@ class HostedWorker:
         self._fetcher = fetching.create_fetcher(
             setup.dataset_kind, self._dataset, setup.auto_collation, setup.drop_last
         )
-
-
-def _open_replica(source: Source, *, here: bool) -> Any:
-    """Opens the replica's bytes: from the driver's image, from this node's own, or a copy if neither can be opened."""
-    if source.contents is None or source.hosted is None:
-        opened = open_image(source.image, here=here)
-    else:
-        try:
-            opened = open_image(ray.get(source.hosted[0]), here=here)
-        except ReplicaMemoryError:
-            raise  # there is no room for one image, so there is none for a copy in each worker
-        except (RayError, MemoryFileError):  # the host died, or its memory may not be opened
-            if source.contents[0] is None:
-                raise
-            opened = open_image(source.image, here=here, contents=ray.get(source.contents[0]))
-    return opened
 
 
 def _error(task_id: int, where: str) -> Result:

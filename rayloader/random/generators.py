@@ -5,7 +5,8 @@ that `Placed` has from the driver is restored as soon as the worker has imported
 have it: in the same state, at all the places where it was, and as one object.
 
 NOTE [Given and later]. The pickler of a replica meets each generator in it, and `reduce_generator` makes the
-worker's unpickler record each one: these are *given*, in an order that is the same in every worker, and need no search.
+worker's unpickler record each one: these are *given*, first those that a search finds, in its order, which is the same
+in every worker. A fork was not unpickled, and has only what the search finds.
 The *later* ones (created by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample), and those of
 the program's modules that were drawn from, are found by `search`. In another process they are looked up by their paths
 and given their states; one that does not exist yet is created. Where that fails, batches that are rebuilt differ.
@@ -165,7 +166,7 @@ class Generators:
 
     Args:
         replica: the objects of the replica, by name.
-        noted: the generators that were recorded when it was unpickled.
+        noted: the generators that were recorded when it was unpickled; None: it is a fork's, and was not.
         modules: gives the names and contents of those that are searched; None: of the program's own.
 
     Attributes:
@@ -176,18 +177,23 @@ class Generators:
     def __init__(
         self,
         replica: dict[str, Any],
-        noted: list[Any],
+        noted: list[Any] | None,
         modules: Callable[[], Iterable[tuple[str, Mapping[str, Any]]]] | None = None,
     ) -> None:
-        self.given = distinct(noted)
         self._replica = replica
         self._modules = modules
+        found = search(replica, (modules or own_modules)())
+        of_replica = [one.generator for one in found if not _is_global(one)]
+        if noted is None:
+            noted = of_replica
         self._noted = noted  # keeps their identities
         self._known = {id(engine(generator)) for generator in noted}
+        # In an order that depends on the replica alone, and not on how this process has got it.
+        self.given = distinct([*(one for one in of_replica if id(engine(one)) in self._known), *noted])
         self._at: dict[Path, Any] = {}  # those of the last look
         self.found_new = False
         # In another process those of modules are like that too: as the driver has them, or as imports create them.
-        of_modules = [one for one in self._others() if _is_global(one)]
+        of_modules = [one for one in found if _is_global(one) and id(engine(one.generator)) not in self._known]
         self._at_start = {id(one.generator): (one.generator, _picture(one.generator)) for one in of_modules}
         self._put_back: set[int] = set()  # of modules, and in another state than at the start
 

@@ -28,7 +28,7 @@ from rayloader.epoch.ahead import COPIED_AHEAD_BYTES, AheadThread
 from rayloader.errors import RaySessionError, ShareError, add_note
 from rayloader.inherit.process_state import ProcessState
 from rayloader.interrupts import TICK_S, Waker
-from rayloader.protocol import CARRY
+from rayloader.protocol import carried
 from rayloader.random.generators import RECORDED
 from rayloader.random.random_state import RandomState
 from rayloader.replica import unpicklable
@@ -52,7 +52,7 @@ from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError, Message
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.tcp_line import TcpDriverLine
-from rayloader.workers.actor import NONE_YET, RayAnswer, wait_for
+from rayloader.workers.connection import NONE_YET, RayAnswer, wait_for
 
 # After this many seconds of waiting for others, a consumer logs which ones it waits for.
 NOTICE_S = 60.0
@@ -158,7 +158,7 @@ def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
     shared._iterator = None  # of persistent workers, which belong to this process
     mappings = Mappings()
     try:
-        encoded = codec.encode(shared, carry=CARRY, mapped=mappings, special=RECORDED)
+        encoded = codec.encode(shared, carry=carried(), mapped=mappings, special=RECORDED)
     except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
         if (explanation := unpicklable.explain(shared.__dict__, "loader")) is not None:
             add_note(error, f"It cannot be sent to the producer: {explanation}")

@@ -34,7 +34,7 @@ import ray
 from rayloader.errors import ConsumerDroppedError, ShareError, StateError, add_note
 from rayloader.inherit.process_state import Baseline
 from rayloader.options import is_whole
-from rayloader.protocol import CARRY
+from rayloader.protocol import carried
 from rayloader.replica import unpicklable
 from rayloader.replica.image import decode_replica, open_image
 from rayloader.sharing.ledger import END, Ledger, Passed, Place, PlacesLeft, Step
@@ -484,9 +484,9 @@ class HostedLoader:
 
     def _as_batch(self, batch: Any) -> tuple[Message, int]:
         try:
-            encoded = codec.encode(batch, carry=CARRY)
+            encoded = codec.encode(batch, carry=carried())
         except Exception as error:  # of the user's own pickling
-            unpicklable.note_batch(error, batch, functools.partial(codec.encode, carry=CARRY))
+            unpicklable.note_batch(error, batch, functools.partial(codec.encode, carry=carried()))
             return self._as_error(error)
         if self._copies is not None:
             encoded = encoded._replace(buffers=[self._copies.copy(buffer) for buffer in encoded.buffers])

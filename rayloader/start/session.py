@@ -30,16 +30,16 @@ import faulthandler
 import functools
 import inspect
 import logging
+import multiprocessing
 import os
 import random
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
-
-import ray
-import ray.util.client
 
 from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connection_of, give_own_random
 from rayloader.errors import RaySessionError
@@ -91,9 +91,28 @@ SessionName = tuple[str, str]
 _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
 _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first use of a Ray until that Ray is shut down
+_asked = False  # whether the program has asked for Ray since the last one ended
+_in_background = False  # whether the last Ray was started although the program had not asked for one
 _forked = False  # whether this process was forked from one that was connected to Ray, or about to be
 logger = logging.getLogger("rayloader")
+_ray: ModuleType | None = None  # once it was needed
+_importing = threading.RLock()
 _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
+
+
+def imported() -> ModuleType:
+    """Ray, which is imported when it is first needed: a program whose workers are forks never imports it."""
+    global _ray
+    if _ray is None:
+        with _importing:
+            import ray
+            import ray.util.client
+
+            check(ray)
+            if _ray is None:
+                _wrap_shutdown(ray)
+            _ray = ray
+    return _ray
 
 
 def current() -> SessionName | None:
@@ -101,23 +120,39 @@ def current() -> SessionName | None:
     global _connected
     if _starter is not None and _starter.ending:
         return None
-    connection = connection_of(ray)
+    connection = connection_of(sys.modules.get("ray"))
     if connection is None:
         return None
     connected = _connected
     if connected is not None and connected[0]() is connection:
         return connected[1]  # called for each batch: the rest takes Ray several microseconds
-    session = connection.session_name, ray.get_runtime_context().get_job_id()
+    session = connection.session_name, imported().get_runtime_context().get_job_id()
     _connected = weakref.ref(connection), session
     return session
 
 
-def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> SessionName:
+def is_wanted() -> bool:
+    """Whether the program uses Ray, or has asked for it; one that was started in the background does not count."""
+    if _forked:
+        return False
+    return _asked or bool(os.environ.get("RAY_ADDRESS")) or (current() is not None and not _in_background)
+
+
+def may_start() -> bool:
+    """Whether Ray may be started in the background: not in one of several processes that others have started."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RUN_ID" in os.environ
+    return not _forked and not ranks and multiprocessing.parent_process() is None
+
+
+def ensure(
+    options: dict[str, Any] | None = None, *, ahead: bool = False, background: bool = False
+) -> SessionName:
     """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
 
     Args:
         options: of `ray.init`, the user's.
         ahead: whether the program continues meanwhile.
+        background: it has not even asked for Ray.
 
     Raises:
         RaySessionError: Ray can be neither joined nor started; or it is used through Ray Client, or by the parent of
@@ -128,16 +163,20 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> Ses
             "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
             "survive a fork; use num_workers=0 here, or start this process with the spawn method"
         )
+    global _asked, _in_background
+    _asked = _asked or not background
     if _starter is not None:
         _starter.wait()  # an interrupted use may have left it running
     check_options(options or {})
+    client = imported().util.client.ray
     session = current()
     if _starter is not None and _starter.fork_server is not None:
         _starter.fork_server.check()
-    if session is None and not ray.util.client.ray.is_connected():
-        _start(options or {}, ahead)
+    if session is None and not client.is_connected():
+        _in_background = background
+        _start(options or {}, ahead or background)
         session = current()
-    if session is None or ray.util.client.ray.is_connected():
+    if session is None or client.is_connected():
         raise RaySessionError(
             "rayloader needs a driver inside the cluster, but this one is connected through Ray Client (ray://); "
             "run the program on a node of the cluster, for instance with `ray job submit`"
@@ -156,7 +195,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 def check_names(options: dict[str, Any]) -> None:
     """Raises TypeError if `ray.init` has no options of such names."""
-    known = inspect.signature(ray.init).parameters
+    known = inspect.signature(imported().init).parameters
     # All options that Ray hides, except one, begin with an underscore, and only Ray itself knows which exist.
     unknown = [name for name in options if name not in known and name[0] != "_" and name != "object_spilling_directory"]
     if unknown:
@@ -255,6 +294,7 @@ class _Starter(DaemonThread):
         global _started
         options = self._options
         address = _address(options)
+        ray = imported()
         give_own_random(ray)
         state = random.getstate()  # for Ray's modules that are imported only now
         handlers = SignalHandlers()
@@ -327,7 +367,7 @@ def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[st
     """The options with which this rank joins the Ray of all ranks, once that runs; the first rank's have started it."""
     own = {key: value for key, value in options.items() if key in OPTIONS_OF_ONE_DRIVER}
     address = membership.begin({key: value for key, value in options.items() if key not in own})
-    authenticate(ray)
+    authenticate(imported())
     return {**own, "address": address}
 
 
@@ -338,7 +378,8 @@ def started_here() -> bool:
 
 def end() -> None:
     """Shuts Ray down if it was started here; a Ray that other ranks use lives on."""
-    global _started
+    global _started, _asked
+    _asked = False
     if _starter is not None and not _starter.give_up():
         _starter.wait()  # as in `ensure`
     if started_here():
@@ -349,7 +390,7 @@ def end() -> None:
 
 def _shut_down() -> None:
     handlers = SignalHandlers()
-    ray.shutdown()
+    imported().shutdown()
     handlers.restore()
 
 
@@ -358,7 +399,7 @@ def no_shutdown() -> contextlib.AbstractContextManager[Any]:
     return _shutdown_lock
 
 
-def _wrap_shutdown() -> None:
+def _wrap_shutdown(ray: ModuleType) -> None:
     shutdown = ray.shutdown
 
     @functools.wraps(shutdown)
@@ -368,22 +409,18 @@ def _wrap_shutdown() -> None:
         _let_starter_go()  # other ranks' Ray need not wait for this process any more
         return result
 
-    ray.shutdown = waits_for_our_thread
-
-
-check(ray)
-_wrap_shutdown()
+    ray.shutdown = waits_for_our_thread  # type: ignore[attr-defined]
 
 
 def forget() -> None:
     """To be called in a forked child, which must neither end nor use its parent's Ray."""
-    global _started, _starter, _forked, _shutdown_lock
-    _shutdown_lock = threading.RLock()  # the parent's may have been held
+    global _started, _starter, _forked, _shutdown_lock, _importing
+    _shutdown_lock, _importing = threading.RLock(), threading.RLock()  # the parent's may have been held
     is_starting = _starter is not None and not _starter.done
     if _starter is not None:
         _starter.forget()
     _started = _starter = None
-    _forked = ray.is_initialized() or is_starting
+    _forked = connection_of(sys.modules.get("ray")) is not None or is_starting
 
 
 def exit_code(pid: int) -> int | None:
@@ -395,18 +432,18 @@ def exit_code(pid: int) -> int | None:
 
 def node_id() -> str:
     """The node that this process runs on."""
-    return str(ray.get_runtime_context().get_node_id())
+    return str(imported().get_runtime_context().get_node_id())
 
 
 def exports_metrics() -> bool:
     """Whether Ray offers the metrics of this node's processes to Prometheus; the answer may take a millisecond."""
     here = node_id()
-    return any(node["NodeID"] == here and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
+    return any(node["NodeID"] == here and node.get("MetricsExportPort", 0) > 0 for node in imported().nodes())
 
 
 def node_ip() -> str:
     """This node's address for other nodes."""
-    return str(ray.util.get_node_ip_address())
+    return str(imported().util.get_node_ip_address())
 
 
 def uses_tls() -> bool:
@@ -417,7 +454,7 @@ def uses_tls() -> bool:
 def cpus_of_this_process() -> float:
     """The CPUs that Ray has assigned to the task or actor in this process; 0 in a driver."""
     try:
-        return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
+        return float(imported().get_runtime_context().get_assigned_resources().get("CPU", 0))
     except AssertionError:  # so Ray says that this process is a driver
         return 0.0
 

@@ -80,6 +80,13 @@ class MemoryFile:
             self.close()
             raise MemoryFileError(f"can't make a memory file of {nbytes} bytes: {error}") from error
 
+    @classmethod
+    def received(cls, fd: int, name: str) -> MemoryFile:
+        """That of another process of this program, from a descriptor that it has sent, which now belongs to this."""
+        file = cls.__new__(cls)
+        file.fd, file.address = fd, address_of(fd, name)
+        return file
+
     def __del__(self) -> None:
         self.close()
 

@@ -6,12 +6,14 @@ unchanged; and only `wait_for` waits at all.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -19,20 +21,21 @@ import ray
 from ray.exceptions import RayError
 from typing_extensions import override
 
-from rayloader._compat_ray import has_process, on_completed
+from rayloader._compat_ray import has_process, on_completed, said_of_end
 from rayloader.interrupts import Bell
 from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.resume.snapshot import WorkerState
 from rayloader.start import session
+from rayloader.start.signals import exit_in_words
 from rayloader.transport import memory_file
-from rayloader.transport.lanes import ArenaLane
+from rayloader.workers.connection import NONE_YET, Started
+from rayloader.workers.process import NeverStarts, Process
 
-NONE_YET: Any = object()
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 
 
-class RayAnswer:
+class RayAnswer(Started):
     """The answer to a Ray call, once it comes; no thread waits inside Ray to find out.
 
     Attributes:
@@ -40,15 +43,13 @@ class RayAnswer:
         value: the answer, or an error of Ray's; NONE_YET before.
     """
 
-    __slots__ = ("ref", "value")
-
     def __init__(self, ref: Any) -> None:
         self.ref = ref
         self.value: Any = NONE_YET
         on_completed(ref, self._note)
 
     @property
-    def succeeded(self) -> bool:
+    def succeeded(self) -> bool:  # type: ignore[override]
         """Whether an answer came, and no error."""
         return self.value is not NONE_YET and not isinstance(self.value, Exception)
 
@@ -100,8 +101,6 @@ processes: set[tuple[str, int]] = set()
 class Hello(RayAnswer):
     """The answer to `WorkerProcess.hello`."""
 
-    __slots__ = ()
-
     @override
     def _note(self, value: Any) -> None:
         if isinstance(value, WorkerAddress):
@@ -119,30 +118,28 @@ class ActorState(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Actor:
+class Actor(Process):
     """One actor process; methods that take or return a `Ref` return at once."""
 
     handle: Any
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
     hello: Hello  # its address, once it runs
-    created_at: float  # time.monotonic()
     had_room: bool  # as many CPUs as it and the actors created with it asked for were free then
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it
     state: ActorState = ActorState.LENT
-    address: WorkerAddress | None = None
     placed_at: float | None = None  # time.monotonic() when it was first seen to be placed
-    started_at: float | None = None  # time.monotonic() when it was first seen to run
     stopped: RayAnswer | None = None  # to `stop`
     stop_by: float = math.inf  # time.monotonic(); while it is stopping
     keep_until: float = math.inf  # time.monotonic(); while it is not lent
-    lane: ArenaLane = field(default_factory=ArenaLane)
-    calls: int = 0  # made over a channel
     no_line: str = ""  # why no line can reach it
     ends: bool = False  # as soon as it has stopped
-    lost: bool = False  # given up by the fleet that had it; it is GONE once the janitor's thread has killed it
-    vanished: bool = False  # nobody knows what happened to it: its whole node may be gone
     hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
+
+    @property
+    @override
+    def awaited(self) -> Ref:
+        return self.hello.ref
 
     @property
     def is_new(self) -> bool:
@@ -172,19 +169,31 @@ class Actor:
             return all_see_us()
         return self.address.node_id == session.node_id() and self.address.reaches_driver
 
+    @override
+    def cause(self, error: Exception | None) -> str:
+        """How the process has ended: as torch says it, if that is known; and what Ray knows beyond that."""
+        with contextlib.suppress(NeverStarts):
+            self.has_started()  # notes the address
+        where = self.address
+        code = session.exit_code(where.pid) if where is not None and where.hostname == socket.gethostname() else None
+        known = [] if code is None else [exit_in_words(code)]
+        if error is not None and (said := said_of_end(str(error))):
+            known.append(f"Ray says: {said}" if known else said)
+        return "; ".join(known) or "its process has ended; neither a signal nor an exit code is known"
+
+    @override
     def is_placed(self) -> bool:
-        """Whether Ray has a process for it by now: it waits only for its imports, not for resources."""
         if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):
             self.placed_at = time.monotonic()
         return self.placed_at is not None
 
+    @override
     def has_started(self) -> bool:
-        """Whether it runs by now; if so, notes where. Raises RayError if it never will."""
         if self.address is None:
             if (address := self.hello.value) is NONE_YET:
                 return False
             if isinstance(address, RayError):
-                raise address
+                raise NeverStarts(str(address)) from address
             self.address, self.started_at = address, time.monotonic()
         return True
 
@@ -212,10 +221,6 @@ class Actor:
     def leave(self, worker_id: int) -> None:
         """`WorkerProcess.leave`."""
         self.handle.leave.remote(worker_id)
-
-    def let_go(self) -> None:
-        """The process is gone, or soon will be: gives up what it shares with this one."""
-        self.lane.close()
 
 
 def all_see_us() -> bool:

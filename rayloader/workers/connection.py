@@ -1,7 +1,8 @@
-"""How the actors of one fleet receive their tasks, and how their answers come: over lines, or by Ray calls.
+"""How the processes of one fleet receive their tasks, and how their answers come: over lines, or by Ray calls.
 
-Promise: both kinds of `Channel` take the same calls and return the same messages, in the order in which the actor sent
-them (see `Up` in protocol.py); an actor that will not answer yields `ActorLost` as its last message. Only
+Promise: all kinds of `Channel` take the same calls and return the same messages, in the order in which the process sent
+them (see `Up` in protocol.py); a process that will not answer yields `ProcessLost` as its last message. Those to actors
+are in ray_channels.py. Only
 `Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over a line or from Ray, and lets
 any exception through that a signal handler raises meanwhile. No thread waits inside Ray. Channels are used under the
 lock of their epoch; any thread may wait.
@@ -16,86 +17,87 @@ thread that waits here inside Ray while another thread shuts Ray down.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import pickle
 import select
-import socket
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayError
 from typing_extensions import override
 
-from rayloader._compat_ray import on_completed, said_of_end
+from rayloader._compat_ray import on_completed
 from rayloader.interrupts import Waker
-from rayloader.protocol import Down, Served, Up
+from rayloader.protocol import Down, Setup, Source, Up
 from rayloader.resume.journal import Resumed
-from rayloader.start import session
-from rayloader.start.signals import exit_in_words
+from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
-from rayloader.transport.lanes import Lent, Room, pack, to_wire, unpack
+from rayloader.transport.arena import ArenaAddress
+from rayloader.transport.lanes import Lent, Room, to_wire
 from rayloader.transport.line import Line, unpacked
 from rayloader.transport.local_line import DriverLine
-from rayloader.transport.tcp_line import TcpDriverLine
-from rayloader.workers.actor import NONE_YET, Actor
+from rayloader.workers.process import Process
 
-# After the end of a line, Ray may take this many seconds to say why the process ended. If the process is on another
-# machine that is gone, Ray may say nothing for a quarter of a minute; meanwhile others can do its work.
-CAUSE_PATIENCE_S = 2.0
-REMOTE_CAUSE_PATIENCE_S = 1.0
-
-Message = Any  # a tuple that begins with an `Up`, ActorLost or LineRefused
+NONE_YET: Any = object()  # in place of the answer to a Ray call
+Message = Any  # a tuple that begins with an `Up`, ProcessLost or LineRefused
 
 
-class ActorLost(Exception):
-    """An actor's answers will not come: the actor, its node or an object is gone.
+class ProcessLost(Exception):
+    """A process's answers will not come: the process, its node or an object is gone.
 
     Args:
-        actor: the one that is lost.
-        error: Ray's; None if Ray says nothing.
+        process: the one that is lost.
+        error: why, if the channel knows.
     """
 
-    def __init__(self, actor: Actor, error: Exception | None) -> None:
-        super().__init__(_cause(actor, error))
-        self.actor = actor
-
-
-def _cause(actor: Actor, error: Exception | None) -> str:
-    """How the process has ended: as torch says it, if that is known; and what Ray knows beyond that."""
-    with contextlib.suppress(RayError):
-        actor.has_started()  # notes the address
-    where = actor.address
-    code = session.exit_code(where.pid) if where is not None and where.hostname == socket.gethostname() else None
-    known = [] if code is None else [exit_in_words(code)]
-    if error is not None and (said := said_of_end(str(error))):
-        known.append(f"Ray says: {said}" if known else said)
-    return "; ".join(known) or "its process has ended; neither a signal nor an exit code is known"
+    def __init__(self, process: Process, error: Exception | None) -> None:
+        super().__init__(process.cause(error))
+        self.process = process
 
 
 class LineRefused(Exception):
     """The worker process cannot be reached over a line."""
 
 
+class Started:
+    """The answer to a call of `Channel.start`.
+
+    Attributes:
+        succeeded: whether the process has finished the start of the worker.
+    """
+
+    succeeded: bool = False
+
+
 class Channel(ABC):
-    """The channel to one actor.
+    """The channel to one process.
 
     Args:
-        actor: the one that it leads to.
+        process: the one that it leads to.
         mailbox: of its fleet; it reports the answers to Ray calls.
 
     Attributes:
-        actor: the one that it leads to.
+        process: the one that it leads to.
     """
 
-    def __init__(self, actor: Actor, mailbox: Mailbox) -> None:
-        self.actor = actor
+    def __init__(self, process: Any, mailbox: Mailbox) -> None:
+        self.process = process
         self._mailbox = mailbox
+
+    @abstractmethod
+    def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> Started:
+        """`WorkerProcess.start`."""
+
+    @abstractmethod
+    def hurry(self, worker_id: int) -> None:
+        """`WorkerProcess.hurry`."""
+
+    @abstractmethod
+    def leave(self, worker_id: int) -> None:
+        """`WorkerProcess.leave`."""
 
     @abstractmethod
     def run(self, worker_id: int, task: Task) -> Lent | None:
@@ -128,9 +130,6 @@ class Channel(ABC):
     def drop(self, after_call: int, from_task: int) -> None:  # noqa: B027
         """Cancels tasks from this one on, of the calls made after `after_call` so far, if the channel can do so."""
 
-    def pause(self) -> None:  # noqa: B027
-        """To be called before other calls of the actor are made, so that they come after all calls made so far."""
-
     def flush(self) -> None:  # noqa: B027
         """To be called after the last of several calls: until then they may not be sent."""
 
@@ -154,296 +153,149 @@ class Channel(ABC):
         """How long to wait at most for what the descriptors cannot show, in seconds."""
         return math.inf
 
-    def _lost(self, answer: Exception | None) -> ActorLost:
-        """No answers will come: `answer` is Ray's reason, None if Ray gives none."""
+    def _lost(self, error: Exception | None) -> ProcessLost:
+        """No answers will come: `error` is the reason, if it is known."""
         self.close()
-        self.actor.vanished = answer is None or isinstance(answer, ActorUnavailableError)
-        return ActorLost(self.actor, answer)
+        return ProcessLost(self.process, error)
 
     def _run(self, worker_id: int, task: Task, room: Room | None) -> tuple[Any, ...]:
         """The message to `WorkerProcess.run`."""
-        self.actor.calls += 1
+        self.process.calls += 1
         news = None if room is None else room.fields
-        return worker_id, self.actor.calls, task.task_id, to_wire(task.indices.encoded).fields, news
+        return worker_id, self.process.calls, task.task_id, to_wire(task.indices.encoded).fields, news
 
     def _replay(self, worker_id: int, tasks: Sequence[Task]) -> tuple[Any, ...]:
         """The message to `WorkerProcess.replay`."""
-        self.actor.calls += 1
+        self.process.calls += 1
         again = [(task.task_id, to_wire(task.indices.encoded).fields, task.digest) for task in tasks]
-        return worker_id, self.actor.calls, again
+        return worker_id, self.process.calls, again
 
 
-class RayCalls(Channel):
-    """One Ray call per message, whose answers go to the mailbox; batches travel through Ray's object store."""
+class LineCalls(Channel):
+    """Calls over a line; batches travel in the process's arena."""
+
+    @abstractmethod
+    def _send(self, message: Any, *, carries: bool = False) -> None:
+        """Keeps a message until `flush`; `carries`: it holds references to Ray's objects."""
+
+    @abstractmethod
+    def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
+        """Room for the batch of the next message."""
 
     @property
     @override
     def lane(self) -> str:
-        return "Ray calls"
-
-    def __init__(self, actor: Actor, mailbox: Mailbox) -> None:
-        super().__init__(actor, mailbox)
-        self._unanswered: deque[tuple[Any, Callable[[Any], Message]]] = deque()  # oldest first
-
-    @override
-    def run(self, worker_id: int, task: Task) -> Lent | None:
-        message = self._run(worker_id, task, None)
-        self._call(self.actor.handle.run, message, [message[3]])
-        return None
-
-    @override
-    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
-        message = self._replay(worker_id, tasks)
-        self._call(self.actor.handle.replay, message, [wire for _, wire, _ in message[2]])
-
-    def _call(self, method: Any, message: Any, wires: list[tuple[Any, ...]]) -> None:
-        worker_id, call, *_ = message
-        self._await(method.remote(pack(message, wires)), lambda answer: (Up.ANSWER, worker_id, call, unpack(answer)))
-
-    @override
-    def resume(self, worker_id: int, resumed: Resumed) -> None:
-        self.actor.calls += 1
-        call = self.actor.calls
-        ref = self.actor.handle.resume.remote(worker_id, *resumed)
-        self._await(ref, lambda answer: (Up.BEGUN, worker_id, call, answer))
-
-    def _await(self, ref: Any, message: Callable[[Any], Message]) -> None:
-        self._unanswered.append((ref, message))
-        self._mailbox.watch(ref, self)
-
-    @override
-    def receive(self) -> list[Message]:
-        messages: list[Message] = []
-        while self._unanswered and (answer := self._mailbox[self._unanswered[0][0]]) is not NONE_YET:
-            ref, message = self._unanswered.popleft()
-            self._mailbox.forget(ref)
-            if isinstance(answer, RayError):
-                return [*messages, self._lost(answer)]
-            messages.append(message(answer))
-        return messages
-
-    @override
-    def close(self) -> None:
-        for ref, _ in self._unanswered:
-            self._mailbox.forget(ref)
-        self._unanswered.clear()
-
-
-class _Served:
-    """A line and the Ray call that serves it."""
-
-    def __init__(self, line: DriverLine | TcpDriverLine) -> None:
-        self.line = line
-        self.ref: Any = None  # of the call, once that was made
-        # Messages that the call itself carries, so that the driver need not accept the worker's connection first.
-        self.early: list[Any] = []  # pickled, or by reference
-        self.arena: Any = None  # address that the worker was told
-        self.paused = False
-        self.ended_at = 0.0  # time.monotonic()
-
-    def send(self, message: Any, *, carries: bool = False) -> None:
-        """Keeps a message until `flush`: for the line, or for the call, if it `carries` Ray's references."""
-        if carries:
-            self.early.append(message)
-        elif self.ref is None:
-            self.early.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        else:
-            self.line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
-class LineCalls(Channel):
-    """A line, served by one long Ray call; batches travel in the actor's arena.
-
-    Raises:
-        LineError: no line can be made here.
-    """
-
-    _cause_patience = CAUSE_PATIENCE_S
-
-    def __init__(self, actor: Actor, mailbox: Mailbox) -> None:
-        super().__init__(actor, mailbox)
-        # Messages are sent over the last one; older ones may still deliver answers.
-        self._served: deque[_Served] = deque([_Served(self._new_line())])
-
-    def _new_line(self) -> DriverLine | TcpDriverLine:
-        return DriverLine(self._is_actor)
-
-    def _lend(self, served: _Served) -> tuple[Lent, Room] | tuple[None, None]:
-        lent = self.actor.lane.lend(served.arena)
-        if lent is None:
-            return None, None
-        served.arena = lent[0].arena.address
-        return lent
+        return "line, arena" if self.process.lane.is_open else "line"
 
     @override
     def run(self, worker_id: int, task: Task) -> Lent | None:
         carries = bool(task.indices.encoded.carried)
-        served = self._for_ray() if carries else self._newest()
-        lent, room = self._lend(served)
-        served.send((Down.RUN, *self._run(worker_id, task, room)), carries=carries)
+        lent, room = self._lend(carries=carries)
+        self._send((Down.RUN, *self._run(worker_id, task, room)), carries=carries)
         return lent
 
     @override
     def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
         carries = any(task.indices.encoded.carried for task in tasks)
-        served = self._for_ray() if carries else self._newest()
-        served.send((Down.REPLAY, *self._replay(worker_id, tasks)), carries=carries)
-
-    def _for_ray(self) -> _Served:
-        """A served line whose call carries references to Ray's objects: only Ray's calls keep the owners informed."""
-        if self._served and self._served[-1].ref is not None:
-            self.pause()
-        return self._newest()
+        self._send((Down.REPLAY, *self._replay(worker_id, tasks)), carries=carries)
 
     @override
     def resume(self, worker_id: int, resumed: Resumed) -> None:
-        self.actor.calls += 1
-        self._newest().send((Down.RESUME, worker_id, self.actor.calls, *resumed))
+        self.process.calls += 1
+        self._send((Down.RESUME, worker_id, self.process.calls, *resumed))
 
     @override
     def drop(self, after_call: int, from_task: int) -> None:
-        if self._served and not self._served[-1].paused:
-            self._served[-1].send((Down.DROP, after_call, self.actor.calls, from_task))
+        self._send((Down.DROP, after_call, self.process.calls, from_task))
+
+
+class ForkCalls(LineCalls):
+    """The line to a fork, over which it is told everything.
+
+    Args:
+        process: the fork.
+        mailbox: of its fleet.
+        line: its driver's end.
+    """
+
+    def __init__(self, process: Process, mailbox: Mailbox, line: DriverLine) -> None:
+        super().__init__(process, mailbox)
+        self._line = line
+        self._told: ArenaAddress | None = None  # that the fork was told
+        self._starts: deque[Started] = deque()  # not answered, oldest first
 
     @override
-    def pause(self) -> None:
-        self.flush()
-        if self._served and self._served[-1].ref is not None and not self._served[-1].paused:
-            self._served[-1].paused = True
-            self._served[-1].line.finish()
+    def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> Started:
+        self._manage(Down.START, setup.worker_id, setup, state)
+        self._starts.append(Started())
+        return self._starts[-1]
 
-    def _newest(self) -> _Served:
-        if not self._served or self._served[-1].paused:
-            self._served.append(_Served(self._new_line()))
-        return self._served[-1]
-
-    @property
     @override
-    def lane(self) -> str:
-        return "line, arena" if self.actor.lane.is_open else "line"
+    def hurry(self, worker_id: int) -> None:
+        self._manage(Down.HURRY, worker_id)
 
-    def _is_actor(self, pid: int) -> bool:
-        try:
-            return not self.actor.has_started() or self.actor.address.pid == pid  # type: ignore[union-attr]
-        except RayError:  # it died meanwhile
-            return False
+    @override
+    def leave(self, worker_id: int) -> None:
+        self._manage(Down.LEAVE, worker_id)
+
+    def _manage(self, kind: int, worker_id: int, *arguments: Any) -> None:
+        self.process.calls += 1
+        self._send((kind, worker_id, self.process.calls, *arguments))
+
+    @override
+    def _send(self, message: Any, *, carries: bool = False) -> None:
+        if carries:
+            raise TypeError(
+                "the sampler yields references to Ray's objects, which a forked worker cannot get; create the loader "
+                'with workers="ray"'
+            )
+        self._line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    @override
+    def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
+        lent, room = self.process.lane.lend(self._told) or (None, None)
+        if lent is not None:
+            self._told = lent.arena.address
+        return lent, room
 
     @override
     def flush(self) -> None:
-        if not self._served:
-            return
-        if self._served[-1].early:
-            self._serve(self._served[-1])
-        self._served[-1].line.flush()
-
-    def _serve(self, served: _Served) -> None:
-        early, served.early = served.early, []
-        served.ref = self.actor.handle.serve.remote(served.line.address, early)
-        self._mailbox.watch(served.ref, self)
+        self._line.flush()
 
     @override
     def descriptors(self) -> Iterator[tuple[int, int]]:
-        for served in list(self._served):
-            yield from served.line.descriptors
+        yield from self._line.descriptors
 
     @property
     @override
     def quiet_line(self) -> Line | None:
-        if len(self._served) != 1:
-            return None
-        served = self._served[0]
-        return served.line if served.line.is_quiet and not served.ended_at else None
-
-    @property
-    @override
-    def patience(self) -> float:
-        ended = [served.ended_at for served in self._served if served.ended_at]
-        return max(0.0, min(ended) + self._cause_patience - time.monotonic()) if ended else super().patience
+        return self._line if self._line.is_quiet else None
 
     @override
     def read(self) -> None:
-        for served in list(self._served):
-            served.line.read()
+        self._line.read()
 
     @override
     def receive(self) -> list[Message]:
-        messages: list[Message] = []
-        for served in list(self._served):
-            line = served.line
-            if line.unsent:
-                line.flush()
-            if served.ref is None:
-                continue
-            answer = self._mailbox[served.ref]  # first: nothing comes over the line after that
-            if answer is not NONE_YET:
-                line.read(wait=True)
-            messages += map(unpacked, line.arrived())
-            if answer is not NONE_YET:
-                self._mailbox.forget(served.ref)
-                messages += self._ended(served, answer)
-            elif line.refused:
-                self.close()
-                messages.append(LineRefused(line.refused))
-            elif line.ended and not served.ended_at:
-                served.ended_at = time.monotonic()
-            elif line.ended and time.monotonic() > served.ended_at + self._cause_patience:
-                messages.append(self._lost(None))
-            if not self._served:
-                break  # closed: it has no further answers, and no other line either
+        line = self._line
+        if line.unsent:
+            line.flush()
+        messages = []
+        for message in map(unpacked, line.arrived()):
+            if message[0] != Up.MANAGED:
+                messages.append(message)
+            elif message[3] == Down.START:
+                self._starts.popleft().succeeded = True
+        if line.refused:
+            self.close()
+            messages.append(LineRefused(line.refused))
+        elif line.ended and not line.closed:
+            messages.append(self._lost(None))
         return messages
-
-    def _ended(self, served: _Served, answer: Any) -> list[Message]:
-        """Interprets the end of the call that served a line."""
-        if isinstance(answer, Exception):
-            return [self._lost(answer)]
-        end: Served = answer
-        if end.answer is not None:
-            worker_id, call, answer = unpack(end.answer)
-            self._serve(served)
-            return [(Up.ANSWER, worker_id, call, answer)]
-        if served.paused and not end.refused:
-            served.line.close()
-            self._served.remove(served)
-            return []
-        self.close()
-        return [LineRefused(end.refused or "the driver did not let it in: it runs as another user")]
 
     @override
     def close(self) -> None:
-        for served in list(self._served):
-            self._mailbox.forget(served.ref)
-            served.line.close()
-        self._served.clear()
-
-
-class TcpCalls(LineCalls):
-    """A line over TCP, for a worker that local sockets do not reach; batches travel in the line's messages.
-
-    Args:
-        actor: the one that it leads to.
-        mailbox: where its arrivals are awaited.
-        host: a numeric address of this machine that the worker's machine can reach.
-        new_buffer: returns writable memory for received data.
-    """
-
-    _cause_patience = REMOTE_CAUSE_PATIENCE_S
-
-    def __init__(self, actor: Actor, mailbox: Mailbox, host: str, new_buffer: Callable[[int], memoryview]) -> None:
-        self._host, self._new_buffer = host, new_buffer
-        super().__init__(actor, mailbox)
-
-    @override
-    def _new_line(self) -> TcpDriverLine:
-        return TcpDriverLine(self._host, self._new_buffer)
-
-    @override
-    def _lend(self, served: _Served) -> tuple[None, None]:
-        return None, None
-
-    @property
-    @override
-    def lane(self) -> str:
-        return "TCP line"
+        self._line.close()
 
 
 class Mailbox:
@@ -454,7 +306,7 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._channels: dict[Actor, Channel] = {}
+        self._channels: dict[Process, Channel] = {}
         self._answers: dict[Any, Any] = {}  # to the watched calls
         self._waker = Waker()
         self._waiting = 0  # threads that wait
@@ -492,28 +344,28 @@ class Mailbox:
 
     # ---- channels
 
-    def __contains__(self, actor: Actor) -> bool:
-        """Whether there is a channel to that actor."""
-        return actor in self._channels
+    def __contains__(self, process: Process) -> bool:
+        """Whether there is a channel to that process."""
+        return process in self._channels
 
     def add(self, channel: Channel) -> None:
-        """Receives what comes over this channel, until its actor is removed."""
-        self._channels[channel.actor] = channel
+        """Receives what comes over this channel, until its process is removed."""
+        self._channels[channel.process] = channel
 
-    def to(self, actor: Actor) -> Channel:
-        """The channel to that actor, for a call."""
-        channel = self._channels[actor]
+    def to(self, process: Process) -> Channel:
+        """The channel to that process, for a call."""
+        channel = self._channels[process]
         self._unflushed.add(channel)
         return channel
 
-    def lane(self, actor: Actor) -> str:
-        """How an actor is reached and how its batches travel, in words."""
-        channel = self._channels.get(actor)
+    def lane(self, process: Process) -> str:
+        """How a process is reached and how its batches travel, in words."""
+        channel = self._channels.get(process)
         return "" if channel is None else channel.lane
 
-    def remove(self, actor: Actor) -> None:
-        """Closes the channel to that actor, if there is one."""
-        channel = self._channels.pop(actor, None)
+    def remove(self, process: Process) -> None:
+        """Closes the channel to that process, if there is one."""
+        channel = self._channels.pop(process, None)
         if channel is not None:
             self._unflushed.discard(channel)
             channel.close()
@@ -522,8 +374,8 @@ class Mailbox:
 
     def close(self) -> None:
         """Closes all channels, and ends the wait in progress."""
-        for actor in list(self._channels):
-            self.remove(actor)
+        for process in list(self._channels):
+            self.remove(process)
         self.ring()
 
     def flush(self) -> None:
@@ -539,8 +391,8 @@ class Mailbox:
             if channel is not None:
                 channel.read()
 
-    def receive(self, *, all_channels: bool, was_read: bool) -> list[tuple[Actor, Message]]:
-        """The messages that have come, each with the actor that sent it.
+    def receive(self, *, all_channels: bool, was_read: bool) -> list[tuple[Process, Message]]:
+        """The messages that have come, each with the process that sent it.
 
         Args:
             all_channels: receive from all of them; otherwise from those that a wait has found ready.
@@ -552,7 +404,7 @@ class Mailbox:
             if channel is not None:
                 if not was_read:
                     channel.read()
-                arrived += [(channel.actor, message) for message in channel.receive()]
+                arrived += [(channel.process, message) for message in channel.receive()]
                 self._look_at(channel)
         if arrived and self._waiting:  # other threads: this one may have received what they wait for
             self._waker.ring()

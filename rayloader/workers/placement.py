@@ -12,7 +12,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 import ray
@@ -20,6 +19,7 @@ import ray
 from rayloader._compat_ray import may_autoscale, node_first
 from rayloader.errors import WorkerStartError
 from rayloader.start import session
+from rayloader.workers.process import Verdict
 
 logger = logging.getLogger("rayloader")
 
@@ -39,15 +39,6 @@ INTERVAL_S = 2.0
 MARGIN_S = 5.0
 # For actors that wait only for their processes.
 NO_RESOURCES = "no resources"
-
-
-class Verdict(Enum):
-    """What to do about actors that have found no place so far."""
-
-    WAIT = "wait"
-    MAKE_ROOM = "make room"  # end idle actors, and wait
-    SHARE_CPUS = "share CPUs"  # ask again, without a CPU
-    GIVE_UP = "give up"
 
 
 class Placement:

@@ -11,14 +11,12 @@ jobs for the janitor.
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import functools
 import gc
 import itertools
 import os
-import sys
 import threading
 import time
 import uuid
@@ -26,7 +24,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import cloudpickle
 import ray
@@ -41,9 +39,11 @@ from rayloader.observe.metrics import Metrics
 from rayloader.start import session
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.workers.lifetimes import Janitor, Lifetimes
+from rayloader.workers.janitor import ends_with_program, janitor
+from rayloader.workers.lifetimes import Lifetimes
 from rayloader.workers.output import Output
-from rayloader.workers.placement import Draining, Placement, Verdict
+from rayloader.workers.placement import Draining, Placement
+from rayloader.workers.process import NeverStarts, Verdict
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
 # finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
@@ -51,7 +51,6 @@ from rayloader.workers.placement import Draining, Placement, Verdict
 GRACE_S = 60.0
 JOINED_GRACE_S = 2.0
 
-_Kept = TypeVar("_Kept")
 _remote_worker: Any = ray.remote(WorkerProcess)
 leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
 
@@ -62,15 +61,13 @@ class _LoaderEntry:
 
     ref: weakref.ref[object]
     key: bytes = b""  # of the options that its actors are created with
-    kept: Any = None
 
 
 class Pool:
     """The actors of this process in one Ray session."""
 
-    def __init__(self, session_name: session.SessionName, janitor: Janitor) -> None:
+    def __init__(self, session_name: session.SessionName) -> None:
         self.session_name = session_name
-        self._janitor = janitor
         self._lifetimes = Lifetimes(janitor, self.session_alive)
         self._placement = Placement()
         self._loaders: dict[int, _LoaderEntry] = {}  # by identity
@@ -116,18 +113,6 @@ class Pool:
             self.later(self.tidy)
         return Lease(self._tidy_later, name)
 
-    def kept(self, loader: object, new: Callable[[], _Kept]) -> _Kept:
-        """What iterators of a loader leave to the next ones, until it is gone; `new` makes the first.
-
-        It ends in the janitor's thread, or with `shutdown`.
-        """
-        with self._lock:
-            entry = self._entry(loader)
-            if entry.kept is None:
-                entry.kept = new()
-            kept: _Kept = entry.kept
-            return kept
-
     def _entry(self, loader: object) -> _LoaderEntry:
         entry = self._loaders.get(id(loader))
         if entry is None or entry.ref() is not loader:
@@ -138,6 +123,12 @@ class Pool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
         key = _key(remote_args)
         return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
+
+    def has_idle(self, remote_args: dict[str, Any], count: int) -> bool:
+        """Whether so many actors run and are idle, for loaders with these options."""
+        key = _key(remote_args)
+        idle = [actor for actor in self.actors if actor.key == key and actor.state is ActorState.IDLE]
+        return len([actor for actor in idle if actor.started_at is not None]) >= count
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
@@ -165,7 +156,7 @@ class Pool:
         gc.collect()
         if all(actor.lease is not None and actor.lease() is not None for actor in others):
             return False
-        self._janitor.do(self.tidy)
+        janitor.do(self.tidy)
         return True
 
     def _check_lends(self) -> None:
@@ -184,7 +175,7 @@ class Pool:
             busy: calls may be unanswered.
             reuse: whether others may have the processes.
         """
-        self._janitor.do(functools.partial(self._lifetimes.end, lease, busy=busy, reuse=reuse))
+        janitor.do(functools.partial(self._lifetimes.end, lease, busy=busy, reuse=reuse))
 
     def give_back(self, actor: Actor) -> None:
         """Takes back an actor that may be busy, soon."""
@@ -200,16 +191,16 @@ class Pool:
 
     def later(self, job: Callable[[], object]) -> None:
         """Passes a job to the janitor; for finalizers too."""
-        self._janitor.later(job)
+        janitor.later(job)
 
     def wait(self) -> None:
         """Waits until all jobs of the janitor are done. Not for finalizers, nor under a lock."""
-        self._janitor.wait()
+        janitor.wait()
 
     def verdict(self, pending: list[Actor], remote_args: dict[str, Any], *, others: bool) -> Verdict:
         """What to do about actors that have not started; `others`: some actors of the fleet have."""
         for actor in self.actors:  # those of other fleets too: where many start at once, each has to wait for its turn
-            with contextlib.suppress(RayError):
+            with contextlib.suppress(RayError, NeverStarts):
                 actor.has_started()
                 actor.is_placed()
         news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
@@ -259,8 +250,8 @@ class Pool:
     def shutdown(self) -> None:
         """Kills every actor; callable more than once."""
         self._lifetimes.closed = True
-        self._janitor.do(self._end_metrics)
-        self._janitor.do(self._lifetimes.kill_all)
+        janitor.do(self._end_metrics)
+        janitor.do(self._lifetimes.kill_all)
         with self._lock:
             self._loaders = {}
         if self._probe is not None:
@@ -315,7 +306,7 @@ class Pool:
         # Ray ends it if an interrupt comes before it is noted below.
         handle = _remote_worker.options(**options, **where, **named).remote()
         probe = self._probe.address if self._probe is not None else None
-        actor = Actor(handle, key, options, Hello(handle.hello.remote(probe)), time.monotonic(), had_room)
+        actor = Actor(handle, key, options, Hello(handle.hello.remote(probe)), had_room)
         self._lifetimes.begin(actor, lease)
         return actor
 
@@ -324,6 +315,11 @@ def _key(remote_args: dict[str, Any]) -> bytes:
     """A key that is equal for loaders that can share actors."""
     key: bytes = cloudpickle.dumps(sorted(remote_args.items(), key=lambda item: item[0]))
     return key
+
+
+def has_idle(remote_args: dict[str, Any], count: int) -> bool:
+    """`Pool.has_idle`, of the current pool if there is one."""
+    return _pool is not None and not _pool.closed and _pool.session_alive() and _pool.has_idle(remote_args, count)
 
 
 _pool: Pool | None = None
@@ -336,11 +332,11 @@ def _tidy() -> float | None:
     return _pool.tidy() if _pool is not None else None
 
 
-_janitor = Janitor(_tidy)
-
-
-def get_pool() -> Pool:
+def get_pool(*, background: bool = False) -> Pool:
     """The pool of the current Ray session; joins or starts Ray if there is none.
+
+    Args:
+        background: the program has workers, and has not asked for Ray.
 
     Raises:
         RaySessionError: Ray cannot be used from here.
@@ -350,17 +346,17 @@ def get_pool() -> Pool:
         failure, _failure = _failure, None
         if failure is not None:
             raise failure
-        return _get_pool(session.ensure())
+        return _get_pool(session.ensure(background=background))
 
 
 def _get_pool(session_name: session.SessionName) -> Pool:
     """Does the work of `get_pool`, under the lock."""
     global _pool
-    _janitor.start()
+    janitor.start()
     if _pool is None or _pool.closed or _pool.session_name != session_name:
         if _pool is not None:
             _pool.shutdown()  # of an ended session: it makes no call to Ray
-        _pool = Pool(session_name, _janitor)
+        _pool = Pool(session_name)
     _pool.output.start()
     return _pool
 
@@ -389,37 +385,25 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
 
 
 def shutdown() -> None:
-    """Stops every worker of this process, and Ray if it was started for them. Live iterators raise afterwards."""
+    """Stops every actor of this process, and Ray if it was started for them. Live iterators raise afterwards."""
     global _pool, _failure
     with _pool_lock:
         _failure = None
         if _pool is not None:
             _pool.shutdown()
             _pool = None
-        _janitor.end()
+        janitor.end()
         session.end()
 
 
 def _forget_after_fork() -> None:
     """A forked child has neither our threads nor Ray's: it must not touch the parent's actors."""
-    global _pool, _pool_lock, _janitor, _abandoned, _failure
-    _abandoned = _pool, _janitor  # kept: dropping their references would call Ray
-    _pool, _pool_lock, _janitor, _failure = None, threading.Lock(), Janitor(_tidy), None
+    global _pool, _pool_lock, _abandoned, _failure
+    _abandoned = _pool  # kept: dropping its references would call Ray
+    _pool, _pool_lock, _failure = None, threading.Lock(), None
     session.forget()
 
 
-def _at_exit() -> None:
-    """Shuts down, and preserves the exit status.
-
-    If Ctrl-C has ended a program, CPython ends the process by the same signal, so that a shell sees why. It decides
-    that by how the code ended that was compiled last from text, and Ray's shutdown imports modules that compile some.
-    """
-    shutdown()
-    if getattr(sys, "last_type", None) is KeyboardInterrupt:
-        with contextlib.suppress(KeyboardInterrupt):
-            exec("raise KeyboardInterrupt")
-
-
 os.register_at_fork(after_in_child=_forget_after_fork)
-# Registered after Ray's own exit handler (imported above), so it runs before that, while actors can still be reached.
-atexit.register(_at_exit)
+janitor.tidies.append(_tidy)
+ends_with_program("actors", shutdown)

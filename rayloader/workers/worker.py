@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from rayloader.protocol import Setup, Source
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.task import Task
-from rayloader.workers.actor import Actor, RayAnswer
-from rayloader.workers.connection import Channel, Mailbox
+from rayloader.workers.connection import Channel, Mailbox, Started
+from rayloader.workers.process import Process
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class Worker:
         worker_id: from 0 on, torch's.
         setup: sent to it when it starts.
         journal: its last snapshot, and the tasks since then; the iterator's position has it too.
-        host: the actor that is, or will be, this worker.
+        host: the process that is, or will be, this worker.
         away: its host has not been told yet that it is this worker.
-        started: the answer to `WorkerProcess.start`.
+        started: the answer to `Channel.start`.
         begun_at: when its host was told that it is this worker, time.monotonic().
         rebuilding: the rebuilding in progress, if any.
         dropped: of the epoch that was closed, its first task that is not wanted any more, if any.
@@ -57,14 +57,14 @@ class Worker:
         "worker_id",
     )
 
-    def __init__(self, setup: Setup, journal: Journal, host: Actor, mailbox: Mailbox) -> None:
+    def __init__(self, setup: Setup, journal: Journal, host: Process, mailbox: Mailbox) -> None:
         self.worker_id = setup.worker_id
         self.setup = setup
         self.journal = journal
         self.host = host
         self._mailbox = mailbox
         self.away = True
-        self.started: RayAnswer | None = None
+        self.started: Started | None = None
         self.begun_at = 0.0
         self.rebuilding: Rebuilding | None = None
         self.dropped: int | None = None
@@ -74,16 +74,16 @@ class Worker:
         """The channel to its host, over which a call is made."""
         return self._mailbox.to(self.host)
 
-    def begin(self, source: Source) -> None:
-        """Tells its host that it is this worker, and to open its replica; it then is where its journal's state is."""
+    def begin(self, source: Source | None) -> None:
+        """Tells its host that it is this worker, and from where to open its replica, unless it is a fork.
+
+        It then is where its journal's state is.
+        """
         setup, journal = self.setup, self.journal
         if journal.shared_seed is not None:
             setup = replace(setup, shared_seed=journal.shared_seed)
-        if source.contents is not None:
-            setup = replace(setup, process=setup.process.without_secrets())
-        self._call().pause()
+        self.started = self._call().start(source, setup, journal.state)
         self._after_call = self.host.calls
-        self.started = self.host.start(setup, source, journal.state)
         self.begun_at = time.monotonic()
         self.away = False
 
@@ -117,17 +117,15 @@ class Worker:
     def hurry(self) -> None:
         """Tells its host that another process will soon be this worker."""
         if self.host in self._mailbox and not self.away:
-            self._call().pause()
-            self.host.hurry(self.worker_id)
+            self._call().hurry(self.worker_id)
 
     def leave(self) -> None:
         """Tells its host that it no longer is this worker, if it was ever told that it is."""
         if self.host in self._mailbox and not self.away:
-            self._call().pause()
-            self.host.leave(self.worker_id)
+            self._call().leave(self.worker_id)
             self.host.lane.abandon(self.worker_id)
 
-    def moves_to(self, host: Actor) -> None:
+    def moves_to(self, host: Process) -> None:
         """It continues on this actor, once that is told so."""
         self.host, self.away = host, True
 

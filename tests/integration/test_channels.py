@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, default_collate
 from inside import held_by_mailbox, taken_from
 from latches import Gate, Mail
 from rayloader import DataLoader
-from rayloader.protocol import CARRY, Answer, ResultKind, Source, Up, result_of
+from rayloader.protocol import Answer, ResultKind, Source, Up, carried, result_of
 from rayloader.resume.draws import drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
@@ -93,7 +93,7 @@ class Peer:
 
     def task(self, *requests):
         """A task of which each sample is what was requested."""
-        return Task(len(self.tasks), drawn(list(requests), 0, CARRY))
+        return Task(len(self.tasks), drawn(list(requests), 0, carried()))
 
     def run(self, *requests):
         """Gives the worker a task; not sent before `flush`."""

@@ -1,0 +1,307 @@
+"""The zygote: a fork of the driver that forks worker processes when it is told to, and does nothing else.
+
+Promise: every fork sees the program as it was when the zygote was made, however late it is asked for. Zygote and forks
+end with the driver, and the forks with the zygote. They run one thread, and nothing of Ray; they end by `os._exit`.
+Where Ray, CUDA or other threads run in the driver already, they exist in no fork, as in torch's workers.
+
+NOTE [Ends]. The driver's end is noticed by its process descriptor, which is readable then, whoever holds copies of the
+control socket: `PR_SET_PDEATHSIG` of the zygote would kill it with the *thread* that called `iter()`. The zygote has
+one thread, so the kernel may kill its forks with that. When the driver closes the control socket, the forks have
+`END_SECONDS` to end by themselves, as torch's workers have.
+
+NOTE [Reaping]. A fork that has ended stays a zombie of the zygote until the driver asks for its status, or until the
+zygote ends: so its number belongs to no other process. Zygotes that have ended are waited for by `reap`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from rayloader._compat import run_as_process
+from rayloader.errors import WorkerStartError
+from rayloader.transport.line import poll
+from rayloader.transport.local_line import LineAddress
+
+# How long forks may continue after the end of their lines: as long as torch waits for a worker.
+END_SECONDS = 5.0
+# How long the zygote may take to answer, in seconds; it is idle.
+ANSWER_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_MESSAGE_BYTES = 1 << 16
+_MOST_FILES = 250
+
+logger = logging.getLogger("rayloader")
+
+_libc = ctypes.CDLL(None)  # loaded before there are forks
+
+
+class Zygote:
+    """The driver's end.
+
+    Args:
+        work: what a fork does with the line that it is to serve.
+        prepare: what a fork of low priority does for `prepared`: returns a message, and descriptors to pass on.
+
+    Raises:
+        WorkerStartError: no process can be forked.
+    """
+
+    _control: socket.socket | None = None
+
+    def __init__(self, work: Callable[[LineAddress], object], prepare: Callable[[], tuple[Any, list[int]]]) -> None:
+        self._driver = os.getpid()
+        self._lock = threading.RLock()
+        self._statuses: dict[int, int] = {}
+        self._prepared: tuple[Any, list[int]] | None = None
+        self._is_preparing = False
+        self.failure = ""  # why it could not fork a worker
+        self.pid = 0
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _live.add(self)
+        # A Ctrl-C in the terminal is for the program, from the first moment on.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _serve(theirs, self._driver, work, prepare, blocked)
+        except OSError as error:
+            raise WorkerStartError(
+                f"this process could not be forked: {error}. Use fewer workers, or raise the limit of processes "
+                "(ulimit -u) or of memory (vm.overcommit_memory)"
+            ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            theirs.close()
+            if not self.pid:
+                self.close()
+
+    def fork(self, address: LineAddress) -> None:
+        """Lets it fork a process that serves this line; the process connects to it."""
+        self._tell(("fork", address))
+
+    def kill(self, pid: int) -> None:
+        """Kills a fork."""
+        self._tell(("kill", pid))
+
+    @property
+    def lives(self) -> bool:
+        """Whether it can fork."""
+        with self._lock:
+            self._read()
+            return self._control is not None
+
+    def status(self, pid: int) -> int | None:
+        """How a fork has ended, as `os.waitpid` says; None if nobody knows. Its line has ended."""
+        self._tell(("status", pid))
+        until = time.monotonic() + ANSWER_SECONDS
+        with self._lock:
+            while pid not in self._statuses and self._read(until - time.monotonic()):
+                pass
+            return self._statuses.get(pid)
+
+    def prepare(self) -> None:
+        """Lets it do what it prepares, in a fork of its own."""
+        if not self._is_preparing:
+            self._is_preparing = True
+            self._tell(("prepare",))
+
+    def prepared(self, timeout: float) -> tuple[Any, list[int]] | None:
+        """Waits for what it has prepared: the message and descriptors, which belong to the caller; None: not yet."""
+        with self._lock:
+            if self._prepared is None:
+                self._read(timeout)
+            prepared, self._prepared = self._prepared, None
+            return prepared
+
+    def _tell(self, message: tuple[Any, ...]) -> None:
+        with self._lock, contextlib.suppress(OSError):  # it is dead: the ends of its forks' lines show that too
+            if self._control is not None:
+                self._control.sendall(pickle.dumps(message))
+
+    def _read(self, timeout: float = 0.0) -> bool:
+        """Takes one message, waiting for it; False if there is none."""
+        control = self._control
+        if control is None or not poll(control.fileno(), select.POLLIN, max(0, int(timeout * 1000))):
+            return False
+        message, files = b"", list[int]()
+        with contextlib.suppress(OSError):
+            message, files, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, _MOST_FILES)
+        if not message:
+            self.close()
+            return False
+        match pickle.loads(message):
+            case ("status", pid, status):
+                self._statuses[pid] = status
+            case ("prepared", content):
+                self._prepared = content, files
+            case ("failed", reason):
+                self.failure = reason
+        return True
+
+    def close(self) -> None:
+        """Ends it; its forks have lost their lines, and end. Callable more than once, and by any thread."""
+        control, self._control = self._control, None
+        if control is not None:
+            if os.getpid() == self._driver:
+                with contextlib.suppress(OSError):
+                    control.shutdown(socket.SHUT_RDWR)  # a fork of the driver may have a copy
+                _ending.extend([self.pid] if self.pid else [])
+            control.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_live: weakref.WeakSet[Zygote] = weakref.WeakSet()
+_ending: list[int] = []  # processes that were zygotes, and have not been waited for
+
+
+def reap() -> bool:
+    """Waits for no zygote, but leaves none behind that has ended; returns whether some are about to end."""
+    for pid in list(_ending):
+        try:
+            lives = os.waitpid(pid, os.WNOHANG)[0] == 0
+        except ChildProcessError:  # the program waits for all its children
+            lives = False
+        if not lives:
+            _ending.remove(pid)
+    return bool(_ending)
+
+
+def end_all() -> None:
+    """Ends all zygotes and their forks."""
+    for zygote in list(_live):
+        zygote.close()
+    until = time.monotonic() + END_SECONDS + 1.0
+    while reap() and time.monotonic() < until:
+        time.sleep(0.002)
+
+
+def _forget() -> None:
+    """In a forked child: they are its parent's."""
+    _ending.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+# ---- in the zygote
+
+
+def _serve(
+    control: socket.socket,
+    driver: int,
+    work: Callable[[LineAddress], object],
+    prepare: Callable[[], tuple[Any, list[int]]],
+    blocked: set[int | signal.Signals],
+) -> NoReturn:
+    """Serves the control socket until the driver closes it, or ends."""
+    forks: list[int] = []
+    with contextlib.suppress(BaseException):
+        collects = gc.isenabled()
+        gc.disable()
+        gc.freeze()  # no collection must touch these pages, or finalize the program's objects
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        waits = select.poll()
+        waits.register(control, select.POLLIN)
+        with contextlib.suppress(OSError, AttributeError):
+            waits.register(os.pidfd_open(driver), select.POLLIN)
+        while os.getppid() == driver and control.fileno() in [ready for ready, _ in waits.poll()]:
+            message = control.recv(_MESSAGE_BYTES)
+            if not message:
+                break
+            match pickle.loads(message):
+                case ("fork", address):
+                    forks += _forked(control, lambda: run_as_process(lambda: work(address)), collects=collects)
+                case ("prepare",):
+                    forks += _forked(control, lambda: _prepare(control, prepare), collects=False, keeps=True)
+                case ("kill", pid):
+                    if pid in forks:
+                        os.kill(pid, signal.SIGKILL)
+                case ("status", pid):
+                    status = _status(pid) if pid in forks else None
+                    if status is not None:
+                        forks.remove(pid)
+                    control.sendall(pickle.dumps(("status", pid, status)))
+    with contextlib.suppress(BaseException):
+        _end(forks)
+    os._exit(0)
+
+
+def _forked(control: socket.socket, work: Callable[[], int], *, collects: bool, keeps: bool = False) -> list[int]:
+    """Forks a process that does this, and nothing else; returns its id."""
+    zygote = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        control.sendall(pickle.dumps(("failed", str(error))))
+        return []
+    if pid:
+        return [pid]
+    code = 1
+    with contextlib.suppress(BaseException):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != zygote:  # it has died before that
+            os._exit(1)
+        if not keeps:
+            control.close()
+        # Not ignored, because what the user's code starts would ignore it too.
+        signal.signal(signal.SIGINT, _nothing)
+        # Freed blocks are kept: fresh pages are a loader's main cost.
+        _libc.mallopt(_M_MMAP_MAX, 0)
+        _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        if collects:
+            gc.enable()
+        code = work()
+    os._exit(code)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _prepare(control: socket.socket, prepare: Callable[[], tuple[Any, list[int]]]) -> int:
+    os.nice(19)
+    content, files = prepare()
+    socket.send_fds(control, [pickle.dumps(("prepared", content))], files)
+    return 0
+
+
+def _status(pid: int) -> int | None:
+    """How a fork has ended; waits for a moment: its line has."""
+    with contextlib.suppress(OSError, AttributeError):
+        process = os.pidfd_open(pid)
+        poll(process, select.POLLIN, 1000)
+        os.close(process)
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return status if found else None
+
+
+def _end(forks: list[int]) -> None:
+    """Waits for the forks, and kills those that are late."""
+    until = time.monotonic() + END_SECONDS
+    while forks and time.monotonic() < until:
+        forks[:] = [pid for pid in forks if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        if forks:
+            time.sleep(0.002)
+    for pid in forks:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -1,0 +1,251 @@
+"""The actors of one fleet: lent by the pool, reached over lines or by Ray calls, given what a fork would have.
+
+Promise: nothing here calls Ray once the session that the actors came from is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pickle import PickleBuffer
+from typing import Any
+
+import ray
+from typing_extensions import override
+
+from rayloader.errors import RaySessionError, WorkerStartError
+from rayloader.inherit.process_state import ProcessState
+from rayloader.protocol import Source
+from rayloader.replica.image import Image
+from rayloader.start import session
+from rayloader.transport.lanes import SMALL_BYTES, Recycled
+from rayloader.transport.line import LineError
+from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
+from rayloader.workers.connection import Channel, Mailbox
+from rayloader.workers.pool import Pool
+from rayloader.workers.process import Processes, Verdict
+from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
+
+logger = logging.getLogger("rayloader")
+
+# Whether local sockets are used on this machine; tests switch them off, to reach workers as on other machines.
+LOCAL_LINES = True
+# Unanswered tasks that one worker may have if a thread of ours receives answers and sends the next tasks. A Ray call
+# takes some milliseconds, of which about one is work: with this many, the worker need not wait. More would only risk
+# larger batches than expected.
+CALLS_AHEAD = 8
+# Likewise of a worker on another node, while its batches are so small that the user's thread receives them. With half
+# as many, a tiny batch takes a fifth longer, because fewer answers come at once; twice as many gain nothing.
+TASKS_AHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What a fork of the driver has, for actors.
+
+    Attributes:
+        process: settings of the driver.
+        image: of its replica.
+        carried: parts of the replica that Ray carries unchanged.
+    """
+
+    process: ProcessState
+    image: Image
+    carried: list[Any]
+
+
+class Actors(Processes):
+    """The actors of one fleet.
+
+    Args:
+        pool: where they come from.
+        loader: whose iterator has the fleet.
+        remote_args: the user's options of actors.
+        name: of the loader, for the names of actors.
+        lines: actors on this machine are reached over local sockets, those elsewhere over TCP.
+
+    Attributes:
+        inherited: set before a worker begins.
+    """
+
+    inherited: Inherited
+
+    def __init__(self, pool: Pool, loader: object, remote_args: dict[str, Any], *, name: str, lines: bool) -> None:
+        self._pool = pool
+        self._lease: Lease | None = pool.begin_lease(loader, remote_args, name)  # None after `release`
+        self._remote_args = remote_args
+        self._lines = lines
+        self._memory = Recycled()  # for data from the network
+        self._reaches_far = False
+
+    @property
+    @override
+    def usable(self) -> bool:
+        return self._lease is not None and not self._pool.closed and self._pool.session_alive()
+
+    @override
+    def check(self) -> None:
+        self._check()
+
+    def _check(self) -> Lease:
+        if self._lease is None or self._pool.closed:
+            raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
+        if not self._pool.session_alive():
+            raise RaySessionError(
+                "Ray was shut down while this iterator was live; its workers are gone: "
+                "call iter() on the loader again, which starts new ones"
+            )
+        return self._lease
+
+    @override
+    def lend(self, count: int, *, fresh: bool = True) -> list[Actor]:
+        return self._pool.lend(self._check(), self._remote_args, count, fresh=fresh)
+
+    @override
+    def kill(self, process: Actor) -> None:
+        self._pool.kill(process)
+
+    @override
+    def give_back(self, process: Actor) -> None:
+        self._pool.give_back(process)
+
+    @override
+    def release(self, *, busy: bool, reuse: bool) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._memory.close()  # parts in use stay until their last view has died
+            self._pool.end(lease, busy=busy, reuse=reuse)
+
+    @property
+    @override
+    def most_unanswered(self) -> float:  # type: ignore[override]
+        if self.copies:
+            return CALLS_AHEAD
+        return TASKS_AHEAD if self._reaches_far else math.inf
+
+    @property
+    @override
+    def leased_bytes(self) -> int:  # type: ignore[override]
+        return self._memory.leased_bytes
+
+    @property
+    @override
+    def all_are_near(self) -> bool:  # type: ignore[override]
+        return all_see_us()
+
+    @override
+    def settle_output(self) -> None:
+        self._pool.output.settle()
+
+    # ---- channels
+
+    @override
+    def channel(self, process: Actor, mailbox: Mailbox) -> Channel:
+        line = self._line_to(process, mailbox)
+        if line is None:
+            self.uses_store = self.copies = True
+        self._reaches_far |= isinstance(line, TcpCalls)
+        if not process.is_near:
+            self._pool.later(self._pool.tidy)  # from now on, it asks whether the actor's node is drained
+        return line or RayCalls(process, mailbox)
+
+    def _line_to(self, actor: Actor, mailbox: Mailbox) -> Channel | None:
+        if not self._lines or actor.no_line or _far_location(actor) in self._pool.without_lines:
+            return None
+        try:
+            if LOCAL_LINES and actor.is_near:
+                return ActorLine(actor, mailbox)
+            if not session.uses_tls():
+                return TcpCalls(actor, mailbox, session.node_ip(), self._room)
+        except LineError as error:
+            self.refused(actor, str(error))
+        return None
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Memory for a buffer that arrives from the network."""
+        self.copies |= nbytes > SMALL_BYTES
+        return self._memory.room(nbytes)
+
+    @override
+    def refused(self, process: Actor, reason: str) -> None:
+        """Uses no line to the actor from now on; logs that, once for the workers of another machine."""
+        process.no_line = reason
+        location = _far_location(process)
+        if location is not None:
+            if location in self._pool.without_lines:
+                return
+            self._pool.without_lines.add(location)
+        logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a socket: %s", reason)
+
+    # ---- what a fork would have
+
+    @override
+    def sources(self, others: list[Actor]) -> Callable[[Actor], Source]:
+        return functools.partial(self._source, others, [])
+
+    def _source(self, others: list[Actor], contents: list[Ref], actor: Actor) -> Source:
+        """Where a worker gets its replica from.
+
+        Workers that can open the driver's files do so. On any other node, one actor makes an image for all workers
+        there, from one Ray object that is made when it is first needed and is then kept in `contents`.
+        """
+        process, image, carried = self.inherited.process, self.inherited.image, self.inherited.carried
+        output, where = self._pool.output.address, actor.address
+        if where is None or actor.is_near:
+            return Source(process, output, image.address, carried)
+        near = [a for a in others if not a.lost and a.address is not None and a.address.location == where.location]
+        hosts = [a for a in near if a.hosts(image)]
+        hosts += [a for a in near if a.hosted is not None and a.hosted[0] == image.address.name]
+        host = hosts[0] if hosts else actor
+        if not hosts:
+            if not contents:
+                contents.append(ray.put([PickleBuffer(content) for content in image.contents()]))
+            host.host(image, contents[0])
+        assert host.hosted is not None
+        # In lists: Ray resolves a bare reference before the call, and fails the call if the object is lost.
+        bytes_of_image, hosted = [contents[0] if contents else None], [host.hosted[1].ref]
+        return Source(process.without_secrets(), output, image.address, carried, bytes_of_image, hosted)
+
+    # ---- places
+
+    @override
+    def is_draining(self, process: Actor) -> bool:
+        return self._pool.is_draining(process)
+
+    @property
+    @override
+    def drains(self) -> bool:
+        return bool(self._pool.draining)
+
+    @override
+    def is_late(self, process: Actor, coming: list[Actor]) -> bool:
+        assert process.address is not None
+        node_id, draining = process.address.node_id, self._pool.draining
+        if not draining.is_late(node_id, at_last=False):
+            return False
+        has_room = bool(coming) and all(new.is_placed() for new in coming)  # then Ray is not asked again
+        return not has_room or draining.is_late(node_id, at_last=True)
+
+    @override
+    def verdict(self, pending: list[Actor], *, others: bool) -> Verdict:
+        return self._pool.verdict(pending, self._remote_args, others=others)
+
+    @override
+    def tell(self, pending: list[Actor], of: int) -> None:
+        self._pool.tell(pending, of)
+
+    @override
+    def gave_up(self, processes: list[Actor], of: int) -> None:
+        self._pool.gave_up(processes, of)
+
+    @override
+    def start_error(self, processes: list[Actor], of: int) -> WorkerStartError:
+        return self._pool.start_error(processes, of)
+
+
+def _far_location(actor: Actor) -> tuple[str, str] | None:
+    """The location of an actor that local sockets do not reach."""
+    return None if actor.is_near or actor.address is None else actor.address.location

@@ -1,0 +1,148 @@
+"""The forks of one fleet: made by a zygote, and reached over lines.
+
+Promise: each fork sees the program as it was when the fleet began. If the zygote is killed, and its forks with it,
+another one is forked from the program as it is by then, which the log says: batches that are built again are compared
+with the delivered ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from rayloader.errors import RaySessionError, WorkerStartError
+from rayloader.protocol import Source, WorkerAddress
+from rayloader.start.signals import exit_in_words
+from rayloader.start.zygote import Zygote
+from rayloader.transport.local_line import DriverLine, LineAddress
+from rayloader.transport.memory_file import this_machine
+from rayloader.workers.connection import Channel, ForkCalls, Mailbox
+from rayloader.workers.janitor import janitor
+from rayloader.workers.process import NeverStarts, Process, Processes
+
+logger = logging.getLogger("rayloader")
+
+
+@dataclass(eq=False, slots=True)
+class Fork(Process):
+    """One forked process."""
+
+    zygote: Zygote
+
+    @override
+    def has_started(self) -> bool:
+        if self.zygote.lives and self.zygote.failure:
+            raise NeverStarts(self.zygote.failure)
+        return self.address is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, once it has connected."""
+        return None if self.address is None else self.address.pid
+
+    @override
+    def cause(self, error: Exception | None) -> str:
+        if error is not None:
+            return str(error)
+        status = None if self.pid is None else self.zygote.status(self.pid)
+        if status is None:
+            return "its process has ended; neither a signal nor an exit code is known"
+        return exit_in_words(os.waitstatus_to_exitcode(status))
+
+    def enters(self, pid: int) -> bool:
+        """Whether a process that has connected to its line is this one; it then has started."""
+        try:
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:  # it has died already
+            return False
+        if int(parent) != self.zygote.pid:
+            return False
+        self.address = WorkerAddress(pid, "", socket.gethostname(), True, this_machine())
+        self.started_at = time.monotonic()
+        return True
+
+
+class Forks(Processes):
+    """The forks of one fleet.
+
+    Args:
+        work: what a fork does with its line.
+        prepare: what one fork does for `Zygote.prepared`.
+    """
+
+    def __init__(self, work: Callable[[LineAddress], object], prepare: Callable[[], tuple[Any, list[int]]]) -> None:
+        janitor.start()
+        self._new_zygote = functools.partial(Zygote, work, prepare)
+        self.zygote = self._new_zygote()
+        self._forks: list[Fork] = []
+        self._usable = True
+
+    @property
+    @override
+    def usable(self) -> bool:
+        return self._usable
+
+    @override
+    def check(self) -> None:
+        if not self._usable:
+            raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
+
+    @override
+    def lend(self, count: int, *, fresh: bool = True) -> list[Fork]:
+        if not self.zygote.lives:
+            logger.warning(
+                "rayloader: the process that forks workers was killed, and they with it; workers are forked from the "
+                "program as it is now"
+            )
+            self.zygote = self._new_zygote()
+        new = [Fork(self.zygote) for _ in range(count)]
+        self._forks += new
+        return new
+
+    @override
+    def kill(self, process: Fork) -> None:
+        if process.pid is not None:
+            process.zygote.kill(process.pid)
+        process.let_go()
+        self._forks.remove(process)
+
+    @override
+    def give_back(self, process: Fork) -> None:
+        process.let_go()  # it ends with its line
+        self._forks.remove(process)
+
+    @override
+    def release(self, *, busy: bool, reuse: bool) -> None:
+        self._usable = False
+        self.zygote.close()
+        for fork in self._forks:
+            fork.let_go()
+        self._forks.clear()
+        janitor.later(_nothing)  # it waits for the zygote
+
+    @override
+    def channel(self, process: Fork, mailbox: Mailbox) -> Channel:
+        line = DriverLine(process.enters)
+        process.zygote.fork(line.address)
+        return ForkCalls(process, mailbox, line)
+
+    @override
+    def sources(self, others: list[Fork]) -> Callable[[Fork], Source | None]:
+        return _nothing
+
+    @override
+    def start_error(self, processes: list[Fork], of: int) -> WorkerStartError:
+        return WorkerStartError("a worker could not be forked")
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,152 @@
+"""What the thread `rayloader-takeover` does: starts actors, and lets them rebuild batches of forks, to compare them.
+
+Promise: that of takeover.py.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rayloader.protocol import Answer, Setup, Source
+from rayloader.replica.image import Image
+from rayloader.resume.snapshot import WorkerState
+from rayloader.start import session
+from rayloader.task import Task
+from rayloader.transport.lanes import pack, to_wire, unpack
+from rayloader.workers.actor import Actor, RayAnswer
+from rayloader.workers.actors import Actors, Inherited
+from rayloader.workers.connection import NONE_YET
+from rayloader.workers.process import NeverStarts
+from rayloader.workers.takeover import MOVE_S, Ended, Stays, Takeover
+from rayloader.workers.worker import Worker
+
+
+def move(takeover: Takeover, workers: list[Worker], count: int) -> None:
+    """Brings actors to where they can take over, and offers them.
+
+    Args:
+        takeover: of the fleet.
+        workers: of the fleet.
+        count: of its processes.
+
+    Raises:
+        Ended: the fleet has ended meanwhile.
+        Stays: actors do not build the same batches.
+    """
+    actors = takeover.new_actors()
+    if actors is None:
+        return
+    try:
+        lent = actors.lend(count, fresh=False)
+        actors.inherited = _inherited(takeover)
+        takeover.until(lambda: all(map(_has_started, lent)))
+        seconds = 0.0
+        for number, worker in enumerate(workers):
+            seconds = max(seconds, _proved(takeover, actors, lent[number % count], worker))
+        for actor in lent:
+            if left_behind := _answer(takeover, actor.handle.stop.remote()):
+                raise Stays(f"it leaves something behind in its processes: {left_behind}")
+        takeover.told("")
+        if seconds <= MOVE_S:
+            offered, actors = actors, None
+            takeover.offer(offered, lent)
+    finally:
+        if actors is not None:
+            actors.release(busy=True, reuse=True)
+
+
+def _has_started(actor: Actor) -> bool:
+    try:
+        return actor.has_started()
+    except NeverStarts as error:
+        raise Stays(f"an actor could not be started: {error}") from error
+
+
+def _inherited(takeover: Takeover) -> Inherited:
+    """What actors need of what the forks have."""
+    takeover.zygote.prepare()
+    come: list[tuple[Any, list[int]]] = []
+
+    def has_come() -> bool:
+        prepared = takeover.zygote.prepared(0.0)
+        if prepared is None and not takeover.zygote.lives:
+            raise Ended
+        come.extend([] if prepared is None else [prepared])
+        return bool(come)
+
+    takeover.until(has_come)
+    error, descriptors = come[0]
+    if error:
+        raise Stays(error)
+    with os.fdopen(descriptors[0], "rb") as file:
+        file.seek(0)
+        process, image = pickle.load(file)
+    process = replace(process, node_id=session.node_id())
+    return Inherited(process, Image.received(image, descriptors[1:]), [])
+
+
+def _proved(takeover: Takeover, actors: Actors, actor: Actor, worker: Worker) -> float:
+    """Lets an actor rebuild a worker's last batches; returns how long that took, in seconds.
+
+    Raises:
+        Ended: the fleet has ended meanwhile.
+        Stays: it has built something else than the fork.
+    """
+    found: list[Any] = []
+
+    def can_be_proved() -> bool:
+        with takeover.lock:
+            state, entries = worker.journal.state, worker.journal.entries
+            known = [entry for entry in entries if isinstance(entry, Task) and entry.digest is not None]
+            found[:] = [state, known, worker.journal.shared_seed]
+            plain = worker.journal.begun and not [entry for entry in entries if not isinstance(entry, Task)]
+        if state is not None and state.error:
+            raise Stays(f"its state could not be saved: {state.error}")
+        return plain and bool(known)
+
+    takeover.until(can_be_proved)
+    began = time.monotonic()
+    state, tasks, shared_seed = found
+    setup = worker.setup if shared_seed is None else replace(worker.setup, shared_seed=shared_seed)
+    source = actors.sources([actor])(actor)
+    if differs := _rebuilt(takeover, actor, source, setup, state, tasks):
+        raise Stays(differs)
+    return time.monotonic() - began
+
+
+def _rebuilt(
+    takeover: Takeover, actor: Actor, source: Source, setup: Setup, state: WorkerState | None, tasks: list[Task]
+) -> str:
+    """Lets an actor rebuild tasks from a snapshot; returns what went wrong, or an empty text."""
+    handle, worker_id = actor.handle, setup.worker_id
+    _answer(takeover, handle.start.remote(setup, source, state))
+    wires = [to_wire(task.indices.encoded).fields for task in tasks]
+    again = [(task.task_id, wire, task.digest) for task, wire in zip(tasks, wires, strict=True)]
+    done, total = 0, 1
+    while done < total:
+        actor.calls += 1
+        message = pack((worker_id, actor.calls, again), wires)
+        answer = Answer(*unpack(_answer(takeover, handle.replay.remote(message))))
+        if answer.result is not None:
+            return "a batch that an actor was to build again has ended its process"
+        (done, total), again, wires = answer.replay, [], []
+        if total == 0:
+            break
+    failure: str = _answer(takeover, handle.failure.remote(worker_id))
+    handle.leave.remote(worker_id)
+    return failure
+
+
+def _answer(takeover: Takeover, ref: Any) -> Any:
+    """Waits for the answer to a call; nothing waits in Ray, whose shutdown would not end that."""
+    answer = RayAnswer(ref)
+    takeover.until(lambda: answer.value is not NONE_YET)
+    if isinstance(answer.value, RayError):
+        raise Stays(f"an actor was lost: {answer.value}")
+    return answer.value

@@ -1,0 +1,320 @@
+"""The channels to actors: lines that a long Ray call serves, local or TCP, or Ray calls alone.
+
+Promise: that of connection.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayError
+from typing_extensions import override
+
+from rayloader.protocol import Served, Setup, Source, Up
+from rayloader.resume.journal import Resumed
+from rayloader.resume.snapshot import WorkerState
+from rayloader.task import Task
+from rayloader.transport.lanes import Lent, Room, pack, unpack
+from rayloader.transport.line import Line, unpacked
+from rayloader.transport.local_line import DriverLine
+from rayloader.transport.tcp_line import TcpDriverLine
+from rayloader.workers.actor import Actor, RayAnswer
+from rayloader.workers.connection import NONE_YET, Channel, LineCalls, LineRefused, Mailbox, Message, ProcessLost
+from rayloader.workers.process import NeverStarts
+
+# After the end of a line, Ray may take this many seconds to say why the process ended. If the process is on another
+# machine that is gone, Ray may say nothing for a quarter of a minute; meanwhile others can do its work.
+CAUSE_PATIENCE_S = 2.0
+REMOTE_CAUSE_PATIENCE_S = 1.0
+
+
+class ActorCalls(Channel):
+    """What all channels to actors have in common: some calls go through Ray."""
+
+    process: Actor
+
+    @override
+    def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> RayAnswer:
+        assert source is not None
+        self._pause()
+        return self.process.start(setup, source, state)
+
+    @override
+    def hurry(self, worker_id: int) -> None:
+        self._pause()
+        self.process.hurry(worker_id)
+
+    @override
+    def leave(self, worker_id: int) -> None:
+        self._pause()
+        self.process.leave(worker_id)
+
+    def _pause(self) -> None:
+        """Lets calls through Ray come after all calls made so far."""
+
+    @override
+    def _lost(self, error: Exception | None) -> ProcessLost:
+        self.process.vanished = error is None or isinstance(error, ActorUnavailableError)
+        return super()._lost(error)
+
+
+class RayCalls(ActorCalls):
+    """One Ray call per message, whose answers go to the mailbox; batches travel through Ray's object store."""
+
+    @property
+    @override
+    def lane(self) -> str:
+        return "Ray calls"
+
+    def __init__(self, process: Actor, mailbox: Mailbox) -> None:
+        super().__init__(process, mailbox)
+        self._unanswered: deque[tuple[Any, Callable[[Any], Message]]] = deque()  # oldest first
+
+    @override
+    def run(self, worker_id: int, task: Task) -> Lent | None:
+        message = self._run(worker_id, task, None)
+        self._call(self.process.handle.run, message, [message[3]])
+        return None
+
+    @override
+    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
+        message = self._replay(worker_id, tasks)
+        self._call(self.process.handle.replay, message, [wire for _, wire, _ in message[2]])
+
+    def _call(self, method: Any, message: Any, wires: list[tuple[Any, ...]]) -> None:
+        worker_id, call, *_ = message
+        self._await(method.remote(pack(message, wires)), lambda answer: (Up.ANSWER, worker_id, call, unpack(answer)))
+
+    @override
+    def resume(self, worker_id: int, resumed: Resumed) -> None:
+        self.process.calls += 1
+        call = self.process.calls
+        ref = self.process.handle.resume.remote(worker_id, *resumed)
+        self._await(ref, lambda answer: (Up.BEGUN, worker_id, call, answer))
+
+    def _await(self, ref: Any, message: Callable[[Any], Message]) -> None:
+        self._unanswered.append((ref, message))
+        self._mailbox.watch(ref, self)
+
+    @override
+    def receive(self) -> list[Message]:
+        messages: list[Message] = []
+        while self._unanswered and (answer := self._mailbox[self._unanswered[0][0]]) is not NONE_YET:
+            ref, message = self._unanswered.popleft()
+            self._mailbox.forget(ref)
+            if isinstance(answer, RayError):
+                return [*messages, self._lost(answer)]
+            messages.append(message(answer))
+        return messages
+
+    @override
+    def close(self) -> None:
+        for ref, _ in self._unanswered:
+            self._mailbox.forget(ref)
+        self._unanswered.clear()
+
+
+class _Served:
+    """A line and the Ray call that serves it."""
+
+    def __init__(self, line: DriverLine | TcpDriverLine) -> None:
+        self.line = line
+        self.ref: Any = None  # of the call, once that was made
+        # Messages that the call itself carries, so that the driver need not accept the worker's connection first.
+        self.early: list[Any] = []  # pickled, or by reference
+        self.arena: Any = None  # address that the worker was told
+        self.paused = False
+        self.ended_at = 0.0  # time.monotonic()
+
+    def send(self, message: Any, *, carries: bool = False) -> None:
+        """Keeps a message until `flush`: for the line, or for the call, if it `carries` Ray's references."""
+        if carries:
+            self.early.append(message)
+        elif self.ref is None:
+            self.early.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        else:
+            self.line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+class ActorLine(ActorCalls, LineCalls):
+    """A line, served by one long Ray call; calls that are not for the line go through Ray, after those made so far.
+
+    Raises:
+        LineError: no line can be made here.
+    """
+
+    _cause_patience = CAUSE_PATIENCE_S
+
+    def __init__(self, process: Actor, mailbox: Mailbox) -> None:
+        super().__init__(process, mailbox)
+        # Messages are sent over the last one; older ones may still deliver answers.
+        self._served: deque[_Served] = deque([_Served(self._new_line())])
+
+    def _new_line(self) -> DriverLine | TcpDriverLine:
+        return DriverLine(self._is_actor)
+
+    @override
+    def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
+        served = self._current(carries=carries)
+        lent = self.process.lane.lend(served.arena)
+        if lent is None:
+            return None, None
+        served.arena = lent[0].arena.address
+        return lent
+
+    @override
+    def _send(self, message: Any, *, carries: bool = False) -> None:
+        self._current(carries=carries).send(message, carries=carries)
+
+    def _current(self, *, carries: bool) -> _Served:
+        """The served line for a message; a call of its own carries references to Ray's objects.
+
+        Only Ray's calls keep the owners of these informed.
+        """
+        if carries and self._served and self._served[-1].ref is not None:
+            self._pause()
+        return self._newest()
+
+    @override
+    def drop(self, after_call: int, from_task: int) -> None:
+        if self._served and not self._served[-1].paused:
+            super().drop(after_call, from_task)
+
+    @override
+    def _pause(self) -> None:
+        self.flush()
+        if self._served and self._served[-1].ref is not None and not self._served[-1].paused:
+            self._served[-1].paused = True
+            self._served[-1].line.finish()
+
+    def _newest(self) -> _Served:
+        if not self._served or self._served[-1].paused:
+            self._served.append(_Served(self._new_line()))
+        return self._served[-1]
+
+    def _is_actor(self, pid: int) -> bool:
+        try:
+            return not self.process.has_started() or self.process.address.pid == pid  # type: ignore[union-attr]
+        except NeverStarts:  # it died meanwhile
+            return False
+
+    @override
+    def flush(self) -> None:
+        if not self._served:
+            return
+        if self._served[-1].early:
+            self._serve(self._served[-1])
+        self._served[-1].line.flush()
+
+    def _serve(self, served: _Served) -> None:
+        early, served.early = served.early, []
+        served.ref = self.process.handle.serve.remote(served.line.address, early)
+        self._mailbox.watch(served.ref, self)
+
+    @override
+    def descriptors(self) -> Iterator[tuple[int, int]]:
+        for served in list(self._served):
+            yield from served.line.descriptors
+
+    @property
+    @override
+    def quiet_line(self) -> Line | None:
+        if len(self._served) != 1:
+            return None
+        served = self._served[0]
+        return served.line if served.line.is_quiet and not served.ended_at else None
+
+    @property
+    @override
+    def patience(self) -> float:
+        ended = [served.ended_at for served in self._served if served.ended_at]
+        return max(0.0, min(ended) + self._cause_patience - time.monotonic()) if ended else super().patience
+
+    @override
+    def read(self) -> None:
+        for served in list(self._served):
+            served.line.read()
+
+    @override
+    def receive(self) -> list[Message]:
+        messages: list[Message] = []
+        for served in list(self._served):
+            line = served.line
+            if line.unsent:
+                line.flush()
+            if served.ref is None:
+                continue
+            answer = self._mailbox[served.ref]  # first: nothing comes over the line after that
+            if answer is not NONE_YET:
+                line.read(wait=True)
+            messages += map(unpacked, line.arrived())
+            if answer is not NONE_YET:
+                self._mailbox.forget(served.ref)
+                messages += self._ended(served, answer)
+            elif line.refused:
+                self.close()
+                messages.append(LineRefused(line.refused))
+            elif line.ended and not served.ended_at:
+                served.ended_at = time.monotonic()
+            elif line.ended and time.monotonic() > served.ended_at + self._cause_patience:
+                messages.append(self._lost(None))
+            if not self._served:
+                break  # closed: it has no further answers, and no other line either
+        return messages
+
+    def _ended(self, served: _Served, answer: Any) -> list[Message]:
+        """Interprets the end of the call that served a line."""
+        if isinstance(answer, Exception):
+            return [self._lost(answer)]
+        end: Served = answer
+        if end.answer is not None:
+            worker_id, call, answer = unpack(end.answer)
+            self._serve(served)
+            return [(Up.ANSWER, worker_id, call, answer)]
+        if served.paused and not end.refused:
+            served.line.close()
+            self._served.remove(served)
+            return []
+        self.close()
+        return [LineRefused(end.refused or "the driver did not let it in: it runs as another user")]
+
+    @override
+    def close(self) -> None:
+        for served in list(self._served):
+            self._mailbox.forget(served.ref)
+            served.line.close()
+        self._served.clear()
+
+
+class TcpCalls(ActorLine):
+    """A line over TCP, for a worker that local sockets do not reach; batches travel in the line's messages.
+
+    Args:
+        process: the one that it leads to.
+        mailbox: where its arrivals are awaited.
+        host: a numeric address of this machine that the worker's machine can reach.
+        new_buffer: returns writable memory for received data.
+    """
+
+    _cause_patience = REMOTE_CAUSE_PATIENCE_S
+
+    def __init__(self, process: Actor, mailbox: Mailbox, host: str, new_buffer: Callable[[int], memoryview]) -> None:
+        self._host, self._new_buffer = host, new_buffer
+        super().__init__(process, mailbox)
+
+    @override
+    def _new_line(self) -> TcpDriverLine:
+        return TcpDriverLine(self._host, self._new_buffer)
+
+    @override
+    def _lend(self, *, carries: bool = False) -> tuple[None, None]:
+        return None, None
+
+    @property
+    @override
+    def lane(self) -> str:
+        return "TCP line"

@@ -1,0 +1,125 @@
+"""Brings a fleet's workers from forks to actors, while the forks work.
+
+Promise: the user's thread waits for nothing here. A worker moves only after an actor has rebuilt one of its batches,
+and the batch was the same: a dataset with state that no snapshot sees stays with its forks, and so does one that cannot
+be pickled, or that leaves something behind in the processes. The thread `rayloader-takeover` starts Ray and the actors;
+it refers to no loader and to no iterator while it waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rayloader.interrupts import Bell, DaemonThread
+from rayloader.start.zygote import Zygote
+from rayloader.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from rayloader.workers.actors import Actors
+
+# Ray is started once the program has been loading for so many seconds: a short one never pays for it.
+START_AFTER_S = 1.0
+# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else the next epoch
+# begins with actors.
+MOVE_S = 0.5
+# How often the thread looks for what it waits for, in seconds.
+TICK_S = 0.05
+
+_first: float | None = None  # time.monotonic(): when this process has begun to load
+
+
+class Stays(Exception):
+    """The dataset stays with forks; the text says why."""
+
+
+class Ended(Exception):
+    """The fleet has ended meanwhile."""
+
+
+class Takeover:
+    """The way of one fleet's workers from forks to actors.
+
+    Args:
+        new_actors: those of a fleet of the same loader; None if the loader is gone. It joins or starts Ray.
+        zygote: of the forks; it makes what the actors inherit.
+        lock: guards the workers' journals.
+        told: is told whether actors have rebuilt the batches, or else why the dataset stays with forks.
+    """
+
+    def __init__(
+        self,
+        new_actors: Callable[[], Actors | None],
+        zygote: Zygote,
+        lock: threading.RLock,
+        told: Callable[[str], None],
+    ) -> None:
+        global _first
+        _first = _first or time.monotonic()
+        self.new_actors = new_actors
+        self.zygote = zygote
+        self.lock = lock
+        self.told = told
+        self._thread: DaemonThread | None = None
+        self._closed = Bell()
+        self._ended = False
+        self._ready: tuple[Actors, list[Any]] | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `step` has something to do; the question costs next to nothing."""
+        if self._thread is None:
+            return _first is not None and time.monotonic() - _first >= START_AFTER_S
+        return self._ready is not None
+
+    def step(self, workers: list[Worker], count: int) -> tuple[Actors, list[Any]] | None:
+        """Starts the thread if it is time; returns the actors to which the workers are to move, if they are.
+
+        Args:
+            workers: of the fleet.
+            count: of its processes.
+        """
+        if self._thread is None:
+            self._thread = DaemonThread(lambda: self._work(workers, count), "rayloader-takeover")
+        self._thread.start()
+        ready, self._ready = self._ready, None
+        return ready
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Waits in the thread until something is so.
+
+        Raises:
+            Ended: the fleet has ended meanwhile.
+        """
+        while not is_so():
+            if self._ended or self._closed.wait(TICK_S):
+                raise Ended
+
+    def offer(self, actors: Actors, lent: list[Any]) -> None:
+        """The workers are to move to these actors."""
+        self._ready = actors, lent
+        if self._ended:
+            self.close()
+
+    def close(self) -> None:
+        """The fleet has ended. Callable more than once."""
+        self._ended = True
+        self._closed.ring()
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            ready[0].release(busy=False, reuse=True)
+
+    def _work(self, workers: list[Worker], count: int) -> None:
+        try:
+            from rayloader.workers import moving  # which imports Ray
+
+            moving.move(self, workers, count)
+        except Ended:
+            pass
+        except Stays as reason:
+            self.told(str(reason))
+        except Exception as error:  # whatever Ray says: the program has its workers
+            if not self._ended:
+                self.told(f"{type(error).__name__}: {error}")
