@@ -77,7 +77,7 @@ def ray_session(keepers):
     rayloader.start.session.START_NOTICE_S = rayloader.workers.fleet.NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
-        keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
+        keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3, workers="ray")
         for _ in keeper:
             pass
     keepers.append(keeper)

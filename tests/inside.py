@@ -80,7 +80,8 @@ def taken_from(iterator):
     worker.leave()
     fleet.flush()
     fleet._mailbox.remove(worker.host)
-    return worker, fleet._image, fleet._carried
+    inherited = fleet._from.inherited
+    return worker, inherited.image, inherited.carried
 
 
 def locks_of(pool):
@@ -117,7 +118,7 @@ def live_memory_files():
 
 def image_files():
     """Names of the memory files of the images that loaders keep."""
-    if (pool := pool_if_any()) is None:
+    if (iterators := sys.modules.get("rayloader.epoch.iterator")) is None:
         return set()
-    images = [entry.kept.image for entry in [*pool._loaders.values()] if entry.kept and entry.kept.image]
+    images = [kept.image for _, kept in [*iterators._kept.values()] if kept.image]
     return {file.name for image in images for file in image.address.files}
