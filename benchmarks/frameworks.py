@@ -8,8 +8,8 @@ torch's loader (torchdata's own for torchdata), without Ray, and with rayloader.
 or `train()`, or from making the loader, until the network gets it; packages are imported by then, but what rayloader
 imports and starts at `iter()` counts. Later epoch: from the last batch of one epoch to that of the next. Exit: from the
 end of the training to the end of the process. Medians of the rounds; the losses of the last batch must be equal to the
-last digit. With torchrun and Ray Train two processes train, with a loader each and half the batch. torchrun's ranks
-share one Ray; with Ray Train either loader runs in one.
+last digit. With torchrun and Ray Train two processes train, with a loader each and half the batch. Each of torchrun's
+ranks starts a Ray of its own; with Ray Train either loader runs in one.
 Command: python benchmarks/frameworks.py [--rounds N] [--workers N] [--cases lightning,datasets] [--quick]
 Needs the extras `frameworks` and `trainers`; a framework that is not installed is left out.
 Results: benchmarks/results/frameworks.json, and the table in docs/performance.md; those of --quick and of single

@@ -1,1 +1,1 @@
-"""Ray's session, the fork server, and the ranks of torchrun."""
+"""Ray's session, and the fork server."""

@@ -1,8 +1,7 @@
 """The Ray session: joined if there is one, started if there is none.
 
-Promise: a Ray that was started here is ended here; any other is left alone. The ranks of torchrun on one machine
-start one Ray together, which ends after the last of them: NOTE [one keeper] in torchrun.py. See NOTE [sessions] for why
-all code that is about to call Ray compares sessions first.
+Promise: a Ray that was started here is ended here; any other is left alone. See NOTE [sessions] for why all code that
+is about to call Ray compares sessions first.
 
 NOTE [sessions]
 After `ray.shutdown()` the next call of Ray's API would quietly start a cluster, even at interpreter exit, and a new
@@ -41,10 +40,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connection_of, give_own_random
+from rayloader._compat_ray import RAY_START_LOGGERS, check, connection_of, give_own_random
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread
-from rayloader.start import torchrun
 from rayloader.start.fork_server import ForkServer, start_ray, with_variables
 from rayloader.start.signals import SignalHandlers
 
@@ -64,18 +62,6 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_port_wait_time_s": "300",
 }
-
-# Options of `ray.init` that each program that joins a Ray sets for itself; all others belong to that Ray.
-OPTIONS_OF_ONE_DRIVER = (
-    "configure_logging",
-    "job_config",
-    "log_to_driver",
-    "logging_config",
-    "logging_format",
-    "logging_level",
-    "namespace",
-    "runtime_env",
-)
 
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
@@ -118,8 +104,6 @@ def imported() -> ModuleType:
 def current() -> SessionName | None:
     """The session that this process is connected to; None if it is not."""
     global _connected
-    if _starter is not None and _starter.ending:
-        return None
     connection = connection_of(sys.modules.get("ray"))
     if connection is None:
         return None
@@ -213,20 +197,16 @@ class _Starter(DaemonThread):
         session: of that Ray.
         fork_server: of that Ray, if it is started in this process; set before the session.
         done: whether `error` or `session` is known.
-        ending: the keeper of a Ray of several ranks has died, and Ray with it: it must not be called any more.
     """
 
     def __init__(self, options: dict[str, Any], ahead: bool) -> None:
         super().__init__(self._serve, "rayloader-session")
         self._options = options
         self._ahead = ahead
-        meeting_point = None if _address(options) else torchrun.meeting_point()
-        self._membership = None if meeting_point is None else torchrun.Membership(meeting_point)
         self.error: BaseException | None = None
         self.session: SessionName | None = None
         self.fork_server: ForkServer | None = None
         self.done = False
-        self.ending = False
         self._bell = Bell()
         self._leave = Bell()
 
@@ -252,14 +232,10 @@ class _Starter(DaemonThread):
     def leave(self) -> None:
         """Ends this thread, whose Ray has been shut down."""
         self._leave.ring()
-        if self._membership is not None:
-            self._membership.leave()
         self.join()
 
     def forget(self) -> None:
         """To be called in a forked child."""
-        if self._membership is not None:
-            self._membership.forget()
         if self.fork_server is not None:
             self.fork_server.forget()
 
@@ -270,24 +246,12 @@ class _Starter(DaemonThread):
             self.session = current()
         except BaseException as error:  # any error: it is raised where Ray was requested
             self.error = error
-            if self._membership is not None:
-                self._membership.leave()
         self.done = True
         self._bell.ring()
-        if self._membership is None:
-            if self.error is None:
-                self._leave.wait(threading.TIMEOUT_MAX)
-            if self.fork_server is not None:
-                self.fork_server.close()
-        elif self._membership.wait():
-            self.ending = True
-            logger.warning(
-                "rayloader: the process that kept Ray for the ranks of this machine has died, and Ray with it"
-            )
-            try:
-                _shut_down()
-            finally:
-                self.ending = False
+        if self.error is None:
+            self._leave.wait(threading.TIMEOUT_MAX)
+        if self.fork_server is not None:
+            self.fork_server.close()
 
     def _init(self) -> None:
         """Joins or starts Ray."""
@@ -307,11 +271,8 @@ class _Starter(DaemonThread):
                     resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
                     own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
                     with with_variables(LOCAL_RAY_ENVIRONMENT):
-                        if self._membership is None:
-                            self.fork_server = ForkServer()
-                            start_ray(ray, self.fork_server, own)
-                        else:
-                            ray.init(**_shared(own, self._membership))
+                        self.fork_server = ForkServer()
+                        start_ray(ray, self.fork_server, own)
                     _started = current()
         except Exception as error:  # Ray's errors have no common type
             if self._ahead and current() is not None and not options:
@@ -363,21 +324,13 @@ def _address(options: dict[str, Any]) -> str | None:
     return options.get("address") or os.environ.get("RAY_ADDRESS")
 
 
-def _shared(options: dict[str, Any], membership: torchrun.Membership) -> dict[str, Any]:
-    """The options with which this rank joins the Ray of all ranks, once that runs; the first rank's have started it."""
-    own = {key: value for key, value in options.items() if key in OPTIONS_OF_ONE_DRIVER}
-    address = membership.begin({key: value for key, value in options.items() if key not in own})
-    authenticate(imported())
-    return {**own, "address": address}
-
-
 def started_here() -> bool:
-    """Whether this process, or the ranks of its machine together, started the Ray that it is connected to."""
+    """Whether this process started the Ray that it is connected to."""
     return _started is not None and current() == _started
 
 
 def end() -> None:
-    """Shuts Ray down if it was started here; a Ray that other ranks use lives on."""
+    """Shuts Ray down if it was started here."""
     global _started, _asked
     _asked = False
     if _starter is not None and not _starter.give_up():
@@ -406,7 +359,7 @@ def _wrap_shutdown(ray: ModuleType) -> None:
     def waits_for_our_thread(*args: Any, **kwargs: Any) -> Any:
         with no_shutdown():
             result = shutdown(*args, **kwargs)
-        _let_starter_go()  # other ranks' Ray need not wait for this process any more
+        _let_starter_go()  # the fork server ends with its Ray
         return result
 
     ray.shutdown = waits_for_our_thread  # type: ignore[attr-defined]
@@ -488,8 +441,6 @@ _SIGNAL_LINES = ("SIGTERM handler is not set",)
 _START_LINES = (
     *_SIGNAL_LINES,
     "Started a local Ray instance",
-    "Connecting to existing Ray cluster",  # the one that the ranks of a machine share
-    "Connected to Ray cluster",
     "Token authentication is enabled for this Ray cluster",
 )
 

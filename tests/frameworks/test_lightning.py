@@ -88,7 +88,7 @@ def test_samples_are_dealt_out_to_the_ranks():
     assert (anew.sampler, anew.on_error) == (sampler, "skip")
 
 
-def test_two_ranks_that_lightning_starts_give_torchs_batches_and_share_a_ray():
+def test_two_ranks_that_lightning_starts_give_torchs_batches():
     """See the script."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
@@ -98,8 +98,7 @@ def test_two_ranks_that_lightning_starts_give_torchs_batches_and_share_a_ray():
         text=True,
         timeout=HANG_LIMIT,
     )
-    ends = [line for line in done.stdout.splitlines() if line.startswith("the end")]
-    assert (done.returncode, len(ends), len({*ends})) == (0, 2, 1), done.stdout + done.stderr
+    assert (done.returncode, done.stdout.splitlines().count("the end")) == (0, 2), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("num_workers", [2, 0])

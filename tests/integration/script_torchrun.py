@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node=2 script_torchrun.py LOADER FOLDER
 
-LOADER is torch or rayloader. The rank leaves its batches and parameters in FOLDER, and which processes belong to its
-Ray. Where torchrun may restart the ranks, rank 0 is killed in the first round, after its first epoch.
+LOADER is torch or rayloader. The rank leaves its batches and parameters in FOLDER. Where torchrun may restart the
+ranks, rank 0 is killed in the first round, after its first epoch.
 """
 
 import os
@@ -53,19 +53,6 @@ for epoch in range(2):
     if DIES:
         os.kill(os.getpid(), signal.SIGKILL)
 result = {"batches": batches, "parameters": [parameter.detach() for parameter in model.parameters()]}
-if LOADER == "rayloader":
-    from rayloader.start.fork_server import HERE
-    from rayloader.start.torchrun import KEEPER
-    from rays import processes, session_name
-
-    result["session"] = session_name()
-    torch.distributed.barrier()  # both have their workers
-    everything = processes(result["session"])
-    result["processes"] = [process.pid for process in everything]
-    of_keeper = [process for process in everything if str(KEEPER) in process.cmdline()]
-    result["keepers with torch"] = ["libtorch" in Path(f"/proc/{one.pid}/maps").read_text() for one in of_keeper]
-    forks = [one for one in everything if (parent := one.parent()) and str(HERE / "forking.py") in parent.cmdline()]
-    result["forks"] = len(forks)
 torch.save(result, FOLDER / f"{LOADER}-{ROUND}-{RANK}.pt")
 torch.distributed.barrier()  # nobody has left before
 torch.distributed.destroy_process_group()

@@ -43,7 +43,6 @@ IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 MAY_IMPORT_RAY = {
     "rayloader/start/session.py",
     "rayloader/start/forking.py",
-    "rayloader/start/keeper.py",
     "rayloader/protocol.py",
     "rayloader/sharing/producer.py",
     "rayloader/sharing/link.py",
@@ -196,7 +195,6 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/resume/checkpoint.py", "_dataset_kind"): "likewise",
     ("rayloader/start/forking.py", "_exit"): "documented, of os",
     ("rayloader/host/hosting.py", "_exit"): "documented, of os",
-    ("rayloader/start/keeper.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
     ("rayloader/transport/pickler.py", "_length_"): "likewise",
     ("rayloader/transport/handles.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",

@@ -106,7 +106,6 @@ def test_what_ray_lacks_is_named_when_ray_is_first_used(path: str) -> None:
 
 def test_of_rays_other_names_is_done_without_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """See also `leave_out_deaths` in test_compat_ray.py."""
-    _compat_ray.authenticate(Lacking(ray, "_private.authentication"))  # type: ignore[arg-type]
     _compat_ray.set_process_title(Lacking(ray, "_private.worker._changeproctitle"), "a title")  # type: ignore[arg-type]
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     assert _compat_ray.node_first(ray, node := "0" * 56)._spill_on_unavailable

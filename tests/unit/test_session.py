@@ -155,6 +155,29 @@ def test_options_that_ray_refuses_are_named(monkeypatch):
         session.ensure({"num_cpus": -1})
 
 
+@pytest.mark.parametrize("address", [None, "local"])
+def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(address, monkeypatch):
+    started = []
+
+    def start(_, server, options):
+        started.append((options, dict(os.environ)))
+        server.close()
+        raise Failed
+
+    monkeypatch.setattr(session, "start_ray", start)
+    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RaySessionError):
+        session.ensure({"num_cpus": 3, "resources": {"mine": 2}})
+    ((options, environment),) = started
+    resources = {"mine": 2, session.OVERSUBSCRIBE_RESOURCE: 1}
+    assert options == {"address": "local", "include_dashboard": False, "num_cpus": 3, "resources": resources}
+    assert session.LOCAL_RAY_ENVIRONMENT.items() <= environment.items()
+
+
 def test_an_option_that_ray_does_not_know_is_an_error_at_once():
     with pytest.raises(TypeError, match=r"got foo; choose from num_workers, ray_remote_args, address, .*, runtime_env"):
         rayloader.init(foo=3, num_cpus=1)
@@ -230,115 +253,6 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_raylet_waits_
     with pytest.raises(RaySessionError, match=r"/none, where .*rayloader\.init\(_plasma_directory="):  # root may write
         fork_server.start_ray(ray, server, {"_plasma_directory": str(tmp_path / "none")})
     assert closed
-
-
-class Shared:
-    """Stands for a rank's membership."""
-
-    def __init__(self, name):
-        self.name = name
-        self.settings = self.environment = None
-        self.left = threading.Event()
-        self.keeper_died = False
-
-    def begin(self, settings):
-        self.settings, self.environment = settings, dict(os.environ)
-        return "where Ray is"
-
-    def wait(self):
-        assert self.left.wait(60)
-        return self.keeper_died
-
-    def leave(self):
-        self.left.set()
-
-
-@pytest.fixture
-def rank(monkeypatch):
-    """Makes this process a rank of torchrun, in which Ray does nothing; gives what its functions are called with."""
-    calls, members, connected = {}, [], []
-
-    def init(**options):
-        calls["init"] = options
-        connected.append(Connection())
-
-    def shutdown():
-        calls["shutdown"] = session.current()
-        connected.clear()
-
-    def membership(name):
-        members.append(Shared(name))
-        return members[-1]
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray, "shutdown", shutdown)
-    monkeypatch.setattr(ray, "is_initialized", lambda: bool(connected))
-    monkeypatch.setattr(session, "connection_of", lambda _: connected[0] if connected else None)
-    monkeypatch.setattr(ray, "get_runtime_context", Context)
-    monkeypatch.setattr(session, "_starter", None)
-    monkeypatch.setattr(session, "_started", None)
-    monkeypatch.setattr(session, "authenticate", lambda _: calls.setdefault("authenticate", True))
-    monkeypatch.setattr(session.torchrun, "meeting_point", lambda: "here")
-    monkeypatch.setattr(session.torchrun, "Membership", membership)
-    yield calls, members
-    ray.shutdown()
-    session.end()
-
-
-class Connection:
-    session_name = "session"
-
-
-class Context:
-    def get_job_id(self):
-        return "job"
-
-
-def test_a_rank_of_torchrun_joins_the_ray_of_all_and_leaves_it(rank):
-    calls, members = rank
-    session.ensure({"num_cpus": 3, "namespace": "mine"})
-    (member,) = members
-    assert member.name == "here"
-    assert member.settings == {
-        "address": "local",
-        "include_dashboard": False,
-        "num_cpus": 3,
-        "resources": {session.OVERSUBSCRIBE_RESOURCE: 1},
-    }
-    assert session.LOCAL_RAY_ENVIRONMENT.items() <= member.environment.items()
-    assert calls == {"authenticate": True, "init": {"namespace": "mine", "address": "where Ray is"}}
-    assert session.started_here()
-    session.end()
-    assert calls["shutdown"] == ("session", "job")
-    assert member.left.is_set()
-    session.ensure()
-    assert len(members) == 2
-
-
-def test_when_the_keeper_has_died_no_session_is_left_and_the_next_use_begins_anew(rank):
-    calls, members = rank
-    session.ensure()
-    thread = session._starter
-    members[0].keeper_died = True
-    members[0].left.set()
-    thread.join(60)
-    assert calls["shutdown"] is None  # from when on nobody else is to call Ray
-    assert not session.started_here()
-    session.ensure()
-    assert len(members) == 2
-
-
-@pytest.mark.parametrize("address", ["local", "127.0.0.1:1"])
-def test_a_rank_with_an_address_joins_nobody(address, rank, monkeypatch):
-    calls, members = rank
-    session.ensure({"address": address})
-    assert calls.pop("init")["address"] == address
-    ray.shutdown()
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    session.ensure()
-    assert calls["init"]["address"] == address
-    assert members == []
 
 
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("0", False), ("1", True), ("true", True), ("False", False)])

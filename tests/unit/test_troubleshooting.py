@@ -338,12 +338,6 @@ TESTS = {
         ],
         "test_what_cannot_travel_is_named": ["It cannot be sent to the producer", "Caught ... in the producer"],
     },
-    "integration/test_torchrun.py": {
-        "test_a_keeper_that_is_killed_takes_ray_along_and_the_next_epoch_has_another": [
-            "rayloader: the process that kept"
-        ],
-    },
-    "unit/test_torchrun.py": {"test_another_users_socket_is_not_believed": ["another user's process"]},
     "unit/test_trace.py": {
         "test_one_trace_at_a_time": ["this loader is being traced"],
         "test_a_folder_that_is_missing_is_told_before_anything_is_loaded": ["there is no folder"],
