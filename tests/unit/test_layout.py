@@ -43,21 +43,20 @@ IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 MAY_IMPORT_RAY = {
     "rayloader/start/session.py",
     "rayloader/start/forking.py",
-    "rayloader/protocol.py",
     "rayloader/sharing/producer.py",
     "rayloader/sharing/link.py",
     "rayloader/host/process.py",
-    "rayloader/host/worker.py",
 }
 MAY_IMPORT_RAY |= {
     f"rayloader/workers/{name}.py"
     for name in [
         "actor",
-        "connection",
-        "fleet",
+        "actors",
         "lifetimes",
+        "moving",
         "placement",
         "pool",
+        "ray_channels",
     ]
 }
 
