@@ -52,7 +52,8 @@ from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError, Message
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.tcp_line import TcpDriverLine
-from rayloader.workers.connection import NONE_YET, RayAnswer, wait_for
+from rayloader.workers.actor import RayAnswer, wait_for
+from rayloader.workers.connection import NONE_YET
 
 # After this many seconds of waiting for others, a consumer logs which ones it waits for.
 NOTICE_S = 60.0
