@@ -143,6 +143,17 @@ def _random_of_ray() -> ModuleType:
     return module
 
 
+def authenticate(ray: ModuleType) -> None:
+    """Does what `ray.init` does first when it starts a local Ray, for a process that joins one by its address.
+
+    In versions of Ray that do not enable token authentication by default, that is nothing.
+    """
+    setup = getattr(getattr(ray._private, "authentication", None), "authentication_token_setup", None)
+    enable = getattr(setup, "enable_token_auth_by_default", None)
+    if enable is not None:
+        enable()
+
+
 @contextlib.contextmanager
 def own_start(
     ray: ModuleType, worker_path: str | None, starting: contextlib.AbstractContextManager[Any], *, dashboard: bool

@@ -166,8 +166,12 @@ def kept_of(loader: Any) -> Kept:
     of, kept = _kept.get(id(loader), (None, None))
     if of is None or kept is None or of() is not loader:
         kept = Kept()
-        _kept[id(loader)] = weakref.ref(loader, lambda _: janitor.later(_forget_dead)), kept
+        _kept[id(loader)] = weakref.ref(loader, _loader_ends), kept
     return kept
+
+
+def _loader_ends(_: object, later: Callable[[Callable[[], object]], None] = janitor.later) -> None:
+    later(_forget_dead)
 
 
 def _forget_dead() -> None:

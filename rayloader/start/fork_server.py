@@ -62,8 +62,8 @@ logger = logging.getLogger("rayloader")
 
 # Held while a process is started, and while this one forks. `Popen` waits for the end of a pipe of its own, which a
 # fork that another thread makes at that moment would keep open for as long as it lives.
-_starting = threading.RLock()
-os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
+starting = threading.RLock()
+os.register_at_fork(before=starting.acquire, after_in_parent=starting.release, after_in_child=starting.release)
 
 
 def start_ray(ray: ModuleType, server: ForkServer, options: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def start_ray(ray: ModuleType, server: ForkServer, options: dict[str, Any]) -> N
         with (
             with_variables(server.environment),
             own_start(
-                ray, server.worker_path, _starting, dashboard=bool(options.get("include_dashboard"))
+                ray, server.worker_path, starting, dashboard=bool(options.get("include_dashboard"))
             ) as server.ports,
         ):
             ray.init(**options)
@@ -103,10 +103,56 @@ def with_variables(variables: dict[str, str]) -> Iterator[None]:
             os.environ.pop(key, None)
 
 
+class ExitReports:
+    """What a fork server reports of the ends of its forks.
+
+    Args:
+        descriptor: from which to read, owned by this object; None: there is no fork server.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        self.descriptor = descriptor
+        self._reading = threading.RLock()
+        self._reports: dict[int, int] = {}  # the last one on each process
+
+    def exit_status(self, pid: int) -> int | None:
+        """How a fork has ended, as `os.waitpid` says; None if it lives, or if this process is no fork of the server's.
+
+        Ray may have noticed the end first, so this waits for a limited time.
+        """
+        until = time.monotonic() + REPORT_PATIENCE_S
+        with self._reading:
+            while self._read(0.0) or (self._reports.get(pid) == MADE and self._read(until - time.monotonic())):
+                pass
+            status = self._reports.get(pid, MADE)
+        return None if status == MADE else status
+
+    def _read(self, timeout: float) -> bool:
+        """Waits for reports; False if none has come."""
+        descriptor = self.descriptor
+        if descriptor is None:
+            return False
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(max(0.0, timeout) * 1000):
+            return False
+        reports = os.read(descriptor, AT_ONCE * REPORT.size)
+        self._reports.update(REPORT.iter_unpack(reports))
+        return bool(reports)
+
+    def close(self) -> None:
+        """Reads nothing more; callable more than once."""
+        with self._reading:
+            descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 class ForkServer:
     """Runs until `close`, or until the thread that created it ends.
 
     Attributes:
+        reports: on its forks.
         environment: for the Ray whose processes are to use it; empty without a fork server.
         worker_path: the script with which that Ray starts its workers; None without a fork server.
         ports: sockets that reserve the ports of that Ray's agents, with or without a fork server.
@@ -116,10 +162,9 @@ class ForkServer:
         self.environment: dict[str, str] = {}
         self.worker_path: str | None = None
         self.ports: list[socket.socket] = []
+        self.reports = ExitReports(None)
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # what it has printed
-        self._reading = threading.RLock()
-        self._reports: dict[int, int] = {}  # the last one on each process
         if sys.platform != "linux":
             return
         # A Ctrl-C in the terminal is for the program, from the first moment on.
@@ -137,7 +182,7 @@ class ForkServer:
         with LocalSocket() as listener:  # closed here, so that nobody waits for a fork server that has died
             address = listen(listener, "fork-server", BACKLOG)
             alone = {} if is_hash_seed_chosen() else HASH_SEED
-            with _starting:
+            with starting:
                 self._process = subprocess.Popen(
                     [sys.executable, str(HERE / "forking.py"), str(listener.fileno()), str(os.getpid()), *alone],
                     stdin=subprocess.DEVNULL,
@@ -146,6 +191,8 @@ class ForkServer:
                     env=dict(os.environ) | alone,  # without what C code, readline's, has set: Ray's processes lack it
                     pass_fds=[listener.fileno()],
                 )
+        assert self._process.stdout is not None
+        self.reports = ExitReports(os.dup(self._process.stdout.fileno()))
         self.environment = {VARIABLE: address.name}
         self.worker_path = str(HERE / "default_worker.py")
 
@@ -157,39 +204,14 @@ class ForkServer:
             _warn(lines[-1] if lines else f"it has died, with exit status {self._process.returncode}")
             self._end()
 
-    def exit_status(self, pid: int) -> int | None:
-        """How a fork has ended, as `os.waitpid` says; None if it lives, or if this process is no fork of the server's.
-
-        Ray may have noticed the end first, so this waits for a limited time.
-        """
-        until = time.monotonic() + REPORT_PATIENCE_S
-        with self._reading:
-            while self._read(0.0) or (self._reports.get(pid) == MADE and self._read(until - time.monotonic())):
-                pass
-            status = self._reports.get(pid, MADE)
-        return None if status == MADE else status
-
-    def _read(self, timeout: float) -> bool:
-        """Waits for reports; False if none has come."""
-        if self._process is None or self._process.stdout is None:
-            return False
-        descriptor = self._process.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        if not poll.poll(max(0.0, timeout) * 1000):
-            return False
-        reports = os.read(descriptor, AT_ONCE * REPORT.size)
-        self._reports.update(REPORT.iter_unpack(reports))
-        return bool(reports)
-
     def close(self) -> None:
         """Ends it, and gives up the ports; its forks live on. Callable more than once."""
         self._end()
         self._give_up_ports()
 
     def _end(self) -> None:
-        with self._reading:
-            process, self._process = self._process, None
+        self.reports.close()
+        process, self._process = self._process, None
         if process is not None:
             process.kill()
             with contextlib.suppress(OSError):
@@ -201,6 +223,7 @@ class ForkServer:
     def forget(self) -> None:
         """To be called in a forked child, which is not its parent."""
         self._give_up_ports()
+        self.reports.close()
         if self._process is not None:
             self._process.returncode = 0  # so that no wait or warning follows
             _close_reports(self._process)

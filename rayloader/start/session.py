@@ -40,10 +40,11 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from rayloader._compat_ray import RAY_START_LOGGERS, check, connection_of, give_own_random
+from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connection_of, give_own_random
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread
-from rayloader.start.fork_server import ForkServer, start_ray, with_variables
+from rayloader.start.background import BackgroundRay
+from rayloader.start.fork_server import ExitReports, ForkServer, start_ray, starting, with_variables
 from rayloader.start.signals import SignalHandlers
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
@@ -104,6 +105,8 @@ def imported() -> ModuleType:
 def current() -> SessionName | None:
     """The session that this process is connected to; None if it is not."""
     global _connected
+    if _starter is not None and _starter.ending:
+        return None
     connection = connection_of(sys.modules.get("ray"))
     if connection is None:
         return None
@@ -156,7 +159,7 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, backgr
         _starter.fork_server.check()
     if session is None and not client.is_connected():
         _in_background = background
-        _start(options or {}, ahead or background)
+        _start(options or {}, ahead or background, background)
         session = current()
     if session is None or client.is_connected():
         raise RaySessionError(
@@ -190,23 +193,34 @@ def check_names(options: dict[str, Any]) -> None:
 class _Starter(DaemonThread):
     """Calls `ray.init`, and lives as long as that Ray; see NOTE [who starts Ray].
 
+    Args:
+        options: of `ray.init`.
+        ahead: the program continues meanwhile.
+        background: Ray is started by a process of its own; see NOTE [a Ray in the background] in background.py.
+
     Attributes:
         error: why there is no Ray.
         session: of that Ray.
         fork_server: of that Ray, if it is started in this process; set before the session.
+        reports: of the fork server of a Ray that is started for this process.
         done: whether `error` or `session` is known.
+        ending: the process that kept Ray has died, and Ray with it: it must not be called any more.
     """
 
-    def __init__(self, options: dict[str, Any], ahead: bool) -> None:
+    def __init__(self, options: dict[str, Any], ahead: bool, background: bool) -> None:
         super().__init__(self._serve, "rayloader-session")
         self._options = options
         self._ahead = ahead
+        self._background = background
         self.error: BaseException | None = None
         self.session: SessionName | None = None
         self.fork_server: ForkServer | None = None
-        self.done = False
+        self.reports = ExitReports(None)
+        self.done = self.ending = False
         self._bell = Bell()
         self._leave = Bell()
+        self._kept: BackgroundRay | None = None
+        self._connects = self._is_left = False
 
     def wait(self) -> None:
         """Starts the thread if needed, and waits until Ray runs or has failed to start."""
@@ -227,15 +241,29 @@ class _Starter(DaemonThread):
                     "`ray start --head` before it and set RAY_ADDRESS=auto"
                 )
 
+    def abandon(self) -> None:
+        """The program ends: it does not wait for a Ray that another process starts, unless this one is connecting."""
+        self._is_left = True
+        if self._kept is not None and not self._connects:
+            self._kept.end(at_once=True)
+        elif self._connects:
+            self.wait()
+
     def leave(self) -> None:
         """Ends this thread, whose Ray has been shut down."""
+        self._is_left = True
         self._leave.ring()
+        if self._kept is not None:
+            self._kept.end()
         self.join()
 
     def forget(self) -> None:
         """To be called in a forked child."""
+        self.reports.close()
         if self.fork_server is not None:
             self.fork_server.forget()
+        if self._kept is not None:
+            self._kept.forget()
 
     def _serve(self) -> None:
         """Starts Ray, then waits for its end."""
@@ -247,35 +275,73 @@ class _Starter(DaemonThread):
         self.done = True
         self._bell.ring()
         if self.error is None:
-            self._leave.wait(threading.TIMEOUT_MAX)
+            if self._kept is not None:
+                self._kept.wait()
+                self._end_with_keeper()
+            else:
+                self._leave.wait(threading.TIMEOUT_MAX)
+        if self._kept is not None:
+            self._kept.end()
+            self._kept.close()
+        self.reports.close()
         if self.fork_server is not None:
             self.fork_server.close()
+
+    def _end_with_keeper(self) -> None:
+        """The process that kept Ray has ended: if the program still uses that Ray, it is shut down here too."""
+        if self._is_left:
+            return
+        self.ending = True
+        logger.warning("rayloader: the process that kept Ray for this program has died, and Ray with it")
+        try:
+            _shut_down()
+        finally:
+            self.ending = False
+
+    def _start_in_background(self, options: dict[str, Any]) -> None:
+        """Lets another process start Ray, and connects to it."""
+        if self._is_left:
+            raise RaySessionError("the program has ended")
+        self._kept = BackgroundRay(options, starting)
+        ray = imported()
+        give_own_random(ray)
+        address, descriptor = self._kept.address()
+        self.reports = ExitReports(descriptor)
+        self._connects = True
+        if self._is_left:
+            raise RaySessionError("the program has ended")
+        authenticate(ray)
+        ray.init(address=address)
 
     def _init(self) -> None:
         """Joins or starts Ray."""
         global _started
         options = self._options
         address = _address(options)
-        ray = imported()
-        give_own_random(ray)
+        if not self._background:
+            give_own_random(imported())
         state = random.getstate()  # for Ray's modules that are imported only now
         handlers = SignalHandlers()
         joins = bool(address) and address != "local"
         try:
             with _quiet(_SIGNAL_LINES if joins else _START_LINES), _standard_streams():
                 if joins:
-                    ray.init(**{**options, "address": address})
+                    imported().init(**{**options, "address": address})
                 else:
                     resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
                     own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
                     with with_variables(LOCAL_RAY_ENVIRONMENT):
-                        self.fork_server = ForkServer()
-                        start_ray(ray, self.fork_server, own)
+                        if self._background:
+                            self._start_in_background(own)
+                        else:
+                            self.fork_server = ForkServer()
+                            self.reports = self.fork_server.reports
+                            start_ray(imported(), self.fork_server, own)
                     _started = current()
         except Exception as error:  # Ray's errors have no common type
             if self._ahead and current() is not None and not options:
                 return  # the program has called ray.init() meanwhile: joins that Ray
-            if connection_of(ray) is None:
+            if connection_of(sys.modules.get("ray")) is None and not self._background:
                 with contextlib.suppress(Exception):  # the first error is the one to report
                     _shut_down()  # Ray itself does not end what it has started
             if isinstance(error, RaySessionError):
@@ -298,10 +364,10 @@ class _Starter(DaemonThread):
                 random.setstate(state)
 
 
-def _start(options: dict[str, Any], ahead: bool) -> None:
+def _start(options: dict[str, Any], ahead: bool, background: bool) -> None:
     global _starter
     _let_starter_go()
-    _starter = _Starter(options, ahead)
+    _starter = _Starter(options, ahead, background)
     _starter.wait()
     if _starter.error is not None:
         raise _starter.error
@@ -325,6 +391,12 @@ def _address(options: dict[str, Any]) -> str | None:
 def started_here() -> bool:
     """Whether this process started the Ray that it is connected to."""
     return _started is not None and current() == _started
+
+
+def abandon() -> None:
+    """Ends the start of a Ray that the program has not asked for, if it is in progress."""
+    if _starter is not None and _in_background and not _starter.done:
+        _starter.abandon()
 
 
 def end() -> None:
@@ -376,8 +448,7 @@ def forget() -> None:
 
 def exit_code(pid: int) -> int | None:
     """Of a worker process of this machine, as `subprocess` counts; None if only Ray has seen its end."""
-    server = _starter.fork_server if _starter is not None else None
-    status = server.exit_status(pid) if server is not None else None
+    status = _starter.reports.exit_status(pid) if _starter is not None else None
     return None if status is None else os.waitstatus_to_exitcode(status)
 
 

@@ -166,8 +166,7 @@ class Fleet:
     @property
     def leased_bytes(self) -> int:
         """Bytes of memory in which batches lie, including the user's. Any thread may ask."""
-        in_arenas: int = sum(process.lane.leased_bytes for process in self.actors)
-        return self._from.leased_bytes + in_arenas
+        return self._from.leased_bytes + sum(int(process.lane.leased_bytes) for process in self.actors)
 
     def lane(self, worker: Worker) -> str:
         """How a worker is reached and how its batches travel, in words."""

@@ -22,7 +22,7 @@ import time
 import uuid
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ class Pool:
 
     def __init__(self, session_name: session.SessionName) -> None:
         self.session_name = session_name
+        self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(janitor, self.session_alive)
         self._placement = Placement()
         self._loaders: dict[int, _LoaderEntry] = {}  # by identity
@@ -188,10 +189,6 @@ class Pool:
     def is_draining(self, actor: Actor) -> bool:
         """Whether Ray drains the node that an actor is on, unless it is the driver's."""
         return actor.address is not None and actor.address.node_id in self.draining
-
-    def later(self, job: Callable[[], object]) -> None:
-        """Passes a job to the janitor; for finalizers too."""
-        janitor.later(job)
 
     def wait(self) -> None:
         """Waits until all jobs of the janitor are done. Not for finalizers, nor under a lock."""
@@ -387,6 +384,7 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
 def shutdown() -> None:
     """Stops every actor of this process, and Ray if it was started for them. Live iterators raise afterwards."""
     global _pool, _failure
+    session.abandon()
     with _pool_lock:
         _failure = None
         if _pool is not None:
