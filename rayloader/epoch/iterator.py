@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -63,9 +63,7 @@ from rayloader.workers.fleet import Fleet
 from rayloader.workers.forks import Forks
 from rayloader.workers.janitor import ends_with_program, janitor
 from rayloader.workers.takeover import Takeover
-
-if TYPE_CHECKING:
-    from rayloader.workers.actors import Actors
+from rayloader.workers.worker import Worker
 
 logger = logging.getLogger("rayloader")
 
@@ -395,8 +393,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         forks = Forks(ForkedProcess(replica).serve, functools.partial(_prepared, replica))
         takeover = None
         if options.workers == "auto" and not kept.stays_forked and session.may_start():
-            of_loader = functools.partial(_actors_of, weakref.ref(loader), options, loader.label)
-            takeover = Takeover(of_loader, forks.zygote, self.position.lock, functools.partial(_note_moves, kept))
+            move = functools.partial(_move, weakref.ref(loader), options, loader.label)
+            takeover = Takeover(move, forks.zygote, self.position.lock, functools.partial(_note_moves, kept))
         fleet = Fleet(forks, takeover)
         fleet.lend(self._num_hosts)
         return fleet
@@ -578,15 +576,19 @@ def _prepared(replica: Replica) -> tuple[str, list[int]]:
 _kept_open: list[Any] = []  # until the fork ends, after it has sent their descriptors
 
 
-def _actors_of(loader: weakref.ref[Any], options: Options, name: str) -> Actors | None:
-    """The actors to which the workers of a loader move; in the thread of its takeover. None: the loader is gone."""
+def _move(
+    loader: weakref.ref[Any], options: Options, name: str, takeover: Takeover, workers: list[Worker], count: int
+) -> None:
+    """Brings actors to where they can take over a loader's workers, if it still lives; in the takeover's thread."""
     from rayloader.workers.actors import Actors
+    from rayloader.workers.moving import move
     from rayloader.workers.pool import get_pool
 
     pool, target = get_pool(background=True), loader()
-    if target is None:
-        return None
-    return Actors(pool, target, options.ray_remote_args, name=name, lines=options.uses_lines)
+    if target is not None:
+        actors = Actors(pool, target, options.ray_remote_args, name=name, lines=options.uses_lines)
+        del target  # it is not to live on for this thread
+        move(actors, takeover, workers, count)
 
 
 def _note_moves(kept: Kept, reason: str) -> None:

@@ -26,7 +26,7 @@ from rayloader.transport.line import LineError
 from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
 from rayloader.workers.connection import Channel, Mailbox
 from rayloader.workers.pool import Pool
-from rayloader.workers.process import Processes, Verdict
+from rayloader.workers.processes import Processes, Verdict
 from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
 logger = logging.getLogger("rayloader")

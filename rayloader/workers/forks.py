@@ -27,7 +27,8 @@ from rayloader.transport.local_line import DriverLine, LineAddress
 from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, ForkCalls, Mailbox
 from rayloader.workers.janitor import janitor
-from rayloader.workers.process import NeverStarts, Process, Processes
+from rayloader.workers.process import NeverStarts, Process
+from rayloader.workers.processes import Processes
 
 logger = logging.getLogger("rayloader")
 

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from rayloader import WorkerStartError
 from rayloader.resume.journal import Journal
 from rayloader.workers import actors as actors_module
 from rayloader.workers.actors import Actors, Inherited
 from rayloader.workers.connection import NONE_YET, Channel, ProcessLost
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
-from rayloader.workers.process import NeverStarts, Verdict
+from rayloader.workers.process import NeverStarts
+from rayloader.workers.processes import Verdict
 from rayloader.workers.worker import Worker
 
 
@@ -89,7 +91,7 @@ class Process:
 
 
 class World:
-    """A fleet whose processes are on named nodes. This object is the pool of its actors, and the mailbox of its workers.
+    """A fleet of actors on named nodes. This object is the pool that these come from, and the mailbox of its workers.
 
     Attributes:
         drained: nodes, with how late their workers are: 0 not at all, 1 unless room is found elsewhere, 2 in any case.
