@@ -18,8 +18,9 @@ from conformance_side import Records
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
-from rayloader.workers import fleet
-from rayloader.workers.connection import LineCalls, RayCalls, TcpCalls
+from rayloader.workers import actors
+from rayloader.workers.connection import LineCalls
+from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
 
@@ -62,7 +63,7 @@ def lane(request, monkeypatch):
     """The way that the batches take in this test."""
     monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
     monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
-    monkeypatch.setattr(fleet, "LOCAL_LINES", request.param != "tcp")
+    monkeypatch.setattr(actors, "LOCAL_LINES", request.param != "tcp")
     return request.param
 
 
@@ -90,7 +91,7 @@ def test_same_as_torch(case, lane, depth, reference, loader_class):
 @pytest.mark.parametrize("lane", LANES, indirect=True)
 def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeypatch):
     used = set()
-    for channel in (LineCalls, RayCalls):  # the first is that of TcpCalls too
+    for channel in (LineCalls, RayCalls):  # the first is that of the other two
         run = channel.run
 
         def noting(self, *arguments, run=run, **named):
@@ -102,7 +103,7 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
     batches = list(loader_class(torch.arange(40), 2, num_workers=2))
     assert len(batches) == 20
     if request.config.getoption("--against") == "rayloader":
-        assert used == {{"arena": (LineCalls, True), "store": (RayCalls, False), "tcp": (TcpCalls, False)}[lane]}
+        assert used == {{"arena": (ActorLine, True), "store": (RayCalls, False), "tcp": (TcpCalls, False)}[lane]}
 
 
 @pytest.mark.parametrize("depth", DEPTHS, indirect=True)
