@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, default_collate
 from inside import held_by_mailbox, taken_from
 from latches import Gate, Mail
 from rayloader import DataLoader
-from rayloader.protocol import Answer, ResultKind, Source, Up, carried, result_of
+from rayloader.protocol import Answer, ResultKind, Up, carried, result_of
 from rayloader.resume.draws import drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
@@ -175,9 +175,9 @@ def peer(request, tmp_path):
             iterator = iter(loader)
             next(iterator)
             stack.callback(iterator._close)
-            worker, image, carried = taken_from(iterator)
+            worker, source = taken_from(iterator)
             worker.setup = dataclasses.replace(worker.setup, persistent=True)
-            made.append(Peer(kind, worker, Source(image.address, carried)))
+            made.append(Peer(kind, worker, source))
             made[-1].gate, made[-1].mail = gate, mail
             stack.callback(made[-1].close)
             return made[-1]
