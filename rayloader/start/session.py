@@ -131,9 +131,7 @@ def may_start() -> bool:
     return not _forked and not ranks and multiprocessing.parent_process() is None
 
 
-def ensure(
-    options: dict[str, Any] | None = None, *, ahead: bool = False, background: bool = False
-) -> SessionName:
+def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, background: bool = False) -> SessionName:
     """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
 
     Args:

@@ -45,6 +45,7 @@ REUSE_WAIT_S = 2.5
 
 logger = logging.getLogger("rayloader")
 
+
 class Lifetimes:
     """The actors of one pool.
 

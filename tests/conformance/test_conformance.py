@@ -22,7 +22,7 @@ from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
 from rayloader.start import session
-from rayloader.workers import actors, takeover
+from rayloader.workers import actors, moving, takeover
 from rayloader.workers.connection import ForkCalls
 from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
@@ -85,27 +85,35 @@ def move_at_some_batch(monkeypatch, chance):
     begins = takeover.Takeover.__init__
 
     def begin(self, new_actors, zygote, lock, told):
-        decided = threading.Event()
-        offer = self.offer
-        self.at, self.decided = chance.randrange(6), decided
+        self.at, self.needs_user = chance.randrange(6), threading.Event()
+        begins(self, new_actors, zygote, lock, told)
 
-        def hear(reason):
-            told(reason)
-            if reason:
-                decided.set()
+    def work(self, *those):
+        try:
+            works(self, *those)
+        finally:
+            self.needs_user.set()
 
-        self.offer = lambda *those: (offer(*those), decided.set())
-        begins(self, new_actors, zygote, lock, hear)
+    def until(self, is_so):
+        if (
+            getattr(is_so, "func", None) is moving._can_be_proved and not is_so()
+        ):  # the user's thread receives what is missing
+            self.needs_user.set()
+        waits(self, is_so)
+        self.needs_user.clear()
 
     def decides(self):
         if self.at > 0:
             self.at -= 1
             return False
         if self._thread is not None:
-            self.decided.wait(MOVE_LIMIT)
+            self.needs_user.wait(MOVE_LIMIT)
         return has_news(self)
 
+    works, waits = takeover.Takeover._work, takeover.Takeover.until
     monkeypatch.setattr(takeover.Takeover, "__init__", begin)
+    monkeypatch.setattr(takeover.Takeover, "_work", work)
+    monkeypatch.setattr(takeover.Takeover, "until", until)
     monkeypatch.setattr(takeover.Takeover, "has_news", property(decides))
 
 
@@ -145,7 +153,14 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
     batches = list(loader_class(torch.arange(40), 2, num_workers=2))
     assert len(batches) == 20
     if request.config.getoption("--against") == "rayloader":
-        assert used == {{"arena": (ActorLine, True), "fork": (ForkCalls, True), "store": (RayCalls, False), "tcp": (TcpCalls, False)}[lane]}
+        channels = {
+            "arena": {(ActorLine, True)},
+            "fork": {(ForkCalls, True)},
+            "moved": {(ForkCalls, True), (ActorLine, True)},
+            "store": {(RayCalls, False)},
+            "tcp": {(TcpCalls, False)},
+        }
+        assert used == channels[lane]
 
 
 @pytest.mark.parametrize("depth", DEPTHS, indirect=True)
