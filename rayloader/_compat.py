@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import io
 import multiprocessing
 import multiprocessing.util
 import operator
@@ -164,23 +162,3 @@ def tracker_of(module: tuple[str, Any]) -> tuple[int | None, Callable[[], object
     """
     tracker: Any = getattr(module[1], "_resource_tracker", None) if module[0].endswith(".resource_tracker") else None
     return (tracker._pid, tracker._stop) if hasattr(tracker, "_stop") else None
-
-
-def newline_of(file: io.TextIOWrapper) -> str | None:
-    """The argument `newline` with which a text file was opened; it has no attribute for it. Only right after a `seek`.
-
-    Raises:
-        TypeError: this interpreter does not reveal it.
-    """
-    for newline in _NEWLINES:
-        if _newline_of(io.TextIOWrapper(io.BytesIO(), newline=newline)) != newline:
-            raise TypeError("cannot pickle a text file: this Python does not tell its newline argument; open it binary")
-    return _newline_of(file)
-
-
-_NEWLINES = None, "", "\n", "\r", "\r\n"
-
-
-def _newline_of(file: io.TextIOWrapper) -> str | None:
-    found = [held for held in gc.get_referents(file) if isinstance(held, str) and held in _NEWLINES]
-    return found[0] if found else None

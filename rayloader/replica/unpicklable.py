@@ -42,7 +42,7 @@ def explain(obj: object, name: str) -> str | None:
         name: the user's name for it.
 
     Returns:
-        `dataset.lock: _thread.lock can't be sent to a worker (reason); remedy`, or None if nothing was found.
+        `dataset.file: _io.FileIO can't be sent to a worker (reason); remedy`, or None if nothing was found.
         At most 2000 objects and 6 levels are searched, and nothing is raised.
     """
     if (found := _search(obj, name, partial(codec.encode, mapped=Mappings()))) is None:

@@ -510,6 +510,8 @@ _SIGNAL_LINES = ("SIGTERM handler is not set",)
 _START_LINES = (
     *_SIGNAL_LINES,
     "Started a local Ray instance",
+    "Connecting to existing Ray cluster",  # one in the background
+    "Connected to Ray cluster",
     "Token authentication is enabled for this Ray cluster",
 )
 

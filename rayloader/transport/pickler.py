@@ -5,7 +5,7 @@ the storages inside. Anything else is cloudpickle's, with what that leaves out (
 3.1.3 code arrives without the name of its file, so that tracebacks and warnings from functions of `__main__` would show
 `<dynamic-code>`, and no lines; functions under `functools.lru_cache` that no import finds arrive with an empty cache;
 and `__slots__` are added to a class that is recreated, because instances that have a `__dict__` could not be recreated
-from the driver's class.
+from the driver's class. Locks and proxies of a replica, which a fork inherits, are made anew: locks arrive unlocked.
 
 NOTE [The driver's classes]. Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and
 overwrites the class, attribute by attribute, in a process that has the id already. From driver to worker that is
@@ -24,14 +24,15 @@ import functools
 import importlib
 import io
 import mmap
-import multiprocessing  # noqa: F401  # cloudpickle wants the module to be there, and this import makes it
+import multiprocessing  # cloudpickle too wants the module to be there
 import operator
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import CallableProxyType, ProxyType, WeakKeyDictionary
 
 import cloudpickle
 import numpy as np
@@ -57,8 +58,7 @@ from rayloader._compat import (
     untyped_in,
 )
 from rayloader.namespaces import is_a, names_in, namespace_of
-from rayloader.transport import bulk, handles
-from rayloader.transport.handles import refusal
+from rayloader.transport import bulk
 from rayloader.transport.raw import (
     NAMES,
     address,
@@ -316,7 +316,7 @@ class Pickler(ByValuePickler):
 
     def _of_replica(self, obj: Any, kind: type) -> Any:
         """How it is pickled in a replica; None for as in a batch."""
-        if (reduction := handles.reduce(obj, kind)) is not None:
+        if kind not in copyreg.dispatch_table and (reduction := _made_anew(obj, kind)) is not None:
             return reduction
         if issubclass(kind, DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
@@ -521,16 +521,56 @@ def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:
     return {**attributes, "_mmap": None} if isinstance(attributes.get("_mmap"), mmap.mmap) else attributes
 
 
+def refusal(obj: Any, why: str) -> TypeError:
+    """The error for an object that cannot exist in another process."""
+    return TypeError(f"cannot pickle {type(obj).__name__!r} object: {why}")
+
+
+def _referent(proxy: Any) -> tuple[Any, ...]:
+    """A weak proxy as the object itself: its own pickling would copy that, without end if that refers to the proxy."""
+    return itself, (proxy.__reduce_ex__.__self__,)
+
+
+_MADE_ANEW: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    type(threading.Lock()): lambda _: (threading.Lock, ()),
+    type(threading.RLock()): lambda _: (threading.RLock, ()),
+    threading.local: lambda local: (threading.local, (), dict(vars(local))),
+    ProxyType: _referent,
+    CallableProxyType: _referent,
+}
+
+
+def _made_anew(obj: Any, kind: type) -> tuple[Any, ...] | None:
+    """How a lock or a proxy of a replica is made anew in a worker; None for anything else."""
+    if (reduce := _MADE_ANEW.get(kind)) is not None:
+        return reduce(obj)
+    if issubclass(kind, threading.Thread):  # whose locks alone would be
+        raise refusal(obj, "a thread of this process")
+    managers: Any = sys.modules.get("multiprocessing.managers")
+    if managers is not None and kind.__reduce__ is managers.BaseProxy.__reduce__:
+        return _proxy_of_manager(obj)
+    return None
+
+
+def _proxy_of_manager(proxy: Any) -> tuple[Any, ...]:
+    """With the manager's key, unless that is the process's, which workers on this machine have."""
+    rebuild, (make, token, serializer, options), *state = proxy.__reduce__()
+    if proxy._authkey != multiprocessing.current_process().authkey:
+        options = {**options, "authkey": bytes(proxy._authkey)}
+    return rebuild, (make, token, serializer, options), *state
+
+
 def _check_can_leave(obj: Any, kind: type) -> None:
     """Raises a TypeError for objects that are useless, or stand for something else, in another process."""
     if kind is memoryview:  # cloudpickle would send bytes
         raise refusal(obj, "keep the object that it is a view of")
-    if kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno"):
+    is_stream = kind.__module__ == "tarfile" and kind.__name__ == "_LowLevelFile"  # of `tarfile.open(path, "r|")`
+    if is_stream or (kind.__module__ == "multiprocessing.connection" and hasattr(obj, "fileno")):
         # Its pickle is the number of a descriptor, which means another one elsewhere.
         raise refusal(obj, "a descriptor of this process")
     if kind is io.TextIOWrapper and obj is not sys.stdout and obj is not sys.stderr:
         # cloudpickle would send the text, in a StringIO in which the offsets of `tell` lead to other places.
-        raise refusal(obj, "an open file")
+        raise refusal(obj, "a file of this process")
 
 
 # ---- classes by value

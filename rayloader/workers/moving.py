@@ -5,6 +5,7 @@ Promise: that of takeover.py.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import time
@@ -45,6 +46,7 @@ def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) 
         lent = actors.lend(count, fresh=False)
         actors.inherited = _inherited(takeover)
         takeover.until(lambda: all(map(_has_started, lent)))
+        takeover.until(functools.partial(_can_be_proved, takeover, workers))
         seconds = 0.0
         for number, worker in enumerate(workers):
             seconds = max(seconds, _proved(takeover, actors, lent[number % count], worker))
@@ -90,28 +92,33 @@ def _inherited(takeover: Takeover) -> Inherited:
     return Inherited(process, Image.received(image, descriptors[1:]), [])
 
 
+def _can_be_proved(takeover: Takeover, workers: list[Worker]) -> bool:
+    """Whether the workers have begun their epoch, and one has built a batch since its last snapshot."""
+    with takeover.lock:
+        return all(worker.journal.begun for worker in workers) and any(map(_known, workers))
+
+
+def _known(worker: Worker) -> list[Task]:
+    """The batches that a worker has built since its last snapshot, if nothing else has happened to it since then."""
+    entries = worker.journal.entries
+    tasks = [entry for entry in entries if isinstance(entry, Task)]
+    return [] if len(tasks) < len(entries) else [task for task in tasks if task.digest is not None]
+
+
 def _proved(takeover: Takeover, actors: Actors, actor: Actor, worker: Worker) -> float:
-    """Lets an actor rebuild a worker's last batches; returns how long that took, in seconds.
+    """Lets an actor rebuild a worker's last batches, if it has built some; returns how long that took, in seconds.
 
     Raises:
         Ended: the fleet has ended meanwhile.
         Stays: it has built something else than the fork.
     """
-    found: list[Any] = []
-
-    def can_be_proved() -> bool:
-        with takeover.lock:
-            state, entries = worker.journal.state, worker.journal.entries
-            known = [entry for entry in entries if isinstance(entry, Task) and entry.digest is not None]
-            found[:] = [state, known, worker.journal.shared_seed]
-            plain = worker.journal.begun and not [entry for entry in entries if not isinstance(entry, Task)]
-        if state is not None and state.error:
-            raise Stays(f"its state could not be saved: {state.error}")
-        return plain and bool(known)
-
-    takeover.until(can_be_proved)
     began = time.monotonic()
-    state, tasks, shared_seed = found
+    with takeover.lock:
+        state, tasks, shared_seed = worker.journal.state, _known(worker), worker.journal.shared_seed
+    if state is not None and state.error:
+        raise Stays(f"its state could not be saved: {state.error}")
+    if not tasks:
+        return 0.0
     setup = worker.setup if shared_seed is None else replace(worker.setup, shared_seed=shared_seed)
     source = actors.sources([actor])(actor)
     if differs := _rebuilt(takeover, actor, source, setup, state, tasks):

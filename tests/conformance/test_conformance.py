@@ -8,6 +8,9 @@ other; calls carry one task, three, or as many as is automatic. A full run takes
 """
 
 import itertools
+import math
+import random
+import threading
 
 import pytest
 import torch.utils.data
@@ -18,10 +21,12 @@ from conformance_side import Records
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
-from rayloader.workers import actors
-from rayloader.workers.connection import LineCalls
+from rayloader.start import session
+from rayloader.workers import actors, moving, takeover
+from rayloader.workers.connection import ForkCalls
 from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
+MOVE_LIMIT = 20.0  # seconds until actors can take over, or it is known that they cannot; on expiry nothing moves
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
 
 
@@ -36,9 +41,9 @@ def loader_class(request):
 
 
 # How the batches travel: whether there are arenas, where even the smallest buffer has a slot; "tcp" as if the workers
-# were on another machine.
-LANES = {"store": "0", "arena": "1", "tcp": "1"}
-ALWAYS = "store", "arena"  # not in full runs only
+# were on another machine; "fork" from forks of this process; "moved" from forks, until the workers move to actors.
+LANES = {"store": "0", "arena": "1", "tcp": "1", "fork": "1", "moved": "1"}
+ALWAYS = "store", "arena", "fork", "moved"  # not in full runs only
 # How many tasks of a worker are under way where the depth is automatic; None: as many as should be.
 DEPTHS = {"torchs": 0, "deep": 9, "automatic": None}
 WAYS = list(itertools.product(ALWAYS, DEPTHS))
@@ -64,7 +69,52 @@ def lane(request, monkeypatch):
     monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
     monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
     monkeypatch.setattr(actors, "LOCAL_LINES", request.param != "tcp")
+    if request.param in ("fork", "moved"):
+        monkeypatch.setattr(session, "is_wanted", lambda: False)
+        monkeypatch.setattr(session, "may_start", lambda: request.param == "moved")
+    if request.param == "moved":
+        move_at_some_batch(monkeypatch, random.Random(request.node.name))
     return request.param
+
+
+def move_at_some_batch(monkeypatch, chance):
+    """The workers of each fleet move at a batch that is drawn by lot, as far as their datasets can move."""
+    monkeypatch.setattr(takeover, "START_AFTER_S", 0.0)
+    monkeypatch.setattr(takeover, "MOVE_S", math.inf)
+    has_news = takeover.Takeover.has_news.fget
+    begins = takeover.Takeover.__init__
+
+    def begin(self, new_actors, zygote, lock, told):
+        self.at, self.needs_user = chance.randrange(6), threading.Event()
+        begins(self, new_actors, zygote, lock, told)
+
+    def work(self, *those):
+        try:
+            works(self, *those)
+        finally:
+            self.needs_user.set()
+
+    def until(self, is_so):
+        if (
+            getattr(is_so, "func", None) is moving._can_be_proved and not is_so()
+        ):  # the user's thread receives what is missing
+            self.needs_user.set()
+        waits(self, is_so)
+        self.needs_user.clear()
+
+    def decides(self):
+        if self.at > 0:
+            self.at -= 1
+            return False
+        if self._thread is not None:
+            self.needs_user.wait(MOVE_LIMIT)
+        return has_news(self)
+
+    works, waits = takeover.Takeover._work, takeover.Takeover.until
+    monkeypatch.setattr(takeover.Takeover, "__init__", begin)
+    monkeypatch.setattr(takeover.Takeover, "_work", work)
+    monkeypatch.setattr(takeover.Takeover, "until", until)
+    monkeypatch.setattr(takeover.Takeover, "has_news", property(decides))
 
 
 @pytest.fixture
@@ -91,7 +141,7 @@ def test_same_as_torch(case, lane, depth, reference, loader_class):
 @pytest.mark.parametrize("lane", LANES, indirect=True)
 def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeypatch):
     used = set()
-    for channel in (LineCalls, RayCalls):  # the first is that of the other two
+    for channel in (ActorLine, ForkCalls, RayCalls):  # the first is that of TcpCalls too
         run = channel.run
 
         def noting(self, *arguments, run=run, **named):
@@ -103,7 +153,14 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
     batches = list(loader_class(torch.arange(40), 2, num_workers=2))
     assert len(batches) == 20
     if request.config.getoption("--against") == "rayloader":
-        assert used == {{"arena": (ActorLine, True), "store": (RayCalls, False), "tcp": (TcpCalls, False)}[lane]}
+        channels = {
+            "arena": {(ActorLine, True)},
+            "fork": {(ForkCalls, True)},
+            "moved": {(ForkCalls, True), (ActorLine, True)},
+            "store": {(RayCalls, False)},
+            "tcp": {(TcpCalls, False)},
+        }
+        assert used == channels[lane]
 
 
 @pytest.mark.parametrize("depth", DEPTHS, indirect=True)
@@ -125,11 +182,10 @@ def test_the_depth_is_what_is_said(depth, loader_class, request, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", ["ray", "fork"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name == FRESH])
-def test_same_as_torch_where_iterating_starts_the_workers(case, workers, reference, tmp_path):
-    """Neither importing nor starting Ray may move the user's generators, Python's `random` included; nor a fork."""
-    records = Records(tmp_path, "fresh_process.py", workers, FRESH).read()
+def test_same_as_torch_where_iterating_starts_ray(case, reference, tmp_path):
+    """Neither importing nor starting Ray may move the user's generators, Python's `random` included."""
+    records = Records(tmp_path, "fresh_process.py", FRESH).read()
     difference = first_difference(reference[FRESH], records[FRESH])
     if difference:
         pytest.fail(difference, pytrace=False)

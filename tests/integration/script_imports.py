@@ -5,7 +5,7 @@ python script_imports.py
 
 import sys
 
-OPTIONAL = {"accelerate", "datasets", "h5py", "lightning", "lmdb", "pandas", "sqlite3", "tqdm", "transformers"}
+OPTIONAL = {"accelerate", "datasets", "h5py", "lightning", "pandas", "sqlite3", "tqdm", "transformers"}
 
 
 class Imported:

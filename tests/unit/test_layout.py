@@ -199,7 +199,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/host/hosting.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
     ("rayloader/transport/pickler.py", "_length_"): "likewise",
-    ("rayloader/transport/handles.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
+    ("rayloader/transport/pickler.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
     ("rayloader/readers.py", "_getframe"): "documented, of sys",
     ("rayloader/inherit/left_behind.py", "_current_frames"): "documented, of sys",
 }
