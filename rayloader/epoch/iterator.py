@@ -14,13 +14,16 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from multiprocessing.context import BaseContext
+from multiprocessing.managers import BaseManager, BaseProxy
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import cloudpickle
+import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe, MapDataPipe
 
@@ -42,6 +45,7 @@ from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
 from rayloader.inherit.process_state import ProcessState
+from rayloader.namespaces import own_modules
 from rayloader.options import Options
 from rayloader.protocol import Replica, Setup, carried
 from rayloader.random.generators import RECORDED
@@ -148,36 +152,66 @@ class Kept:
     Attributes:
         image: of its replica, as last sent: the next one is compared with it.
         paces: of its workers, as their last epoch left them.
-        proven: actors have rebuilt batches of its forks, and they were the same.
-        stays_forked: its workers cannot be actors.
     """
 
     image: Image | None = None
     paces: list[Pace] = field(default_factory=list)
-    proven: bool = False
-    stays_forked: bool = False
 
 
-_kept: dict[int, tuple[weakref.ref[Any], Kept]] = {}  # by the loader's identity
+@dataclass(eq=False, slots=True)
+class Standing:
+    """What is known of a dataset, whichever loader has it.
+
+    Attributes:
+        moves: actors have rebuilt batches of its forks, and they were the same.
+        stays: it can only be with forks.
+    """
+
+    moves: bool = False
+    stays: bool = False
 
 
-def kept_of(loader: Any) -> Kept:
-    """What the last iterator of a loader has left; it ends with the loader, in the janitor's thread."""
-    of, kept = _kept.get(id(loader), (None, None))
-    if of is None or kept is None or of() is not loader:
-        kept = Kept()
-        _kept[id(loader)] = weakref.ref(loader, _loader_ends), kept
-    return kept
+_Noted = TypeVar("_Noted")
 
 
-def _loader_ends(_: object, later: Callable[[Callable[[], object]], None] = janitor.later) -> None:
-    later(_forget_dead)
+class _Notes(Generic[_Noted]):
+    """Notes on objects, by their identity. A note ends with its object, in the janitor's thread.
+
+    Args:
+        new: makes the first note on an object.
+    """
+
+    def __init__(self, new: Callable[[], _Noted]) -> None:
+        self._new = new
+        self._of: dict[int, tuple[weakref.ref[Any], _Noted]] = {}
+        self._later = janitor.later  # for finalizers, even at the interpreter's end
+
+    def of(self, obj: Any) -> _Noted:
+        """The note on an object; on one that takes no weak references a new one each time."""
+        ref, note = self._of.get(id(obj), (None, None))
+        if ref is None or note is None or ref() is not obj:
+            note = self._new()
+            with contextlib.suppress(TypeError):
+                self._of[id(obj)] = weakref.ref(obj, self._ends), note
+        return note
+
+    def _ends(self, _: object) -> None:
+        self._later(self._forget_dead)
+
+    def _forget_dead(self) -> None:
+        for number, (ref, _) in list(self._of.items()):
+            if ref() is None:
+                del self._of[number]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._of.clear()
+
+    def __iter__(self) -> Iterator[_Noted]:
+        return iter([note for _, note in list(self._of.values())])
 
 
-def _forget_dead() -> None:
-    for number, (loader, _) in list(_kept.items()):
-        if loader() is None:
-            del _kept[number]
+loaders, datasets = _Notes(Kept), _Notes(Standing)
 
 
 class EpochIterator(OfOneProcess, BaseIterator):
@@ -340,20 +374,22 @@ class EpochIterator(OfOneProcess, BaseIterator):
             return []
         worker_bytes = self._options.prefetch_bytes / self._num_workers
         new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
-        kept = kept_of(loader)
+        kept = loaders.of(loader)
         if [(p.worker_bytes, p.dynamic) for p in kept.paces] != [(p.worker_bytes, p.dynamic) for p in new]:
             kept.paces = new
         return kept.paces
 
     def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
-        kept = kept_of(loader)
+        standing = datasets.of(self._dataset)
         if not self._options.may_fork:
             forks = False
-        elif self._options.workers == "fork" or kept.stays_forked:
+        elif self._options.workers == "fork" or standing.stays:
             forks = True
         else:
-            forks = not (session.is_wanted() or (kept.proven and self._has_actors()))
-        fleet = self._forked(loader, kept) if forks else self._with_actors(loader, kept)
+            forks = not (session.is_wanted() or (standing.moves and self._has_actors()))
+        fleet = None if forks else self._with_actors(loader, standing)
+        if fleet is None:
+            fleet = self._forked(loader, standing)
         try:
             setups = [
                 Setup(
@@ -387,16 +423,16 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def _replica(self) -> Replica:
         return Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
 
-    def _forked(self, loader: Any, kept: Kept) -> Fleet:
+    def _forked(self, loader: Any, standing: Standing) -> Fleet:
         """A fleet of forks, which moves to actors where that is possible."""
         from rayloader.host.forked import ForkedProcess  # which is imported here for the forks
 
         replica, options = self._replica, self._options
         forks = Forks(ForkedProcess(replica).serve, functools.partial(_prepared, replica))
         takeover = None
-        if options.workers == "auto" and not kept.stays_forked and session.may_start():
+        if options.workers == "auto" and not standing.stays and session.may_start():
             of_loader = functools.partial(_actors_of, weakref.ref(loader), options, loader.label)
-            takeover = Takeover(of_loader, forks.zygote, self.position.lock, functools.partial(_note_moves, kept))
+            takeover = Takeover(of_loader, forks.zygote, self.position.lock, functools.partial(_note, standing))
         fleet = Fleet(forks, takeover)
         fleet.lend(self._num_hosts)
         return fleet
@@ -406,11 +442,14 @@ class EpochIterator(OfOneProcess, BaseIterator):
         pool = sys.modules.get("rayloader.workers.pool")
         return pool is not None and pool.has_idle(self._options.ray_remote_args, self._num_hosts)
 
-    def _with_actors(self, loader: Any, kept: Kept) -> Fleet:
+    def _with_actors(self, loader: Any, standing: Standing) -> Fleet | None:
         """A fleet of actors, which have the image of the replica that they will open.
 
         New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and
         before it is written: there may not be room for both.
+
+        Returns:
+            None if the replica cannot be pickled, and forks can do the same.
         """
         from rayloader.workers.actors import Actors, Inherited
         from rayloader.workers.pool import get_pool
@@ -425,9 +464,17 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 fleet.lend(self._num_hosts, fresh=fresh)
             with codec.no_collection():
                 mappings = Mappings()
-                encoded = _encode_replica(self._replica, mappings)
+                try:
+                    encoded = _encode_replica(self._replica, mappings)
+                except Exception as error:
+                    if options.workers == "ray" or not options.may_fork or not session.is_on_one_node():
+                        raise
+                    _note(standing, _in_short(error))
+                    fleet.release(busy=True)
+                    return None
                 if warm:
                     fleet.lend(self._num_hosts, fresh=fresh)
+                kept = loaders.of(loader)
                 old = kept.image
                 kept.image = Image.write(encoded, mappings) if old is None else old.updated(encoded, mappings)
             process = ProcessState.capture(session.node_id())
@@ -551,6 +598,11 @@ def _encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
     return encoded
 
 
+def _in_short(error: Exception) -> str:
+    """An error of `_encode_replica`: its note, if it has one."""
+    return "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
+
+
 def _explained(replica: Replica) -> str | None:
     """Which part of a replica cannot be pickled, if it is found."""
     for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
@@ -561,6 +613,10 @@ def _explained(replica: Replica) -> str | None:
 
 def _prepared(replica: Replica) -> tuple[str, list[int]]:
     """In a fork: what actors need to be like it, in files; or why that cannot be had, in words."""
+    for name, contents in own_modules(main=True):
+        for key, value in list(contents.items()):
+            if _is_shared_with_forks(value):
+                return f"{name}.{key}, which may tell workers something, is shared with forks only", []
     try:
         mappings = Mappings()
         with codec.no_collection():
@@ -573,6 +629,15 @@ def _prepared(replica: Replica) -> tuple[str, list[int]]:
         return "", [file.fd, *descriptors]
     except Exception as error:  # the user's objects may raise anything
         return _explained(replica) or f"{type(error).__name__}: {error}", []
+
+
+def _is_shared_with_forks(value: object) -> bool:
+    """Whether processes share it by a fork, so that another one that imports its module has another object."""
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.device.type == "cpu" and value.is_shared()
+    return type(value).__module__.startswith(("multiprocessing.", "torch.multiprocessing.")) and not isinstance(
+        value, (BaseContext, BaseManager, BaseProxy)
+    )
 
 
 _kept_open: list[Any] = []  # until the fork ends, after it has sent their descriptors
@@ -589,15 +654,19 @@ def _actors_of(loader: weakref.ref[Any], options: Options, name: str) -> Actors 
     return Actors(pool, target, options.ray_remote_args, name=name, lines=options.uses_lines)
 
 
-def _note_moves(kept: Kept, reason: str) -> None:
-    """Notes whether a loader's workers can be actors, or else says why not."""
-    kept.proven, kept.stays_forked = not reason, bool(reason)
+def _note(standing: Standing, reason: str) -> None:
+    """Notes that a dataset moves to actors, or else why not."""
+    standing.moves, standing.stays = not reason, bool(reason)
     if reason:
-        logger.info(
-            "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: "
-            "%s",
-            reason,
-        )
+        _tell_of_forks(reason)
+
+
+@functools.cache  # says it once
+def _tell_of_forks(reason: str) -> None:
+    logger.info(
+        "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: %s",
+        reason,
+    )
 
 
 _MUCH = 64 << 20  # bytes that are held twice
@@ -659,7 +728,8 @@ def close_all() -> None:
     for iterator in list(_live_iterators):
         with contextlib.suppress(Exception):  # one that cannot be closed must not keep the others open
             iterator._close()
-    _kept.clear()
+    loaders.clear()
+    datasets.clear()
 
 
 def _keep_after_fork() -> None:

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 from rayloader._compat import run_as_process
 from rayloader.errors import WorkerStartError
 from rayloader.transport.line import poll
-from rayloader.transport.local_line import LineAddress
+from rayloader.transport.local_line import LineAddress, flush_streams
 
 # How long forks may continue after the end of their lines: as long as torch waits for a worker.
 END_SECONDS = 5.0
@@ -74,6 +74,7 @@ class Zygote:
         _live.add(self)
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        flush_streams()  # or each fork would print what is in their buffers
         try:
             self.pid = os.fork()
             if self.pid == 0:
