@@ -613,6 +613,7 @@ def _explained(replica: Replica) -> str | None:
 
 def _prepared(replica: Replica) -> tuple[str, list[int]]:
     """In a fork: what actors need to be like it, in files; or why that cannot be had, in words."""
+    torch.set_num_threads(1)  # its other threads are not in a fork
     for name, contents in own_modules(main=True):
         for key, value in list(contents.items()):
             if _is_shared_with_forks(value):
