@@ -181,8 +181,10 @@ def has_ended(pid: int) -> bool:
     """Whether a fork has ended; until its zygote has waited for it, nobody else has its number."""
     try:
         process = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         return True
+    except OSError:  # an old kernel, or no descriptor is left: nobody knows
+        return False
     try:
         return poll(process, select.POLLIN, 0)
     finally:
