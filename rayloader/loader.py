@@ -6,10 +6,8 @@ imports Ray.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
-from rayloader.errors import StateError, level_outside, shorten
+from rayloader.errors import StateError, shorten
 from rayloader.observe.recorder import Recorder, cpus
 from rayloader.observe.stats import LoaderStats, verdict
 from rayloader.observe.trace import Tracing
@@ -86,7 +84,7 @@ def lost_state() -> StateError:
 
 
 class DataLoader(_TorchLoaderOf[_T_co]):
-    """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
+    """torch's DataLoader with workers that are forks or Ray actors: the same arguments, the same batches, in order.
 
     All arguments up to `in_order` are torch's and are checked by torch.
 
@@ -94,9 +92,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     imported nor started. Of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there; the
     others have no effect.
 
-    With workers, Ray is started locally unless it is running already (`ray.init()` was called, or RAY_ADDRESS is set).
-    The actors are shared by all loaders of the process. They stay warm between epochs, and for a minute after the last
-    loader (2 seconds in a Ray that was already running).
+    With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
+    RAY_ADDRESS is set). Otherwise they are forks of this process, as torch's are, and the first batch comes at once;
+    see `workers`. The actors are shared by all loaders of the process. They stay warm between epochs, and for a minute
+    after the last loader (2 seconds in a Ray that was already running).
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has its own dataset object, a new one at each `iter()`
@@ -107,14 +106,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         shuffle: draw the samples in a new random order each epoch.
         sampler: gives the order of the samples; excludes `shuffle`.
         batch_sampler: yields a list of indices per batch; excludes `batch_size`, `shuffle`, `sampler` and `drop_last`.
-        num_workers: number of worker actors, one process each.
+        num_workers: number of workers, one process each.
         collate_fn: makes a batch from a list of samples; runs in the workers.
         pin_memory: copy batches to page-locked memory, in a background thread.
         drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas`, also
             drop samples that would make the ranks' parts unequal.
         timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
-        multiprocessing_context: checked as torch checks it, but without effect: workers are Ray actors.
+        multiprocessing_context: with "spawn" or "forkserver" (or if `multiprocessing.set_start_method` asks for one of
+            these) workers are not forks of this process, but Ray actors.
         generator: random generator of the sampler, and of the workers' base seed.
         prefetch_factor: batches per worker that are submitted and not yet taken, at least 1. This is a strict bound,
             and indices are drawn when torch draws them. By default the depth is automatic, and the attribute reads as
@@ -125,6 +125,12 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         in_order: deliver the batches in order; if False, as they are finished.
 
     Arguments of rayloader alone:
+        workers: "fork": the workers are forks of this process, on this machine; Ray is not started. "ray": they are Ray
+            actors, on any machine of the cluster; the dataset, `collate_fn` and `worker_init_fn` must be picklable.
+            "auto": actors if the program uses Ray; otherwise forks, while Ray is started in the background once the
+            program has been loading for a second. The workers move to actors when these have rebuilt batches of
+            theirs, and the batches were the same. What cannot be pickled, or not be rebuilt, stays with forks, and the
+            log says so at level INFO. Ranks of torchrun, and children of `multiprocessing`, start no Ray.
         ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that was already
             running, while it has as many CPUs as this process has workers, and 0 otherwise or if others hold all CPUs
             for 10 seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`,
@@ -289,8 +295,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = AutomaticPrefetch(self.prefetch_factor)
         self._sign_num_workers()
-        if multiprocessing_context is not None:
-            _warn_about_multiprocessing_context()
 
     def __repr__(self) -> str:
         shown: dict[str, Any] = {"num_workers": 0, "batch_size": None, "name": None}
@@ -585,11 +589,3 @@ def shutdown() -> None:
         link.close_all()
     if pool is not None:
         pool.shutdown()
-
-
-@functools.cache
-def _warn_about_multiprocessing_context() -> None:
-    warnings.warn(
-        "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.",
-        stacklevel=level_outside("rayloader"),
-    )

@@ -6,6 +6,7 @@ module does not import Ray.
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
 import sys
 from dataclasses import dataclass, fields
@@ -198,13 +199,13 @@ def _may_fork(loader: Any) -> bool:
     Raises:
         ValueError: they must be, and cannot.
     """
-    context = getattr(loader, "multiprocessing_context", None)
-    method = context.get_start_method(allow_none=True) if context is not None else None
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    method = context.get_start_method(allow_none=True)
     why = ""
     if sys.platform != "linux":
         why = "this system is not Linux"
     elif method not in (None, "fork"):
-        why = f"multiprocessing_context asks for {method!r}"
+        why = f"multiprocessing_context or multiprocessing.set_start_method() asks for {method!r}"
     elif loader.ray_remote_args:
         why = "ray_remote_args are options of actors"
     elif not loader.arenas or switched_off():

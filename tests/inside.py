@@ -119,5 +119,5 @@ def image_files():
     """Names of the memory files of the images that loaders keep."""
     if (iterators := sys.modules.get("rayloader.epoch.iterator")) is None:
         return set()
-    images = [kept.image for _, kept in [*iterators._kept.values()] if kept.image]
+    images = [kept.image for kept in iterators.loaders if kept.image]
     return {file.name for image in images for file in image.address.files}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -33,7 +34,7 @@ from typing import Any, NoReturn
 from rayloader._compat import run_as_process
 from rayloader.errors import WorkerStartError
 from rayloader.transport.line import poll
-from rayloader.transport.local_line import LineAddress
+from rayloader.transport.local_line import LineAddress, flush_streams
 
 # How long forks may continue after the end of their lines: as long as torch waits for a worker.
 END_SECONDS = 5.0
@@ -56,6 +57,11 @@ class Zygote:
         work: what a fork does with the line that it is to serve.
         prepare: what a fork of low priority does for `prepared`: returns a message, and descriptors to pass on.
 
+    Attributes:
+        pid: of the zygote.
+        forked: processes, by the names of the lines that they are to serve.
+        failed: why no process could be forked, by the same.
+
     Raises:
         WorkerStartError: no process can be forked.
     """
@@ -68,12 +74,14 @@ class Zygote:
         self._statuses: dict[int, int] = {}
         self._prepared: tuple[Any, list[int]] | None = None
         self._is_preparing = False
-        self.failure = ""  # why it could not fork a worker
+        self.forked: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
         self.pid = 0
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _live.add(self)
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        flush_streams()  # or each fork would print what is in their buffers
         try:
             self.pid = os.fork()
             if self.pid == 0:
@@ -101,7 +109,8 @@ class Zygote:
     def lives(self) -> bool:
         """Whether it can fork."""
         with self._lock:
-            self._read()
+            while self._read():
+                pass
             return self._control is not None
 
     def status(self, pid: int) -> int | None:
@@ -148,8 +157,10 @@ class Zygote:
                 self._statuses[pid] = status
             case ("prepared", content):
                 self._prepared = content, files
-            case ("failed", reason):
-                self.failure = reason
+            case ("forked", name, pid):
+                self.forked[name] = pid
+            case ("failed", name, reason):
+                self.failed[name] = reason
         return True
 
     def close(self) -> None:
@@ -164,6 +175,20 @@ class Zygote:
 
     def __del__(self) -> None:
         self.close()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a fork has ended; until its zygote has waited for it, nobody else has its number."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # an old kernel, or no descriptor is left: nobody knows
+        return False
+    try:
+        return poll(process, select.POLLIN, 0)
+    finally:
+        os.close(process)
 
 
 _live: weakref.WeakSet[Zygote] = weakref.WeakSet()
@@ -230,9 +255,10 @@ def _serve(
                 break
             match pickle.loads(message):
                 case ("fork", address):
-                    forks += _forked(control, lambda: run_as_process(lambda: work(address)), collects=collects)
+                    serve = functools.partial(run_as_process, functools.partial(work, address))
+                    forks += _forked(control, address.name, serve, collects=collects)
                 case ("prepare",):
-                    forks += _forked(control, lambda: _prepare(control, prepare), collects=False, keeps=True)
+                    forks += _forked(control, "", functools.partial(_prepare, control, prepare), collects=False)
                 case ("kill", pid):
                     if pid in forks:
                         os.kill(pid, signal.SIGKILL)
@@ -246,22 +272,23 @@ def _serve(
     os._exit(0)
 
 
-def _forked(control: socket.socket, work: Callable[[], int], *, collects: bool, keeps: bool = False) -> list[int]:
-    """Forks a process that does this, and nothing else; returns its id."""
+def _forked(control: socket.socket, name: str, work: Callable[[], int], *, collects: bool) -> list[int]:
+    """Forks a process that does this, and nothing else; returns its id. `name`: of the line that it serves, if any."""
     zygote = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
-        control.sendall(pickle.dumps(("failed", str(error))))
+        control.sendall(pickle.dumps(("failed", name, str(error))))
         return []
     if pid:
+        control.sendall(pickle.dumps(("forked", name, pid)))
         return [pid]
     code = 1
     with contextlib.suppress(BaseException):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != zygote:  # it has died before that
             os._exit(1)
-        if not keeps:
+        if name:
             control.close()
         # Not ignored, because what the user's code starts would ignore it too.
         signal.signal(signal.SIGINT, _nothing)
@@ -287,7 +314,7 @@ def _prepare(control: socket.socket, prepare: Callable[[], tuple[Any, list[int]]
 
 def _status(pid: int) -> int | None:
     """How a fork has ended; waits for a moment: its line has."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError):
         process = os.pidfd_open(pid)
         poll(process, select.POLLIN, 1000)
         os.close(process)

@@ -22,7 +22,7 @@ from typing_extensions import override
 from rayloader.errors import RaySessionError, WorkerStartError
 from rayloader.protocol import Source, WorkerAddress
 from rayloader.start.signals import exit_in_words
-from rayloader.start.zygote import Zygote
+from rayloader.start.zygote import Zygote, has_ended
 from rayloader.transport.local_line import DriverLine, LineAddress
 from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, ForkCalls, Mailbox
@@ -38,17 +38,28 @@ class Fork(Process):
     """One forked process."""
 
     zygote: Zygote
+    line: LineAddress | None = None  # that it serves, once it was asked for
 
     @override
     def has_started(self) -> bool:
-        if self.zygote.lives and self.zygote.failure:
-            raise NeverStarts(self.zygote.failure)
+        if self.address is None and self.line is not None and (reason := self._why_not()):
+            raise NeverStarts(reason)
         return self.address is not None
+
+    def _why_not(self) -> str:
+        """Why it will not connect; an empty text if it may."""
+        if not self.zygote.lives:
+            return "the process that forks workers was killed"
+        if self.line.name in self.zygote.failed:  # type: ignore[union-attr]
+            return f"no process could be forked: {self.zygote.failed[self.line.name]}"  # type: ignore[union-attr]
+        return "" if self.pid is None or not has_ended(self.pid) else self.cause(None)
 
     @property
     def pid(self) -> int | None:
-        """Its process id, once it has connected."""
-        return None if self.address is None else self.address.pid
+        """Its process id, as far as it is known."""
+        if self.address is not None:
+            return self.address.pid
+        return None if self.line is None else self.zygote.forked.get(self.line.name)
 
     @override
     def cause(self, error: Exception | None) -> str:
@@ -111,15 +122,15 @@ class Forks(Processes):
 
     @override
     def kill(self, process: Fork) -> None:
-        if process.pid is not None:
+        if process in self._forks and process.pid is not None:
             process.zygote.kill(process.pid)
-        process.let_go()
-        self._forks.remove(process)
+        self.give_back(process)
 
     @override
     def give_back(self, process: Fork) -> None:
         process.let_go()  # it ends with its line
-        self._forks.remove(process)
+        if process in self._forks:
+            self._forks.remove(process)
 
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
@@ -133,6 +144,7 @@ class Forks(Processes):
     @override
     def channel(self, process: Fork, mailbox: Mailbox) -> Channel:
         line = DriverLine(process.enters)
+        process.line = line.address
         process.zygote.fork(line.address)
         return ForkCalls(process, mailbox, line)
 

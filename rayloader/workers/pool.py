@@ -129,8 +129,8 @@ class Pool:
     def has_idle(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors run and are idle, for loaders with these options."""
         key = _key(remote_args)
-        idle = [actor for actor in self.actors if actor.key == key and actor.state is ActorState.IDLE]
-        return len([actor for actor in idle if actor.started_at is not None]) >= count
+        idle = [actor for actor in self.actors if actor.key == key and actor.state is not ActorState.LENT]
+        return len([actor for actor in idle if actor.started_at is not None and not actor.stops]) >= count
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
