@@ -589,3 +589,5 @@ def shutdown() -> None:
         link.close_all()
     if pool is not None:
         pool.shutdown()
+    if iterator is not None:
+        iterator.end_forks()

@@ -205,7 +205,8 @@ def reap() -> bool:
         except ChildProcessError:  # the program waits for all its children
             lives = False
         if not lives:
-            _ending.remove(pid)
+            with contextlib.suppress(ValueError):  # another thread has waited for it
+                _ending.remove(pid)
     return bool(_ending)
 
 
