@@ -10,10 +10,11 @@ import threading
 import torch
 
 from pretended import pretend_accelerator
-from rayloader.transport import device
+from rayloader.transport import device, page_locks
 from rayloader.transport.device import Accelerator, AcceleratorError, Event, move
 
 DEVICE = torch.device("cuda", 0)
+LIMIT_S = 60.0  # to wait for another thread; on expiry the test fails
 
 
 class SimulatedEvent(Event):
@@ -51,6 +52,7 @@ class SimulatedAccelerator(Accelerator):
     def __init__(self, at_each_query=0, refuses=""):
         self.at_each_query, self.refuses = at_each_query, refuses
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.registered = {}
         self.most_registered = 0
         self.pending = []  # of copies: address of the source, what it held then, the result
@@ -90,6 +92,7 @@ class SimulatedAccelerator(Accelerator):
         with self.lock:
             source, held, result = leaf.data_ptr(), leaf.clone(), torch.zeros_like(leaf)
             self.queued += 1
+            self.changed.notify_all()
             if leaf.is_contiguous() and self.is_locked(source, held.nbytes):
                 self.pending.append([source, held, result])
             else:  # as with CUDA, whose call then returns when the source was read
@@ -101,6 +104,24 @@ class SimulatedAccelerator(Accelerator):
         event.synchronize()
 
     # ---- for the tests
+
+    def move_anything(self, to, moved=None):
+        """Lets `Tensor.to` of a device that is none give the tensor itself."""
+        before = torch.Tensor.to
+
+        def move_here(tensor, *args, **kwargs):
+            if args[:1] != (to,):
+                return before(tensor, *args, **kwargs)
+            if moved is not None:
+                moved.append(to)
+            return tensor
+
+        self._monkeypatch.setattr(torch.Tensor, "to", move_here)
+
+    def wait_for(self, queued):
+        """Waits until so many copies were queued."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.queued >= queued, LIMIT_S), self.queued
 
     def advance(self, count=1):
         """Carries out so many copies, the oldest first."""
@@ -129,8 +150,12 @@ class SimulatedAccelerator(Accelerator):
 
     def install(self, monkeypatch):
         """Puts it in the place of torch's."""
+        self._monkeypatch = monkeypatch
         pretend_accelerator(monkeypatch, self.pin)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
         monkeypatch.setattr(device, "current", lambda: self)
+        monkeypatch.setattr(page_locks, "_has_warned", False)
+        return self
 
     @staticmethod
     def _overlap(start, nbytes, other, size):

@@ -29,8 +29,6 @@ from rayloader._compat import (
     DatasetKind,
     ExceptionWrapper,
     default_collate_fn_map,
-    pin_memory,
-    pinning_device_index,
     profiler_enabled,
     sharding_worker_init_fn,
 )
@@ -40,6 +38,7 @@ from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
+from rayloader.epoch.to_device import Moved, delivery_of, device_of
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
 from rayloader.inherit.process_state import ProcessState
 from rayloader.options import Options
@@ -164,6 +163,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def __init__(self, loader: Any, num_workers: int, state: State | None) -> None:
         self._pid = os.getpid()
         self._options = Options.of(loader)  # before torch draws anything
+        target = device_of(self._options)
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
@@ -193,6 +193,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if saved is not None:
             self._saved = self.position.unpack(saved)
             self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
+        pins_for = self._pin_memory_device if self._pin_memory else None
+        self._delivery = delivery_of(target, self._options.prefetch_to_device, pins_for)
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
 
@@ -280,8 +282,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._sampler_iter,
             options,
             position=position,
-            pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
-            device_index=pinning_device_index(self._pin_memory_device) if self._pin_memory else None,
+            delivery=self._delivery,
             tally=self._tally,
         )
 
@@ -318,7 +319,15 @@ class EpochIterator(OfOneProcess, BaseIterator):
         pool, options = get_pool(), self._options
         lines = options.arenas and not switched_off()
         name = loader.label
-        fleet = Fleet(pool, loader, options.ray_remote_args, name=name, fresh=options.fresh_processes, lines=lines)
+        fleet = Fleet(
+            pool,
+            loader,
+            options.ray_remote_args,
+            name=name,
+            fresh=options.fresh_processes,
+            lines=lines,
+            accelerator=self._delivery.accelerator,
+        )
         try:
             image, carried = self._lend_with_image(loader, pool, fleet)
             self.position.shared_seed = self._shared_seed
@@ -429,9 +438,12 @@ class EpochIterator(OfOneProcess, BaseIterator):
             if not self._persistent_workers:
                 self._release()
             raise StopIteration
-        if isinstance(task.data, ExceptionWrapper):
+        data = task.data
+        if isinstance(data, Moved):
+            data = data.handed_over()
+        if isinstance(data, ExceptionWrapper):
             try:
-                task.data.reraise()
+                data.reraise()
             except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
                 raise
             except BaseException as error:  # the user's exception, of any type
@@ -444,7 +456,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 # iterator.
                 raise error.with_traceback(None) from None
         self._task = task
-        return task.data
+        return data
 
     def _release(self) -> None:
         """Gives the fleet back."""

@@ -26,6 +26,7 @@ from rayloader.protocol import Setup, Source, WorkerAddress
 from rayloader.replica.image import Image
 from rayloader.resume.journal import Journal
 from rayloader.start import session
+from rayloader.transport.device import Accelerator
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
 from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
@@ -63,6 +64,7 @@ class Fleet:
         name: of the loader, for the names of actors.
         fresh: no actor is to be reused.
         lines: actors on this machine are reached over local sockets, those elsewhere over TCP.
+        accelerator: for which the memory of batches is page-locked.
 
     Attributes:
         actors: in the order in which they host.
@@ -72,7 +74,15 @@ class Fleet:
     """
 
     def __init__(
-        self, pool: Pool, loader: object, remote_args: dict[str, Any], *, name: str, fresh: bool, lines: bool
+        self,
+        pool: Pool,
+        loader: object,
+        remote_args: dict[str, Any],
+        *,
+        name: str,
+        fresh: bool,
+        lines: bool,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self._pool = pool
         self._lease: Lease | None = pool.begin_lease(loader, remote_args, name)  # None after `release`
@@ -81,7 +91,8 @@ class Fleet:
         self._lines = lines
         self._pid = os.getpid()
         self._mailbox = Mailbox()
-        self._memory = Recycled()  # for data from the network
+        self._accelerator = accelerator
+        self._memory = Recycled(accelerator)  # for data from the network
         self.uses_store = self.copies = self._reaches_far = False
         self.actors: list[Actor] = []
         self.workers: list[Worker] = []
@@ -209,6 +220,7 @@ class Fleet:
     def _open_channel(self, actor: Actor) -> None:
         if actor in self._mailbox:
             return
+        actor.lane.accelerator = self._accelerator
         line = self._line_to(actor)
         if line is None:
             self.uses_store = self.copies = True
