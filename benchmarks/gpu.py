@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=max(1, min(12, len(os.sched_getaffinity(0)) - 4)))
     parser.add_argument("--limit", type=float, default=55.0, help="seconds for each way, at most")
-    parser.add_argument("--ways", help="parts of the names of the ways to measure, by commas; default: all")
+    parser.add_argument("--ways", nargs="+", default=[""], help="parts of the names of the ways to measure")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for gpu.json and gpu.png")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -412,10 +412,9 @@ def main() -> None:
         print(json.dumps(measure(arguments.one, arguments.rounds, arguments.workers, arguments.simulate)))
         return
     link = (Simulated() if arguments.simulate else Gpu()).link()
-    chosen = (arguments.ways or "").split(",")
     figures: list[dict[str, Any]] = []
     for way in WAYS:
-        if not any(part in way for part in chosen):
+        if not any(part in way for part in arguments.ways):
             continue
         if way.startswith("SPDL") and importlib.util.find_spec("spdl") is None:
             continue

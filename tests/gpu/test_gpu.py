@@ -206,6 +206,26 @@ def test_a_dataset_that_returns_tensors_on_the_device_is_an_error_that_names_the
         next(iter(DataLoader(OnDevice(4), batch_size=None, num_workers=1, fresh_processes=True)))
 
 
+class WithTable(Numbered):
+    """Holds tensors on the device, two of which share memory, and which it uses."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.table = torch.arange(8.0, device="cuda")
+        self.tail = self.table[4:]
+        self.parameter = torch.nn.Parameter(torch.ones(2, device="cuda"))
+
+    def __getitem__(self, index):
+        self.table[4] += 1
+        return self.table[index], self.tail[0] - 4, self.parameter.detach().clone(), torch.cuda.is_initialized()
+
+
+def test_workers_hold_what_the_dataset_has_on_the_device_in_main_memory():
+    for index, batch in enumerate(DataLoader(WithTable(), batch_size=None, num_workers=1)):
+        assert [part.device.type for part in batch[:3]] == ["cpu"] * 3
+        assert (float(batch[0]), float(batch[1]), batch[2].tolist(), batch[3]) == (index, index + 1, [1, 1], False)
+
+
 def test_a_large_block_can_be_locked_unlocked_and_locked_again():
     """Also shows what it takes, with `-s`."""
     import time
