@@ -191,13 +191,15 @@ def check(loader: Any) -> None:
 
 def _check_device(device: Any) -> None:
     """Checks that it names a device; whether there is one is only known where the loader is iterated over."""
-    rule = "device must be None, or name a device, such as 'cuda', 'cuda:1' or a torch.device"
     if device is not None and not isinstance(device, (str, torch.device)):
-        raise TypeError(f"{rule}, got {device!r}; for a device's number n pass f'cuda:{{n}}'")
+        raise TypeError(
+            f"device must be a name, such as 'cuda' or 'cuda:1', a torch.device or None, got {device!r}; for number n "
+            "pass f'cuda:{n}'"
+        )
     try:
         torch.device("cpu" if device is None else device)
     except RuntimeError as error:
-        raise ValueError(f"{rule}, got {device!r}; torch says: {error}") from None
+        raise ValueError(f"device must name one that torch knows, got {device!r}; torch says: {error}") from None
 
 
 def check_name(name: Any) -> None:

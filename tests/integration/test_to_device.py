@@ -250,9 +250,9 @@ def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_wor
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        ({"device": "gpu"}, ValueError, "device must be None, or name a device"),
-        ({"device": 1.5}, TypeError, "device must be None, or name a device"),
-        ({"device": 0}, TypeError, r"for a device's number n pass f'cuda:\{n\}'"),
+        ({"device": "gpu"}, ValueError, "device must name one that torch knows, got 'gpu'; torch says"),
+        ({"device": 1.5}, TypeError, "device must be a name, such as 'cuda' or 'cuda:1', a torch.device or None"),
+        ({"device": 0}, TypeError, r"got 0; for number n pass f'cuda:\{n\}'"),
         ({"prefetch_to_device": 0}, ValueError, "prefetch_to_device must be a whole number of batches >= 1"),
         ({"prefetch_to_device": 2.0}, ValueError, "prefetch_to_device must be a whole number of batches >= 1"),
     ],
