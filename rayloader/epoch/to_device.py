@@ -173,10 +173,10 @@ def rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
     Mappings and sequences are treated as torch's `pin_memory` treats them; so they keep their types, if these can be
     copied or made of their items.
     """
+    if isinstance(data, (str, bytes, type)):
+        return data
     if isinstance(data, torch.Tensor) or callable(getattr(data, "to", None)):
         return change(data)
-    if isinstance(data, (str, bytes)):
-        return data
     if isinstance(data, Mapping):
         return _rebuilt_mapping(data, {key: rebuilt(value, change) for key, value in data.items()})
     if isinstance(data, tuple):
@@ -184,7 +184,7 @@ def rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if isinstance(data, Sequence):
         return _rebuilt_sequence(data, [rebuilt(item, change) for item in data])
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+    if dataclasses.is_dataclass(data):
         clone = copy.copy(data)
         for field in dataclasses.fields(data):
             object.__setattr__(clone, field.name, rebuilt(getattr(data, field.name), change))
