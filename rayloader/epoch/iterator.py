@@ -51,7 +51,7 @@ from rayloader.task import Task
 from rayloader.transport import codec
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.forks import Forks
-from rayloader.workers.janitor import end_forks, ends_with_program, janitor
+from rayloader.workers.janitor import ends_with_program, janitor
 from rayloader.workers.takeover import Takeover
 from rayloader.workers.worker import Worker
 
