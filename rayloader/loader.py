@@ -15,6 +15,8 @@ from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+import torch
+
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
@@ -89,8 +91,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     All arguments up to `in_order` are torch's and are checked by torch.
 
     Without workers (`num_workers=0`) batches are built in this process, as torch builds them, and Ray is neither
-    imported nor started. Of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there; the
-    others have no effect.
+    imported nor started. Of the further arguments `seeding`, `on_error`, `max_skipped` and `device` mean the same
+    there; the others have no effect.
 
     With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
     RAY_ADDRESS is set). Otherwise they are forks of this process, as torch's are, and the first batch comes at once;
@@ -108,7 +110,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         batch_sampler: yields a list of indices per batch; excludes `batch_size`, `shuffle`, `sampler` and `drop_last`.
         num_workers: number of workers, one process each.
         collate_fn: makes a batch from a list of samples; runs in the workers.
-        pin_memory: copy batches to page-locked memory, in a background thread.
+        pin_memory: deliver batches in page-locked memory. With CUDA the workers build large tensors in such memory,
+            which takes no copy; other tensors are copied to it in a background thread.
         drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas`, also
             drop samples that would make the ranks' parts unequal.
         timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
@@ -175,6 +178,12 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             or with `drop_last` the last ones are left out. An iterable dataset calls `get_shard_info()`.
         rank: of this process, from 0. All other arguments must be the same in all ranks.
         seed: of the order in which the ranks share the data, together with the epoch of `set_epoch`.
+        device: move batches to this device, for instance "cuda" (the one that is current at `iter()`), before they are
+            asked for; "cpu" and None leave them in main memory. Tensors are moved wherever they are in dicts, lists,
+            tuples and dataclasses, other objects by their method `to`; the rest stays as it is. What the program
+            queues on its current stream finds them there. Large tensors are copied from page-locked memory, so
+            `pin_memory` is not needed. Without workers a batch is moved when it is asked for.
+        prefetch_to_device: how many batches are on the device, or on their way, before they are asked for.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -193,6 +202,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     num_replicas: int | None = None
     rank: int | None = None
     seed: int = 0
+    device: torch.device | str | None = None
     _ranks: Ranks | None = None  # the meaning of these arguments, if they are this class's
 
     def __init__(
@@ -231,6 +241,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         num_replicas: int | None = None,
         rank: int | None = None,
         seed: int = 0,
+        device: torch.device | str | None = None,
+        prefetch_to_device: int = 2,
     ) -> None:
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
@@ -261,6 +273,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if name is not None:  # otherwise it is the class's, which may be a subclass with a name of its own
             check_name(name)
             self.name = name
+        if device is not None:  # likewise
+            self.device = device
+        self.prefetch_to_device = prefetch_to_device
         ranks = ranks_of(num_replicas, rank, seed)
         order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
         if ranks is not None:

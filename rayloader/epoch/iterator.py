@@ -27,8 +27,6 @@ from rayloader._compat import (
     DatasetKind,
     ExceptionWrapper,
     default_collate_fn_map,
-    pin_memory,
-    pinning_device_index,
     profiler_enabled,
     sharding_worker_init_fn,
 )
@@ -38,6 +36,7 @@ from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
+from rayloader.epoch.to_device import Moved, delivery_of, device_of
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
 from rayloader.options import Options
 from rayloader.protocol import Replica, Setup
@@ -57,6 +56,7 @@ from rayloader.workers.worker import Worker
 
 if TYPE_CHECKING:
     from rayloader.replica.image import Image
+    from rayloader.transport.device import Accelerator
 
 logger = logging.getLogger("rayloader")
 
@@ -216,6 +216,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def __init__(self, loader: Any, num_workers: int, state: State | None) -> None:
         self._pid = os.getpid()
         self._options = Options.of(loader)  # before torch draws anything
+        target = device_of(self._options)
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
@@ -245,6 +246,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if saved is not None:
             self._saved = self.position.unpack(saved)
             self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
+        pins_for = self._pin_memory_device if self._pin_memory else None
+        self._delivery = delivery_of(target, self._options.prefetch_to_device, pins_for)
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
 
@@ -332,8 +335,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._sampler_iter,
             options,
             position=position,
-            pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
-            device_index=pinning_device_index(self._pin_memory_device) if self._pin_memory else None,
+            delivery=self._delivery,
             tally=self._tally,
         )
 
@@ -414,13 +416,13 @@ class EpochIterator(OfOneProcess, BaseIterator):
         """A fleet of forks, which moves to actors where that is possible."""
         from rayloader.host.forked import ForkedProcess  # which is imported here for the forks
 
-        replica, options = self._replica, self._options
+        replica, options, accelerator = self._replica, self._options, self._delivery.accelerator
         forks = Forks(ForkedProcess(replica).serve, functools.partial(_prepared, replica))
         takeover = None
         if options.workers == "auto" and not standing.stays and session.may_start():
-            move = functools.partial(_move, weakref.ref(loader), options, loader.label)
+            move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
             takeover = Takeover(move, forks.zygote, self.position.lock, functools.partial(_note, standing))
-        fleet = Fleet(forks, takeover)
+        fleet = Fleet(forks, takeover, accelerator)
         fleet.lend(self._num_hosts)
         return fleet
 
@@ -446,8 +448,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         from rayloader.workers.pool import get_pool
 
         pool, options = get_pool(), self._options
-        actors = Actors(pool, loader, options.ray_remote_args, name=loader.label, lines=options.uses_lines)
-        fleet = Fleet(actors)
+        accelerator = self._delivery.accelerator
+        actors = Actors(pool, loader, options, loader.label, accelerator)
+        fleet = Fleet(actors, accelerator=accelerator)
         try:
             fresh = options.fresh_processes
             warm = not fresh and pool.has_warm(options.ray_remote_args, self._num_hosts)
@@ -517,9 +520,12 @@ class EpochIterator(OfOneProcess, BaseIterator):
             if not self._persistent_workers:
                 self._release()
             raise StopIteration
-        if isinstance(task.data, ExceptionWrapper):
+        data = task.data
+        if isinstance(data, Moved):
+            data = data.handed_over()
+        if isinstance(data, ExceptionWrapper):
             try:
-                task.data.reraise()
+                data.reraise()
             except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
                 raise
             except BaseException as error:  # the user's exception, of any type
@@ -532,7 +538,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 # iterator.
                 raise error.with_traceback(None) from None
         self._task = task
-        return task.data
+        return data
 
     def _release(self) -> None:
         """Gives the fleet back."""
@@ -582,7 +588,13 @@ def _prepared(replica: Replica) -> tuple[str, list[int]]:
 
 
 def _move(
-    loader: weakref.ref[Any], options: Options, name: str, takeover: Takeover, workers: list[Worker], count: int
+    loader: weakref.ref[Any],
+    options: Options,
+    name: str,
+    accelerator: Accelerator | None,
+    takeover: Takeover,
+    workers: list[Worker],
+    count: int,
 ) -> None:
     """Brings actors to where they can take over a loader's workers, if it still lives; in the takeover's thread."""
     from rayloader.workers.actors import Actors
@@ -591,7 +603,7 @@ def _move(
 
     pool, target = get_pool(background=True), loader()
     if target is not None:
-        actors = Actors(pool, target, options.ray_remote_args, name=name, lines=options.uses_lines)
+        actors = Actors(pool, target, options, name, accelerator)
         del target  # it is not to live on for this thread
         move(actors, takeover, workers, count)
 

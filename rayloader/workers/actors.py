@@ -18,9 +18,11 @@ from typing_extensions import override
 
 from rayloader.errors import RaySessionError, WorkerStartError
 from rayloader.inherit.process_state import ProcessState
+from rayloader.options import Options
 from rayloader.protocol import Source
 from rayloader.replica.image import Image
 from rayloader.start import session
+from rayloader.transport.device import Accelerator
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
 from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
@@ -63,9 +65,9 @@ class Actors(Processes):
     Args:
         pool: where they come from.
         loader: whose iterator has the fleet.
-        remote_args: the user's options of actors.
+        options: of the loader.
         name: of the loader, for the names of actors.
-        lines: actors on this machine are reached over local sockets, those elsewhere over TCP.
+        accelerator: for which the memory of batches is page-locked.
 
     Attributes:
         inherited: set before a worker begins, until `release`.
@@ -73,12 +75,14 @@ class Actors(Processes):
 
     inherited: Inherited | None = None
 
-    def __init__(self, pool: Pool, loader: object, remote_args: dict[str, Any], *, name: str, lines: bool) -> None:
+    def __init__(
+        self, pool: Pool, loader: object, options: Options, name: str = "", accelerator: Accelerator | None = None
+    ) -> None:
         self._pool = pool
-        self._lease: Lease | None = pool.begin_lease(loader, remote_args, name)  # None after `release`
-        self._remote_args = remote_args
-        self._lines = lines
-        self._memory = Recycled()  # for data from the network
+        self._remote_args = options.ray_remote_args
+        self._lease: Lease | None = pool.begin_lease(loader, self._remote_args, name)  # None after `release`
+        self._lines = options.uses_lines  # otherwise every call and every batch goes through Ray
+        self._memory = Recycled(accelerator)  # for data from the network
         self._reaches_far = False
 
     @property

@@ -24,8 +24,12 @@ from rayloader.workers.actor import Actor, RayAnswer
 from rayloader.workers.actors import Actors, Inherited
 from rayloader.workers.connection import NONE_YET
 from rayloader.workers.process import NeverStarts
-from rayloader.workers.takeover import MOVE_S, Ended, Stays, Takeover
+from rayloader.workers.takeover import Ended, Stays, Takeover
 from rayloader.workers.worker import Worker
+
+# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else the next epoch
+# begins with actors.
+MOVE_S = 0.5
 
 
 def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) -> None:

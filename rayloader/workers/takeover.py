@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 # Ray is started once the program has been loading for so many seconds: a short one never pays for it.
 START_AFTER_S = 1.0
-# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else the next epoch
-# begins with actors.
-MOVE_S = 0.5
 # How often the thread looks for what it waits for, in seconds.
 TICK_S = 0.05
 

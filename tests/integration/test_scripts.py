@@ -74,6 +74,11 @@ def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_pa
     check_gone(processes(output[0]))
 
 
+def test_a_script_ends_by_itself_while_copies_to_a_device_are_pending():
+    output, errors = finish(script := start("script_to_device.py"))
+    assert (script.returncode, output[-1], errors) == (0, "done 3 3 0 True", "")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("script", ["script_imports.py", "script_other_program.py"])
 def test_a_script_that_checks_itself_ends(script):

@@ -111,7 +111,7 @@ class World:
         self.output = SimpleNamespace(address="where output goes")
         self.closed = False
         everything: Any = self
-        self.actors = Actors(everything, None, {}, name="", lines=True)
+        self.actors = Actors(everything, None, SimpleNamespace(ray_remote_args={}, uses_lines=True))
         self.fleet = Fleet(self.actors)
         self.fleet._mailbox = everything
         processes: list[Any] = [Process(node, world=self) for node in nodes]

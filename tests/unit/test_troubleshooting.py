@@ -168,6 +168,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "... must be ... or ..., got ...": lambda: DataLoader(range(4), seeding="epoch"),
     "... must be True": lambda: DataLoader(range(4), arenas=1),
     "... must be a whole number >= 0": lambda: DataLoader(range(4), max_skipped=-1),
+    "device must be a name": lambda: DataLoader(range(4), device=0),
+    "device must name one": lambda: DataLoader(range(4), device="gpu"),
+    "prefetch_to_device must be": lambda: DataLoader(range(4), prefetch_to_device=0),
+    "share() takes a loader without": lambda: rayloader.share(DataLoader(range(4), device="cpu"), consumers=1),
     "snapshot_every_n_steps": lambda: DataLoader(range(4), snapshot_every_n_steps=0),
     "name must be": lambda: DataLoader(range(4), name=""),
     "ray_remote_args must be": lambda: DataLoader(range(4), ray_remote_args=[]),
@@ -188,7 +192,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "... attribute should not": set_rank,
     "init() takes": lambda: rayloader.init(foo=3),
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
-    "share() takes": lambda: rayloader.share([1], consumers=1),
+    "share() takes a rayloader": lambda: rayloader.share([1], consumers=1),
     "share() needs": lambda: rayloader.share(DataLoader(range(4)), consumers=0),
     "consumer_timeout must": lambda: rayloader.share(DataLoader(range(4)), consumers=1, consumer_timeout=0),
 }
@@ -367,6 +371,18 @@ TESTS = {
     },
     "unit/test_module_globals.py": {
         "test_what_cannot_travel_is_said_by_name_once": ["rayloader: ... of the module"],
+    },
+    "integration/test_to_device.py": {
+        "test_a_device_that_is_not_there_is_an_error_that_says_so": [
+            "device must be one of this machine's, got ..., and torch finds"
+        ],
+        "test_an_index_without_a_device_is_an_error_that_says_so": ["device must be one of this machine's ..., got"],
+    },
+    "unit/test_page_locks.py": {
+        "test_what_cannot_be_locked_is_not_and_a_warning_says_so_once": ["rayloader: the memory of batches cannot"],
+    },
+    "unit/test_pickler.py": {
+        "test_a_storage_on_an_accelerator_is_refused_in_a_batch": ["a batch and its indices must be in main memory"],
     },
     "unit/test_placement.py": {
         "test_what_is_waited_for_is_said": ["rayloader: waiting for ... of"],
