@@ -182,10 +182,11 @@ def test_the_depth_is_what_is_said(depth, loader_class, request, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("workers", ["ray", "fork"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name == FRESH])
-def test_same_as_torch_where_iterating_starts_ray(case, reference, tmp_path):
-    """Neither importing nor starting Ray may move the user's generators, Python's `random` included."""
-    records = Records(tmp_path, "fresh_process.py", FRESH).read()
+def test_same_as_torch_where_iterating_starts_the_workers(case, workers, reference, tmp_path):
+    """Neither importing nor starting Ray may move the user's generators, Python's `random` included; nor a fork."""
+    records = Records(tmp_path, "fresh_process.py", workers, FRESH).read()
     difference = first_difference(reference[FRESH], records[FRESH])
     if difference:
         pytest.fail(difference, pytrace=False)
