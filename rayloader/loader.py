@@ -589,3 +589,5 @@ def shutdown() -> None:
         link.close_all()
     if pool is not None:
         pool.shutdown()
+    if (janitor := sys.modules.get("rayloader.workers.janitor")) is not None:
+        janitor.end_forks()

@@ -73,15 +73,14 @@ def held_by_mailbox(mailbox):
 
 
 def taken_from(iterator):
-    """Its one worker, which its process no longer is, with the replica's image and what Ray carries of that."""
+    """Its one worker, which its process no longer is, and where that gets the replica from."""
     iterator._engine.close()
     fleet = iterator._fleet
     (worker,) = fleet.workers
     worker.leave()
     fleet.flush()
     fleet._mailbox.remove(worker.host)
-    inherited = fleet._from.inherited
-    return worker, inherited.image, inherited.carried
+    return worker, fleet._from.sources([])(worker.host)
 
 
 def locks_of(pool):

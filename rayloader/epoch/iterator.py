@@ -12,18 +12,13 @@ import functools
 import logging
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from multiprocessing.context import BaseContext
-from multiprocessing.managers import BaseManager, BaseProxy
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import cloudpickle
-import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe, MapDataPipe
 
@@ -44,14 +39,8 @@ from rayloader.epoch.engine import Engine
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
-from rayloader.inherit.process_state import ProcessState
-from rayloader.namespaces import own_modules
 from rayloader.options import Options
-from rayloader.protocol import Replica, Setup, carried
-from rayloader.random.generators import RECORDED
-from rayloader.random.search import walk
-from rayloader.replica import unpicklable
-from rayloader.replica.image import Image
+from rayloader.protocol import Replica, Setup
 from rayloader.resume.checkpoint import goes_on
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
@@ -60,16 +49,14 @@ from rayloader.resume.state import State
 from rayloader.start import session
 from rayloader.task import Task
 from rayloader.transport import codec
-from rayloader.transport.mapped import Mappings
-from rayloader.transport.memory_file import MemoryFile
-from rayloader.transport.pickler import Overlap
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.forks import Forks
 from rayloader.workers.janitor import ends_with_program, janitor
 from rayloader.workers.takeover import Takeover
+from rayloader.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from rayloader.workers.actors import Actors
+    from rayloader.replica.image import Image
 
 logger = logging.getLogger("rayloader")
 
@@ -431,8 +418,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         forks = Forks(ForkedProcess(replica).serve, functools.partial(_prepared, replica))
         takeover = None
         if options.workers == "auto" and not standing.stays and session.may_start():
-            of_loader = functools.partial(_actors_of, weakref.ref(loader), options, loader.label)
-            takeover = Takeover(of_loader, forks.zygote, self.position.lock, functools.partial(_note, standing))
+            move = functools.partial(_move, weakref.ref(loader), options, loader.label)
+            takeover = Takeover(move, forks.zygote, self.position.lock, functools.partial(_note, standing))
         fleet = Fleet(forks, takeover)
         fleet.lend(self._num_hosts)
         return fleet
@@ -451,6 +438,10 @@ class EpochIterator(OfOneProcess, BaseIterator):
         Returns:
             None if the replica cannot be pickled, and forks can do the same.
         """
+        from rayloader.epoch.inherited import encode_replica, in_short
+        from rayloader.inherit.process_state import ProcessState
+        from rayloader.replica.image import Image
+        from rayloader.transport.mapped import Mappings
         from rayloader.workers.actors import Actors, Inherited
         from rayloader.workers.pool import get_pool
 
@@ -465,11 +456,11 @@ class EpochIterator(OfOneProcess, BaseIterator):
             with codec.no_collection():
                 mappings = Mappings()
                 try:
-                    encoded = _encode_replica(self._replica, mappings)
+                    encoded = encode_replica(self._replica, mappings)
                 except Exception as error:
                     if options.workers == "ray" or not options.may_fork or not session.is_on_one_node():
                         raise
-                    _note(standing, _in_short(error))
+                    _note(standing, in_short(error))
                     fleet.release(busy=True)
                     return None
                 if warm:
@@ -583,76 +574,26 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._fleet.later(functools.partial(_end, self._fleet, self._engine, reuse=reuse, wait=False))
 
 
-def _encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
-    """A replica, to be written into an image."""
-    try:
-        encoded = codec.encode(replica, carry=carried(), mapped=mappings, special=RECORDED)
-    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
-        if (explanation := _explained(replica)) is not None:
-            add_note(error, f"It cannot be sent to the workers: {explanation}")
-        raise
-    if encoded.overlap is not None:
-        _note_overlap(encoded.overlap, replica.dataset)
-    if encoded.copied is not None:
-        _warn_of_copy(*encoded.copied)
-    return encoded
-
-
-def _in_short(error: Exception) -> str:
-    """An error of `_encode_replica`: its note, if it has one."""
-    return "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
-
-
-def _explained(replica: Replica) -> str | None:
-    """Which part of a replica cannot be pickled, if it is found."""
-    for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
-        if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
-            return explanation
-    return None
-
-
 def _prepared(replica: Replica) -> tuple[str, list[int]]:
-    """In a fork: what actors need to be like it, in files; or why that cannot be had, in words."""
-    torch.set_num_threads(1)  # its other threads are not in a fork
-    for name, contents in own_modules(main=True):
-        for key, value in list(contents.items()):
-            if _is_shared_with_forks(value):
-                return f"{name}.{key}, which may tell workers something, is shared with forks only", []
-    try:
-        mappings = Mappings()
-        with codec.no_collection():
-            image = Image.write(codec.encode(replica, mapped=mappings, special=RECORDED), mappings)
-        sent, descriptors = image.sent
-        content = cloudpickle.dumps((ProcessState.capture(""), sent))
-        file = MemoryFile("inherited", len(content))
-        os.pwrite(file.fd, content, 0)
-        _kept_open.append((image, file))
-        return "", [file.fd, *descriptors]
-    except Exception as error:  # the user's objects may raise anything
-        return _explained(replica) or f"{type(error).__name__}: {error}", []
+    """In a fork: what actors need to be like it; see `inherited.prepared`."""
+    from rayloader.epoch.inherited import prepared
+
+    return prepared(replica)
 
 
-def _is_shared_with_forks(value: object) -> bool:
-    """Whether processes share it by a fork, so that another one that imports its module has another object."""
-    if isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and value.device.type == "cpu" and value.is_shared()
-    return type(value).__module__.startswith(("multiprocessing.", "torch.multiprocessing.")) and not isinstance(
-        value, (BaseContext, BaseManager, BaseProxy)
-    )
-
-
-_kept_open: list[Any] = []  # until the fork ends, after it has sent their descriptors
-
-
-def _actors_of(loader: weakref.ref[Any], options: Options, name: str) -> Actors | None:
-    """The actors to which the workers of a loader move; in the thread of its takeover. None: the loader is gone."""
+def _move(
+    loader: weakref.ref[Any], options: Options, name: str, takeover: Takeover, workers: list[Worker], count: int
+) -> None:
+    """Brings actors to where they can take over a loader's workers, if it still lives; in the takeover's thread."""
     from rayloader.workers.actors import Actors
+    from rayloader.workers.moving import move
     from rayloader.workers.pool import get_pool
 
     pool, target = get_pool(background=True), loader()
-    if target is None:
-        return None
-    return Actors(pool, target, options.ray_remote_args, name=name, lines=options.uses_lines)
+    if target is not None:
+        actors = Actors(pool, target, options.ray_remote_args, name=name, lines=options.uses_lines)
+        del target  # it is not to live on for this thread
+        move(actors, takeover, workers, count)
 
 
 def _note(standing: Standing, reason: str) -> None:
@@ -667,43 +608,6 @@ def _tell_of_forks(reason: str) -> None:
     logger.info(
         "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: %s",
         reason,
-    )
-
-
-_MUCH = 64 << 20  # bytes that are held twice
-_seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
-
-
-def _note_overlap(overlap: Overlap, dataset: object) -> None:
-    """Tells of arrays that share memory, unless it hardly matters: libraries keep samples as arrays and as tensors."""
-    much = overlap.nbytes >= _MUCH
-    if (kind := (overlap.one, overlap.other, much)) in _seen_overlaps:
-        return
-    _seen_overlaps.add(kind)
-    if much or not overlap.converted or _have_attributes(dataset, overlap.arrays):
-        logger.warning(
-            "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if "
-            "they are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it "
-            "there too",
-            overlap.one,
-            overlap.other,
-        )
-
-
-def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
-    """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
-    those = {*map(id, arrays)}
-    return any(
-        id(obj) in those and path[-1][0] == "attribute" for path, obj in walk([((("object", "dataset"),), dataset)])
-    )
-
-
-def _warn_of_copy(function: str, generator: str) -> None:
-    warnings.warn(
-        f"the workers have a copy of the random generator {generator} for {function}, which is a lambda or was made by "
-        "another function, and one more for the rest of its module: both may draw the same numbers. Define the "
-        "function at the top level of the module, or let the dataset hold the generator",
-        stacklevel=2,
     )
 
 

@@ -42,7 +42,7 @@ END_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_MESSAGE_BYTES = 1 << 16
+_MESSAGE_BYTES = 1 << 16  # much more than what forks are told early
 _MOST_FILES = 250
 
 logger = logging.getLogger("rayloader")
@@ -54,7 +54,7 @@ class Zygote:
     """The driver's end.
 
     Args:
-        work: what a fork does with the line that it is to serve.
+        work: what a fork does with the line that it is to serve, and with messages that come before those of the line.
         prepare: what a fork of low priority does for `prepared`: returns a message, and descriptors to pass on.
 
     Attributes:
@@ -68,7 +68,9 @@ class Zygote:
 
     _control: socket.socket | None = None
 
-    def __init__(self, work: Callable[[LineAddress], object], prepare: Callable[[], tuple[Any, list[int]]]) -> None:
+    def __init__(
+        self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
+    ) -> None:
         self._driver = os.getpid()
         self._lock = threading.RLock()
         self._statuses: dict[int, int] = {}
@@ -97,9 +99,9 @@ class Zygote:
             if not self.pid:
                 self.close()
 
-    def fork(self, address: LineAddress) -> None:
-        """Lets it fork a process that serves this line; the process connects to it."""
-        self._tell(("fork", address))
+    def fork(self, address: LineAddress, early: list[bytes]) -> None:
+        """Lets it fork a process that serves this line, after some messages; the process connects to it."""
+        self._tell(("fork", address, early))
 
     def kill(self, pid: int) -> None:
         """Kills a fork."""
@@ -203,7 +205,8 @@ def reap() -> bool:
         except ChildProcessError:  # the program waits for all its children
             lives = False
         if not lives:
-            _ending.remove(pid)
+            with contextlib.suppress(ValueError):  # another thread has waited for it
+                _ending.remove(pid)
     return bool(_ending)
 
 
@@ -230,7 +233,7 @@ os.register_at_fork(after_in_child=_forget)
 def _serve(
     control: socket.socket,
     driver: int,
-    work: Callable[[LineAddress], object],
+    work: Callable[[LineAddress, list[bytes]], object],
     prepare: Callable[[], tuple[Any, list[int]]],
     blocked: set[int | signal.Signals],
 ) -> NoReturn:
@@ -254,8 +257,8 @@ def _serve(
             if not message:
                 break
             match pickle.loads(message):
-                case ("fork", address):
-                    serve = functools.partial(run_as_process, functools.partial(work, address))
+                case ("fork", address, early):
+                    serve = functools.partial(run_as_process, functools.partial(work, address, early))
                     forks += _forked(control, address.name, serve, collects=collects)
                 case ("prepare",):
                     forks += _forked(control, "", functools.partial(_prepare, control, prepare), collects=False)

@@ -253,6 +253,8 @@ class Pickler(ByValuePickler):
         if self.mapped is not None and (reduction := self._of_replica(obj, kind)) is not None:
             return reduction
         _check_can_leave(obj, kind)
+        if self.known_classes and issubclass(kind, (type, types.FunctionType)) and _is_named(obj):
+            return NotImplemented
         if issubclass(kind, type):
             if self.known_classes:
                 return _reduce_by_id(obj, super().reducer_override)
@@ -574,6 +576,14 @@ def _check_can_leave(obj: Any, kind: type) -> None:
 
 
 # ---- classes by value
+
+
+def _is_named(definition: Any) -> bool:
+    """Whether a class or function is where its name says: in a fork those of the program's `__main__` are, too."""
+    found = sys.modules.get(definition.__module__)
+    for name in definition.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is definition
 
 
 def _with_slots(cls: type, reduced: Any) -> Any:

@@ -26,7 +26,7 @@ from rayloader.transport.line import LineError
 from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
 from rayloader.workers.connection import Channel, Mailbox
 from rayloader.workers.pool import Pool
-from rayloader.workers.process import Processes, Verdict
+from rayloader.workers.processes import Processes, Verdict
 from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
 logger = logging.getLogger("rayloader")
@@ -68,10 +68,10 @@ class Actors(Processes):
         lines: actors on this machine are reached over local sockets, those elsewhere over TCP.
 
     Attributes:
-        inherited: set before a worker begins.
+        inherited: set before a worker begins, until `release`.
     """
 
-    inherited: Inherited
+    inherited: Inherited | None = None
 
     def __init__(self, pool: Pool, loader: object, remote_args: dict[str, Any], *, name: str, lines: bool) -> None:
         self._pool = pool
@@ -115,6 +115,7 @@ class Actors(Processes):
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
         lease, self._lease = self._lease, None
+        self.inherited = None  # the iterator may live on
         if lease is not None:
             self._memory.close()  # parts in use stay until their last view has died
             self._pool.end(lease, busy=busy, reuse=reuse)
@@ -192,6 +193,7 @@ class Actors(Processes):
         Workers that can open the driver's files do so. On any other node, one actor makes an image for all workers
         there, from one Ray object that is made when it is first needed and is then kept in `contents`.
         """
+        assert self.inherited is not None
         process, image, carried = self.inherited.process, self.inherited.image, self.inherited.carried
         output, where = self._pool.output.address, actor.address
         if where is None or actor.is_near:

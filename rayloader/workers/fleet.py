@@ -22,7 +22,8 @@ from rayloader.protocol import Setup, WorkerAddress
 from rayloader.resume.journal import Journal
 from rayloader.workers.connection import Mailbox, Message, ProcessLost
 from rayloader.workers.janitor import janitor
-from rayloader.workers.process import NeverStarts, Process, Processes, Verdict
+from rayloader.workers.process import NeverStarts, Process
+from rayloader.workers.processes import Processes, Verdict
 from rayloader.workers.takeover import Takeover
 from rayloader.workers.worker import Worker
 

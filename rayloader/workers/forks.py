@@ -27,7 +27,8 @@ from rayloader.transport.local_line import DriverLine, LineAddress
 from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, ForkCalls, Mailbox
 from rayloader.workers.janitor import janitor
-from rayloader.workers.process import NeverStarts, Process, Processes
+from rayloader.workers.process import NeverStarts, Process
+from rayloader.workers.processes import Processes
 
 logger = logging.getLogger("rayloader")
 
@@ -86,11 +87,13 @@ class Forks(Processes):
     """The forks of one fleet.
 
     Args:
-        work: what a fork does with its line.
+        work: what a fork does with its line, and with messages that come before those of the line.
         prepare: what one fork does for `Zygote.prepared`.
     """
 
-    def __init__(self, work: Callable[[LineAddress], object], prepare: Callable[[], tuple[Any, list[int]]]) -> None:
+    def __init__(
+        self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
+    ) -> None:
         janitor.start()
         self._new_zygote = functools.partial(Zygote, work, prepare)
         self.zygote = self._new_zygote()
@@ -144,8 +147,7 @@ class Forks(Processes):
     def channel(self, process: Fork, mailbox: Mailbox) -> Channel:
         line = DriverLine(process.enters)
         process.line = line.address
-        process.zygote.fork(line.address)
-        return ForkCalls(process, mailbox, line)
+        return ForkCalls(process, mailbox, line, functools.partial(process.zygote.fork, line.address))
 
     @override
     def sources(self, others: list[Fork]) -> Callable[[Fork], Source | None]:

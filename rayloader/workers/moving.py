@@ -28,10 +28,11 @@ from rayloader.workers.takeover import MOVE_S, Ended, Stays, Takeover
 from rayloader.workers.worker import Worker
 
 
-def move(takeover: Takeover, workers: list[Worker], count: int) -> None:
+def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) -> None:
     """Brings actors to where they can take over, and offers them.
 
     Args:
+        actors: of the same loader; none of them is lent.
         takeover: of the fleet.
         workers: of the fleet.
         count: of its processes.
@@ -40,9 +41,7 @@ def move(takeover: Takeover, workers: list[Worker], count: int) -> None:
         Ended: the fleet has ended meanwhile.
         Stays: actors do not build the same batches.
     """
-    actors = takeover.new_actors()
-    if actors is None:
-        return
+    offered = False
     try:
         lent = actors.lend(count, fresh=False)
         actors.inherited = _inherited(takeover)
@@ -56,10 +55,10 @@ def move(takeover: Takeover, workers: list[Worker], count: int) -> None:
                 raise Stays(f"it leaves something behind in its processes: {left_behind}")
         takeover.told("")
         if seconds <= MOVE_S:
-            offered, actors = actors, None
-            takeover.offer(offered, lent)
+            offered = True
+            takeover.offer(actors, lent)
     finally:
-        if actors is not None:
+        if not offered:
             actors.release(busy=True, reuse=True)
 
 

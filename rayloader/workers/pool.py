@@ -43,7 +43,8 @@ from rayloader.workers.janitor import ends_with_program, janitor
 from rayloader.workers.lifetimes import Lifetimes
 from rayloader.workers.output import Output
 from rayloader.workers.placement import Draining, Placement
-from rayloader.workers.process import NeverStarts, Verdict
+from rayloader.workers.process import NeverStarts
+from rayloader.workers.processes import Verdict
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
 # finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program

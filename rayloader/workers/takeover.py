@@ -43,7 +43,8 @@ class Takeover:
     """The way of one fleet's workers from forks to actors.
 
     Args:
-        new_actors: those of a fleet of the same loader; None if the loader is gone. It joins or starts Ray.
+        move: brings actors to where they can take over, and offers them; it joins or starts Ray. Its arguments are this
+            object, the workers of the fleet, and how many processes these have.
         zygote: of the forks; it makes what the actors inherit.
         lock: guards the workers' journals.
         told: is told whether actors have rebuilt the batches, or else why the dataset stays with forks.
@@ -51,14 +52,14 @@ class Takeover:
 
     def __init__(
         self,
-        new_actors: Callable[[], Actors | None],
+        move: Callable[[Takeover, list[Worker], int], None],
         zygote: Zygote,
         lock: threading.RLock,
         told: Callable[[str], None],
     ) -> None:
         global _first
         _first = _first or time.monotonic()
-        self.new_actors = new_actors
+        self._move = move
         self.zygote = zygote
         self.lock = lock
         self.told = told
@@ -113,9 +114,7 @@ class Takeover:
 
     def _work(self, workers: list[Worker], count: int) -> None:
         try:
-            from rayloader.workers import moving  # which imports Ray
-
-            moving.move(self, workers, count)
+            self._move(self, workers, count)
         except Ended:
             pass
         except Stays as reason:

@@ -46,8 +46,10 @@ OPTIONS = Options(
     on_error="raise",
     max_skipped=0,
     arenas=True,
+    workers="auto",
     fresh_processes=False,
     ray_remote_args={},
+    may_fork=True,
 )
 
 
