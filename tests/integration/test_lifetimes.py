@@ -25,9 +25,10 @@ from inside import actors_of, live_actor_pids, locks_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
+from rayloader.replica.image import Image
 from rayloader.workers.actor import ActorState, Lease, wait_for
-from rayloader.workers.placement import Verdict
 from rayloader.workers.pool import get_pool
+from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -111,7 +112,7 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
     note(rayloader.workers.fleet.Fleet, "lend")
     note(rayloader.epoch.iterator.codec, "encode")
     for name in ("write", "updated"):
-        note(rayloader.epoch.iterator.Image, name)
+        note(Image, name)
     loader, epochs = load(pid, 1, **own), []
     for _ in range(2):
         assert len(list(loader)) == 1

@@ -213,7 +213,7 @@ def test_accelerate_saves_and_resumes_a_loader_without_workers():
     assert (script.returncode, output) == (0, ["the end"]), errors
 
 
-def test_without_workers_ray_is_never_imported_and_a_context_is_warned_about_once():
+def test_without_workers_ray_is_never_imported_whatever_the_context():
     output, errors = finish(script := start("script_no_ray.py"))
     assert (script.returncode, output, errors) == (0, ["the end"], "")
 
