@@ -196,6 +196,10 @@ def test_workers_never_open_the_device():
     assert live_actor_pids()
 
 
+def see_all_devices(_):
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # whatever Ray has made of it
+
+
 class OnDevice(Numbered):
     def __getitem__(self, index):
         return torch.full((4,), index, device="cuda")
@@ -203,7 +207,13 @@ class OnDevice(Numbered):
 
 def test_a_dataset_that_returns_tensors_on_the_device_is_an_error_that_names_the_remedy():
     with pytest.raises(TypeError, match=r"got a tensor on 'cuda:0'.*DataLoader\(..., device='cuda'\)"):
-        next(iter(DataLoader(OnDevice(4), batch_size=None, num_workers=1, fresh_processes=True)))
+        next(
+            iter(
+                DataLoader(
+                    OnDevice(4), batch_size=None, num_workers=1, fresh_processes=True, worker_init_fn=see_all_devices
+                )
+            )
+        )
 
 
 class WithTable(Numbered):
