@@ -26,7 +26,7 @@ ANY_CPU = {"num_cpus": 0}  # options of workers
 
 OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling", "max_worker_restarts"]
 OURS += ["on_timeout", "on_error", "max_skipped", "arenas", "snapshot_every_n_steps", "name", "num_replicas"]
-OURS += ["rank", "seed"]
+OURS += ["rank", "seed", "device", "prefetch_to_device"]
 
 
 class NoLength:
