@@ -119,9 +119,8 @@ def test_the_copy_may_be_queued_on_any_stream():
 
 
 def test_with_an_older_driver_the_copy_may_be_queued_on_the_current_stream(monkeypatch):
-    accelerator = devices.current()
-    driver = accelerator._driver
-    if driver is not None:
+    next(iter(loader(pin_memory=True)))  # so that something is registered
+    if (driver := devices.current()._driver) is not None:
         monkeypatch.setattr(driver, "records_contexts", False)
     copies = []
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -186,8 +185,10 @@ def test_without_workers_batches_are_on_the_device_too():
 
 
 def test_workers_never_open_the_device():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     iterator = iter(loader(device="cuda"))
     next(iterator)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible  # whatever Ray sets for its actors
     for actor in actors_of(iterator):
         names = [
             os.readlink(f"/proc/{actor.address.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{actor.address.pid}/fd")

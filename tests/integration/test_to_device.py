@@ -7,7 +7,9 @@ import threading
 
 import pytest
 import torch
+import torch.utils.data
 
+import rayloader
 from accelerator import LIMIT
 from inside import kill_worker
 from probes import Calls, as_is, load
@@ -268,3 +270,18 @@ def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator, 
     loader = DataLoader(Calls(torch.tensor, 4), 2, collate_fn=as_is, device="cuda")
     assert [[int(one) for one in batch] for batch in loader] == [[0, 1], [2, 3]]
     assert moved == [DEVICE] * 4
+
+
+class OwnLoader(torch.utils.data.DataLoader):
+    """A loader of a library's, whose attribute of that name means something else."""
+
+    device = "elsewhere"
+
+
+@pytest.mark.parametrize("loader_class", [torch.utils.data.DataLoader, OwnLoader])
+def test_a_patch_moves_the_batches_of_torchs_loaders(accelerator, loader_class):
+    with rayloader.patch(device="cuda", prefetch_to_device=1):
+        loader = loader_class(Calls(large, 4), None, num_workers=2)
+        assert values(list(loader)) == [0, 1, 2, 3]
+    assert accelerator.waits == 4
+    assert loader.device == ("cuda" if loader_class is torch.utils.data.DataLoader else "elsewhere")
