@@ -130,16 +130,17 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     Arguments of rayloader alone:
         workers: "fork": the workers are forks of this process, on this machine; Ray is not started. "ray": they are Ray
             actors, on any machine of the cluster; the dataset, `collate_fn` and `worker_init_fn` must be picklable.
-            "auto": actors if the program uses Ray; otherwise forks, while Ray is started in the background once the
-            program has been loading for a second. The workers move to actors when these have rebuilt batches of
-            theirs, and the batches were the same. What cannot be pickled, or not be rebuilt, stays with forks, and the
-            log says so at level INFO. Ranks of torchrun, and children of `multiprocessing`, start no Ray.
-        ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that was already
-            running, while it has as many CPUs as this process has workers, and 0 otherwise or if others hold all CPUs
-            for 10 seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`,
-            `scheduling_strategy`, `runtime_env`.
-        fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones. That takes seconds
-            instead of milliseconds; use it for datasets that leave traces in module globals.
+            "auto": actors if the program uses Ray; otherwise forks, while Ray is started in the background if the
+            program loads later than a second after its first `iter()`. The workers move to actors when these have
+            rebuilt batches of theirs, and the batches were the same. What cannot be pickled, or not be rebuilt, stays
+            with forks, and the log says so at level INFO. Ranks of torchrun, and children of `multiprocessing`, start
+            no Ray in the background.
+        ray_remote_args: options of the worker actors, which the workers then are from the start: `num_cpus` (per
+            worker; by default 1 in a Ray that was already running, while it has as many CPUs as this process has
+            workers, and 0 otherwise or if others hold all CPUs for 10 seconds), `num_gpus`, `memory`, `resources`,
+            `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
+        fresh_processes: start new actors for each `iter()` instead of reusing warm ones. That takes seconds instead of
+            milliseconds; use it for datasets that leave traces in module globals. Forks are always new.
         prefetch_bytes: bytes of batches that may be ready, in progress or kept by the program with automatic depth,
             over all workers; 256 MiB by default. Batches in progress are assumed to grow to at most twice the size of
             earlier ones. Two batches per worker may always be under way.
@@ -161,15 +162,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             becomes smaller, and is not delivered if it is empty. Exceptions of `collate_fn` are still raised.
         max_skipped: with `on_error="skip"`, how many samples may be skipped in an epoch, over all workers; see
             `skipped`.
-        arenas: use local sockets for workers on this machine, and let them build batches in memory that this
-            process has mapped, so that large tensors arrive without a copy; use TCP for workers elsewhere. If False,
-            every task and every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all
-            loaders.
+        arenas: use local sockets for workers on this machine, and let them build batches in memory that this process
+            has mapped, so that large tensors arrive without a copy; use TCP for workers elsewhere. If False, the
+            workers are actors, and every task and every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment
+            does the same for all loaders.
         snapshot_every_n_steps: accepted for code that was written for torchdata's StatefulDataLoader, and without
             effect: a state always records the last batch that was taken, and a worker takes snapshots as often as that
             costs one percent of its time.
         name: what the loader is called where it is shown: in its `repr`, in Ray's list of actors, and in the titles of
-            the worker processes ("rayloader:train:0"). By default the name of the dataset's class.
+            the actors' processes ("rayloader:train:0"). By default the name of the dataset's class.
         num_replicas: number of ranks (processes that train together) among which the data is divided. With only one of
             `num_replicas` and `rank`, the other comes from torch.distributed; with neither, nothing is divided. See
             the how-to page on ranks for what each rank gets. In short: without a sampler of yours the sampler is
@@ -571,8 +572,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None, **ray_options: Any) -> None:
     """Starts Ray and worker processes in the background, for instance while the program builds its model.
 
-    Returns at once. The first `iter()` of a loader waits for what is not ready yet, and raises any error of the start.
-    Calling this is never necessary: without it, the first `iter()` does the same.
+    Returns at once. The workers of loaders are actors from then on. The first `iter()` of a loader waits for what is
+    not ready yet, and raises any error of the start. Calling this is never necessary: without it, workers begin as
+    forks.
 
     Args:
         num_workers: worker processes to start, over all loaders that will work at the same time; they wait for their

@@ -126,7 +126,7 @@ def _proved(takeover: Takeover, actors: Actors, actor: Actor, worker: Worker) ->
     setup = worker.setup if shared_seed is None else replace(worker.setup, shared_seed=shared_seed)
     source = actors.sources([actor])(actor)
     if differs := _rebuilt(takeover, actor, source, setup, state, tasks):
-        raise Stays(differs)
+        raise Stays(differs.strip().splitlines()[-1])  # of a traceback, the error
     return time.monotonic() - began
 
 

@@ -5,6 +5,7 @@ A message of the page is a heading, or the beginning of a list item, in back-tic
 
 import ast
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -42,6 +43,9 @@ NOT_ON_THE_PAGE = {
     "...: if the order of the samples depends on it": "goes on after `the state was saved with`",
     "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
+    "the dataset holds memory that it shares": "goes on after `rayloader: the workers stay forks`",
+    "the program has ended": "an error that ends a thread at the end of the program",
+    "a worker could not be forked": "never raised: forks wait for no place",
     "... on node ... is another file": "goes on after `The dataset refers to`",
     "... does not reach node": "goes on after `The dataset refers to`",
     "... node ... does not have": "goes on after `The dataset refers to`",
@@ -131,9 +135,28 @@ class Stream(IterableDataset[int]):
         return iter(range(4))
 
 
-def warned() -> None:
-    rayloader.loader._warn_about_multiprocessing_context.cache_clear()
-    DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")
+def unforked() -> None:
+    from rayloader.start.zygote import Zygote
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fork", refused)
+        Zygote(refused, refused)  # type: ignore[arg-type]
+
+
+def refused() -> None:
+    raise OSError("no more processes")
+
+
+def with_references() -> None:
+    from rayloader.workers.connection import ForkCalls
+
+    ForkCalls._send(None, None, carries=True)  # type: ignore[arg-type]
+
+
+def unconnected() -> None:
+    from rayloader.workers.processes import Processes
+
+    Processes.refused(None, None, "a reason")  # type: ignore[arg-type]
 
 
 def start_timeout() -> None:
@@ -179,7 +202,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "ray_remote_args must not": lambda: DataLoader(range(4), ray_remote_args={"name": "mine"}),
     "ray_remote_args: ...": lambda: DataLoader(range(4), ray_remote_args={"num_cpus": -1}),
     "RAYLOADER_START_TIMEOUT": start_timeout,
-    "multiprocessing_context has": warned,
+    'workers="fork" makes': lambda: looped(workers="fork", arenas=False),
+    "this process could not be forked": unforked,
+    "the sampler yields references": with_references,
+    "a forked worker could not": unconnected,
     "SharedList index": lambda: SharedList("ab")[2],
     "resize() needs workers": lambda: DataLoader(range(4)).resize(1),
     "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
@@ -463,6 +489,9 @@ UNPROVOKED = [
     "rayloader: a worker process",
     "the producer of the share ... has failed",
     "can't map",
+    "rayloader: the workers stay forks",
+    "rayloader: the process that kept Ray",
+    "rayloader: the process that forks workers",
 ]
 
 
