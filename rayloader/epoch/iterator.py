@@ -447,7 +447,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         from rayloader.workers.actors import Actors, Inherited
         from rayloader.workers.pool import get_pool
 
-        pool, options = get_pool(), self._options
+        options = self._options
+        pool = get_pool(background=options.workers == "auto" and not session.is_wanted())
         accelerator = self._delivery.accelerator
         actors = Actors(pool, loader, options, loader.label, accelerator)
         fleet = Fleet(actors, accelerator=accelerator)

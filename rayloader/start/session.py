@@ -64,6 +64,8 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_gcs_server_port_wait_time_s": "300",
 }
 
+# With these, launchers tell a process that it is one of several: torchrun, Lightning, MPI and Slurm.
+RANKS_VARIABLES = "LOCAL_WORLD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
 # After this many seconds of waiting for Ray, a line in the log says so. On two cores Ray and the first workers take
@@ -127,8 +129,8 @@ def is_wanted() -> bool:
 
 def may_start() -> bool:
     """Whether Ray may be started in the background: not in one of several processes that others have started."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RUN_ID" in os.environ
-    return not _forked and not ranks and multiprocessing.parent_process() is None
+    is_rank = any(os.environ.get(variable, "1") != "1" for variable in RANKS_VARIABLES)
+    return not _forked and not is_rank and multiprocessing.parent_process() is None
 
 
 def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, background: bool = False) -> SessionName:
@@ -146,7 +148,7 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, backgr
     if _forked:
         raise RaySessionError(
             "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
-            "survive a fork; use num_workers=0 here, or start this process with the spawn method"
+            'survive a fork; use workers="fork" or num_workers=0 here, or start this process with the spawn method'
         )
     global _asked, _in_background
     _asked = _asked or not background
@@ -444,6 +446,9 @@ def forget() -> None:
         _starter.forget()
     _started = _starter = None
     _forked = connection_of(sys.modules.get("ray")) is not None or is_starting
+
+
+os.register_at_fork(after_in_child=forget)
 
 
 def exit_code(pid: int) -> int | None:
