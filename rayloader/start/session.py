@@ -40,7 +40,14 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connection_of, give_own_random
+from rayloader._compat_ray import (
+    RAY_START_LOGGERS,
+    authenticate,
+    connection_of,
+    give_own_random,
+    session_name_of,
+    tell_lacks,
+)
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread
 from rayloader.start.background import BackgroundRay
@@ -97,7 +104,7 @@ def imported() -> ModuleType:
             import ray
             import ray.util.client
 
-            check(ray)
+            tell_lacks(ray)
             if _ray is None:
                 _wrap_shutdown(ray)
             _ray = ray
@@ -115,7 +122,7 @@ def current() -> SessionName | None:
     connected = _connected
     if connected is not None and connected[0]() is connection:
         return connected[1]  # called for each batch: the rest takes Ray several microseconds
-    session = connection.session_name, imported().get_runtime_context().get_job_id()
+    session = session_name_of(imported(), connection), imported().get_runtime_context().get_job_id()
     _connected = weakref.ref(connection), session
     return session
 
