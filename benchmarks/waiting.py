@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import harness
 from harness import Figure, Options
 from rayloader.transport.local_line import connect
-from rayloader.workers.actor import NONE_YET
-from rayloader.workers.connection import LineCalls, Mailbox, RayCalls
+from rayloader.workers.connection import NONE_YET, Mailbox
+from rayloader.workers.ray_channels import ActorLine, RayCalls
 
 QUESTION = "waiting"
 COUNTS = (1, 4, 16, 64, 256, 1024)
@@ -38,7 +38,7 @@ class SilentLine:
     """A line whose worker says nothing until `speak`."""
 
     def __init__(self, mailbox: Mailbox) -> None:
-        self.channel = LineCalls(SilentActor(), mailbox)  # type: ignore[arg-type]
+        self.channel = ActorLine(SilentActor(), mailbox)  # type: ignore[arg-type]
         (served,) = self.channel._served
         served.ref = object()
         mailbox._answers[served.ref] = NONE_YET
@@ -77,7 +77,7 @@ def wakes(way: str, workers: int) -> Iterator[float]:
     silent = [WAYS[way](mailbox) for _ in range(workers)]
     for one in silent:
         mailbox.add(one.channel)
-        mailbox.to(one.channel.actor)
+        mailbox.to(one.channel.process)
     mailbox.flush()  # from here on it is known what to wait for
     while True:
         silent[0].speak()

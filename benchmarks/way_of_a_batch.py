@@ -35,7 +35,7 @@ from rayloader.epoch.messages import (
 )
 from rayloader.epoch.schedule import Schedule
 from rayloader.observe.histogram import pack
-from rayloader.protocol import CARRY, Answer, Down, Result, ResultKind, Up, result_of
+from rayloader.protocol import Answer, Down, Result, ResultKind, Up, carried, result_of
 from rayloader.resume.digest import digest
 from rayloader.resume.draws import drawn
 from rayloader.resume.journal import Journal
@@ -78,7 +78,7 @@ class Way:
     def _batch(self, task_id: int, schedule: Schedule, journal: Journal, checksum: int) -> int:
         timed = self._timed
         indices = list(range(64 * task_id, 64 * task_id + 64))
-        draw = timed("draw", lambda: drawn(indices, checksum, CARRY))
+        draw = timed("draw", lambda: drawn(indices, checksum, carried()))
         commands = timed("schedule", lambda: schedule.handle(IndicesDrawn(draw)))
         assert isinstance(commands[0], Submit)
         task = commands[0].task
@@ -89,7 +89,7 @@ class Way:
         assert timed("receive task", lambda: from_wire(Wire(*message[4]))) == indices
         batch: Any = new_batch()
         fresh = {id(t): Fresh(t, memoryview(t.numpy().reshape(-1).view(np.uint8))) for t in batch}  # as collate has it
-        encoded: Any = timed("encode", lambda: codec.encode(batch, known_classes=True, carry=CARRY, fresh=fresh))
+        encoded: Any = timed("encode", lambda: codec.encode(batch, known_classes=True, carry=carried(), fresh=fresh))
         checked = timed("encode", lambda: digest(batch, encoded))
         timed("place", lambda: arena.begin(0))
         wire = timed("place", lambda: to_wire(encoded, arena))

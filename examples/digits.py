@@ -1,7 +1,7 @@
 """Train a small network on handwritten digits, and check that every batch is the one torch would have given.
 
 The images are scikit-learn's: 1797 digits of 8x8 pixels. This script writes them as PNG files into a
-temporary folder, which it removes at the end (or into `--folder`). Two Ray workers open, decode and augment
+temporary folder, which it removes at the end (or into `--folder`). Two workers open, decode and augment
 them, and the network is trained in this process. A fifth of the images is set aside to measure its accuracy.
 
 Every training batch is hashed as the network takes it. A second process, which never imports Ray, then reads

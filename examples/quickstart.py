@@ -1,4 +1,4 @@
-"""Read Python's own standard library with two Ray workers and print its most frequent letters."""
+"""Read Python's own standard library with two workers and print its most frequent letters."""
 
 import sysconfig
 from pathlib import Path

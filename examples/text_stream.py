@@ -1,6 +1,6 @@
 """Train a small character model on a stream of text: the sources of Python's own standard library.
 
-An iterable dataset reads the files. Each of the two Ray workers takes every second file, cuts it into windows
+An iterable dataset reads the files. Each of the two workers takes every second file, cuts it into windows
 of characters and shuffles these in a buffer. A GRU in this process learns to predict the next character: its
 loss, in bits per character, falls, and at the end it writes a few lines of its own.
 

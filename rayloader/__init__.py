@@ -1,4 +1,4 @@
-"""torch's DataLoader with Ray actors as workers: change the import, keep the training script."""
+"""torch's DataLoader with workers that are forks or Ray actors: change the import, keep the training script."""
 
 from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.data.shared_list import SharedList

@@ -6,10 +6,8 @@ imports Ray.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,12 +15,14 @@ from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+import torch
+
 # Bound at import: at run time the attribute of torch.utils.data may have been replaced, even by our class.
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
-from rayloader.errors import StateError, level_outside, shorten
+from rayloader.errors import StateError, shorten
 from rayloader.observe.recorder import Recorder, cpus
 from rayloader.observe.stats import LoaderStats, verdict
 from rayloader.observe.trace import Tracing
@@ -86,17 +86,18 @@ def lost_state() -> StateError:
 
 
 class DataLoader(_TorchLoaderOf[_T_co]):
-    """torch's DataLoader with Ray actors as workers: the same arguments, the same batches in the same order.
+    """torch's DataLoader with workers that are forks or Ray actors: the same arguments, the same batches, in order.
 
     All arguments up to `in_order` are torch's and are checked by torch.
 
     Without workers (`num_workers=0`) batches are built in this process, as torch builds them, and Ray is neither
-    imported nor started. Of the further arguments `seeding`, `on_error` and `max_skipped` mean the same there; the
-    others have no effect.
+    imported nor started. Of the further arguments `seeding`, `on_error`, `max_skipped` and `device` mean the same
+    there; the others have no effect.
 
-    With workers, Ray is started locally unless it is running already (`ray.init()` was called, or RAY_ADDRESS is set).
-    The actors are shared by all loaders of the process. They stay warm between epochs, and for a minute after the last
-    loader (2 seconds in a Ray that was already running).
+    With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
+    RAY_ADDRESS is set). Otherwise they are forks of this process, as torch's are, and the first batch comes at once;
+    see `workers`. The actors are shared by all loaders of the process. They stay warm between epochs, and for a minute
+    after the last loader (2 seconds in a Ray that was already running).
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has its own dataset object, a new one at each `iter()`
@@ -107,14 +108,16 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         shuffle: draw the samples in a new random order each epoch.
         sampler: gives the order of the samples; excludes `shuffle`.
         batch_sampler: yields a list of indices per batch; excludes `batch_size`, `shuffle`, `sampler` and `drop_last`.
-        num_workers: number of worker actors, one process each.
+        num_workers: number of workers, one process each.
         collate_fn: makes a batch from a list of samples; runs in the workers.
-        pin_memory: copy batches to page-locked memory, in a background thread.
+        pin_memory: deliver batches in page-locked memory. With CUDA the workers build large tensors in such memory,
+            which takes no copy; other tensors are copied to it in a background thread.
         drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas`, also
             drop samples that would make the ranks' parts unequal.
         timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
-        multiprocessing_context: checked as torch checks it, but without effect: workers are Ray actors.
+        multiprocessing_context: with "spawn" or "forkserver" (or if `multiprocessing.set_start_method` asks for one of
+            these) workers are not forks of this process, but Ray actors.
         generator: random generator of the sampler, and of the workers' base seed.
         prefetch_factor: batches per worker that are submitted and not yet taken, at least 1. This is a strict bound,
             and indices are drawn when torch draws them. By default the depth is automatic, and the attribute reads as
@@ -125,12 +128,19 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         in_order: deliver the batches in order; if False, as they are finished.
 
     Arguments of rayloader alone:
-        ray_remote_args: options of the worker actors: `num_cpus` (per worker; by default 1 in a Ray that was already
-            running, while it has as many CPUs as this process has workers, and 0 otherwise or if others hold all CPUs
-            for 10 seconds), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`,
-            `scheduling_strategy`, `runtime_env`.
-        fresh_processes: start new worker processes for each `iter()` instead of reusing warm ones. That takes seconds
-            instead of milliseconds; use it for datasets that leave traces in module globals.
+        workers: "fork": the workers are forks of this process, on this machine; Ray is not started. "ray": they are Ray
+            actors, on any machine of the cluster; the dataset, `collate_fn` and `worker_init_fn` must be picklable.
+            "auto": actors if the program uses Ray; otherwise forks, while Ray is started in the background if the
+            program loads later than a second after its first `iter()`. The workers move to actors when these have
+            rebuilt batches of theirs, and the batches were the same. What cannot be pickled, or not be rebuilt, stays
+            with forks, and the log says so at level INFO. Ranks of torchrun, and children of `multiprocessing`, start
+            no Ray in the background.
+        ray_remote_args: options of the worker actors, which the workers then are from the start: `num_cpus` (per
+            worker; by default 1 in a Ray that was already running, while it has as many CPUs as this process has
+            workers, and 0 otherwise or if others hold all CPUs for 10 seconds), `num_gpus`, `memory`, `resources`,
+            `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
+        fresh_processes: start new actors for each `iter()` instead of reusing warm ones. That takes seconds instead of
+            milliseconds; use it for datasets that leave traces in module globals. Forks are always new.
         prefetch_bytes: bytes of batches that may be ready, in progress or kept by the program with automatic depth,
             over all workers; 256 MiB by default. Batches in progress are assumed to grow to at most twice the size of
             earlier ones. Two batches per worker may always be under way.
@@ -152,15 +162,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             becomes smaller, and is not delivered if it is empty. Exceptions of `collate_fn` are still raised.
         max_skipped: with `on_error="skip"`, how many samples may be skipped in an epoch, over all workers; see
             `skipped`.
-        arenas: use local sockets for workers on this machine, and let them build batches in memory that this
-            process has mapped, so that large tensors arrive without a copy; use TCP for workers elsewhere. If False,
-            every task and every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment does the same for all
-            loaders.
+        arenas: use local sockets for workers on this machine, and let them build batches in memory that this process
+            has mapped, so that large tensors arrive without a copy; use TCP for workers elsewhere. If False, the
+            workers are actors, and every task and every batch goes through Ray. RAYLOADER_ARENAS=0 in the environment
+            does the same for all loaders.
         snapshot_every_n_steps: accepted for code that was written for torchdata's StatefulDataLoader, and without
             effect: a state always records the last batch that was taken, and a worker takes snapshots as often as that
             costs one percent of its time.
         name: what the loader is called where it is shown: in its `repr`, in Ray's list of actors, and in the titles of
-            the worker processes ("rayloader:train:0"). By default the name of the dataset's class.
+            the actors' processes ("rayloader:train:0"). By default the name of the dataset's class.
         num_replicas: number of ranks (processes that train together) among which the data is divided. With only one of
             `num_replicas` and `rank`, the other comes from torch.distributed; with neither, nothing is divided. See
             the how-to page on ranks for what each rank gets. In short: without a sampler of yours the sampler is
@@ -169,6 +179,12 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             or with `drop_last` the last ones are left out. An iterable dataset calls `get_shard_info()`.
         rank: of this process, from 0. All other arguments must be the same in all ranks.
         seed: of the order in which the ranks share the data, together with the epoch of `set_epoch`.
+        device: move batches to this device, for instance "cuda" (the one that is current at `iter()`), before they are
+            asked for; "cpu" and None leave them in main memory. Tensors are moved wherever they are in dicts, lists,
+            tuples and dataclasses, other objects by their method `to`; the rest stays as it is. What the program
+            queues on its current stream finds them there. Large tensors are copied from page-locked memory, so
+            `pin_memory` is not needed. Without workers a batch is moved when it is asked for.
+        prefetch_to_device: how many batches are on the device, or on their way, before they are asked for.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -187,6 +203,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     num_replicas: int | None = None
     rank: int | None = None
     seed: int = 0
+    device: torch.device | str | None = None
     _ranks: Ranks | None = None  # the meaning of these arguments, if they are this class's
 
     def __init__(
@@ -225,6 +242,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         num_replicas: int | None = None,
         rank: int | None = None,
         seed: int = 0,
+        device: torch.device | str | None = None,
+        prefetch_to_device: int = 2,
     ) -> None:
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
@@ -255,6 +274,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if name is not None:  # otherwise it is the class's, which may be a subclass with a name of its own
             check_name(name)
             self.name = name
+        if device is not None:  # likewise
+            self.device = device
+        self.prefetch_to_device = prefetch_to_device
         ranks = ranks_of(num_replicas, rank, seed)
         order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
         if ranks is not None:
@@ -289,8 +311,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = AutomaticPrefetch(self.prefetch_factor)
         self._sign_num_workers()
-        if multiprocessing_context is not None:
-            _warn_about_multiprocessing_context()
 
     def __repr__(self) -> str:
         shown: dict[str, Any] = {"num_workers": 0, "batch_size": None, "name": None}
@@ -552,8 +572,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None, **ray_options: Any) -> None:
     """Starts Ray and worker processes in the background, for instance while the program builds its model.
 
-    Returns at once. The first `iter()` of a loader waits for what is not ready yet, and raises any error of the start.
-    Calling this is never necessary: without it, the first `iter()` does the same.
+    Returns at once. The workers of loaders are actors from then on. The first `iter()` of a loader waits for what is
+    not ready yet, and raises any error of the start. Calling this is never necessary: without it, workers begin as
+    forks.
 
     Args:
         num_workers: worker processes to start, over all loaders that will work at the same time; they wait for their
@@ -585,11 +606,5 @@ def shutdown() -> None:
         link.close_all()
     if pool is not None:
         pool.shutdown()
-
-
-@functools.cache
-def _warn_about_multiprocessing_context() -> None:
-    warnings.warn(
-        "multiprocessing_context has no effect in rayloader: workers are Ray actors. Leave it out.",
-        stacklevel=level_outside("rayloader"),
-    )
+    if (janitor := sys.modules.get("rayloader.workers.janitor")) is not None:
+        janitor.end_forks()

@@ -101,11 +101,17 @@ _LISTS = "RECORD", "top_level.txt"  # of metadata: lines that begin with the nam
 _not_own: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by name
 
 
-def own_modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and globals of the program's modules. There are thousands of others, which are examined once."""
+def own_modules(*, main: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and globals of the program's modules. There are thousands of others, which are examined once.
+
+    Args:
+        main: with the one that was run, which only forks have as a module; actors have what of it is pickled by value.
+    """
     modules = list(sys.modules.items())
     for name, module in [one for one in modules if (ref := _not_own.get(one[0])) is None or ref() is not one[1]]:
         if name in ("__main__", "__mp_main__"):
+            if main:
+                yield name, namespace_of(module)
             continue
         attributes = namespace_of(module)
         file = attributes.get("__file__")

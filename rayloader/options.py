@@ -6,12 +6,14 @@ module does not import Ray.
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
 import sys
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_args
 
+import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.transport.lanes import switched_off
@@ -55,6 +57,8 @@ class OwnArguments(TypedDict, total=False):
     num_replicas: int | None
     rank: int | None
     seed: int
+    device: torch.device | str | None
+    prefetch_to_device: int
 
 
 # Actor options that the loader sets itself, with the reason that the error gives.
@@ -93,6 +97,8 @@ class Options:
     fresh_processes: bool
     ray_remote_args: dict[str, Any]
     may_fork: bool  # the workers may be forks of this process
+    device: torch.device | str | None = None
+    prefetch_to_device: int = 2
 
     @classmethod
     def of(cls, loader: Any) -> Options:
@@ -166,6 +172,12 @@ def check(loader: Any) -> None:
     for name in ("max_worker_restarts", "max_skipped"):
         if not is_whole(value := getattr(loader, name)) or value < 0:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
+    _check_device(loader.device)
+    if not is_whole(loader.prefetch_to_device) or loader.prefetch_to_device < 1:
+        raise ValueError(
+            f"prefetch_to_device must be a whole number of batches >= 1, got {loader.prefetch_to_device!r}; to keep "
+            "batches in main memory leave device out"
+        )
     steps = loader.snapshot_every_n_steps
     if steps is not None and (not is_whole(steps) or steps < 1):
         raise ValueError(f"snapshot_every_n_steps must be a whole number >= 1 or None, got {steps!r}; it has no effect")
@@ -198,13 +210,13 @@ def _may_fork(loader: Any) -> bool:
     Raises:
         ValueError: they must be, and cannot.
     """
-    context = getattr(loader, "multiprocessing_context", None)
-    method = context.get_start_method(allow_none=True) if context is not None else None
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    method = context.get_start_method(allow_none=True)
     why = ""
     if sys.platform != "linux":
         why = "this system is not Linux"
     elif method not in (None, "fork"):
-        why = f"multiprocessing_context asks for {method!r}"
+        why = f"multiprocessing_context or multiprocessing.set_start_method() asks for {method!r}"
     elif loader.ray_remote_args:
         why = "ray_remote_args are options of actors"
     elif not loader.arenas or switched_off():
@@ -212,6 +224,19 @@ def _may_fork(loader: Any) -> bool:
     if why and loader.workers == "fork":
         raise ValueError(f'workers="fork" makes workers forks of this process, but {why}; use workers="ray" or "auto"')
     return not why and loader.workers != "ray"
+
+
+def _check_device(device: Any) -> None:
+    """Checks that it names a device; whether there is one is only known where the loader is iterated over."""
+    if device is not None and not isinstance(device, (str, torch.device)):
+        raise TypeError(
+            f"device must be a name, such as 'cuda' or 'cuda:1', a torch.device or None, got {device!r}; for number n "
+            "pass f'cuda:{n}'"
+        )
+    try:
+        torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise ValueError(f"device must name one that torch knows, got {device!r}; torch says: {error}") from None
 
 
 def check_name(name: Any) -> None:

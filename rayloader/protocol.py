@@ -11,13 +11,15 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rayloader import fetching
-from rayloader.inherit.process_state import ProcessState
-from rayloader.replica.image import ImageAddress
 from rayloader.transport.lanes import Wire, fits_in_band
 from rayloader.transport.local_line import LineAddress
+
+if TYPE_CHECKING:
+    from rayloader.inherit.process_state import ProcessState
+    from rayloader.replica.image import ImageAddress
 
 
 def carried() -> tuple[type, ...]:

@@ -73,15 +73,14 @@ def held_by_mailbox(mailbox):
 
 
 def taken_from(iterator):
-    """Its one worker, which its process no longer is, with the replica's image and what Ray carries of that."""
+    """Its one worker, which its process no longer is, and where that gets the replica from."""
     iterator._engine.close()
     fleet = iterator._fleet
     (worker,) = fleet.workers
     worker.leave()
     fleet.flush()
     fleet._mailbox.remove(worker.host)
-    inherited = fleet._from.inherited
-    return worker, inherited.image, inherited.carried
+    return worker, fleet._from.sources([])(worker.host)
 
 
 def locks_of(pool):
@@ -120,5 +119,5 @@ def image_files():
     """Names of the memory files of the images that loaders keep."""
     if (iterators := sys.modules.get("rayloader.epoch.iterator")) is None:
         return set()
-    images = [kept.image for _, kept in [*iterators._kept.values()] if kept.image]
+    images = [kept.image for kept in iterators.loaders if kept.image]
     return {file.name for image in images for file in image.address.files}

@@ -1,12 +1,12 @@
-"""Turns results into batches, and the thread that does so before the user asks for them: it copies or pins them.
+"""Turns results into batches, and the thread that prepares them before the user asks: copies, pins or moves them.
 
 Promise: an `AheadThread` owns one thread, `rayloader-ahead`, from `start` on. It ends when `close` is called, or with
 an error, which `check` raises. An exception that a signal handler raises in the user's thread, at any line, leaves
 nothing locked. With `Preparation` as its work it prepares the first deliverable batches, up to a number and a number of
 bytes, and also receives; so the trainer does not wait for a copy that could have been made before.
 
-Without pinning, only memory is copied here. The batch is assembled in the user's thread, with that thread's default
-device and inference mode, as with torch's loader.
+Without a `Delivery` that prepares batches, only memory is copied here. The batch is assembled in the user's thread,
+with that thread's default device and inference mode, as with torch's loader.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import torch
 from rayloader import fetching
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch.schedule import Schedule
+from rayloader.epoch.to_device import Delivery, Moved
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import lanes
 from rayloader.transport.lanes import Recycled
 
-# How many batches are opened and pinned before the user asks for them.
-PINNED_AHEAD = 2
 # How many batches are copied out of Ray's object store: enough that a trainer that takes several in a row waits for no
 # copy.
 COPIED_AHEAD = 8
@@ -123,22 +122,18 @@ class Preparation:
 
     Args:
         engine: of the epoch.
-        pin: pins a batch; None: batches are copied.
-        device_index: accelerator that the thread works for, if any.
+        delivery: what is done to batches; if nothing, they are only copied.
         copies: memory for copies.
     """
 
-    def __init__(
-        self, engine: Receives, pin: Callable[[Any], Any] | None, device_index: int | None, copies: Recycled
-    ) -> None:
+    def __init__(self, engine: Receives, delivery: Delivery, copies: Recycled) -> None:
         self._engine = engine
-        self._pin = pin
-        self._device_index = device_index
+        self._delivery = delivery
         self._copies = copies
 
     def is_done(self, task: Task, result: Result) -> bool:
         """Whether a deliverable batch is prepared."""
-        if self._pin is not None:
+        if self._delivery.prepares:
             return task.data is not UNOPENED
         return result.wire is None or lanes.read_only_bytes(result.wire) <= lanes.SMALL_BYTES
 
@@ -163,36 +158,33 @@ class Preparation:
 
     def _next(self) -> tuple[Task | None, bool]:
         """The first batch that may be prepared and is not; and whether only the limit prevents one."""
-        most, nbytes = COPIED_AHEAD if self._pin is None else PINNED_AHEAD, 0
+        prepares, nbytes = self._delivery.prepares, 0
+        most = self._delivery.ahead if prepares else COPIED_AHEAD
         for index, task in enumerate(self._engine.schedule.deliverable):
             nbytes += task.nbytes
-            if index == most or (index and nbytes > COPIED_AHEAD_BYTES and self._pin is None):
-                return None, self._pin is not None or self._engine.uses_store
+            if index == most or (index and nbytes > COPIED_AHEAD_BYTES and not prepares):
+                return None, prepares or self._engine.uses_store
             if not self.is_done(task, task.result):
                 return task, False
         return None, False
 
     def _prepare(self, task: Task, result: Result) -> None:
-        if self._pin is not None:
-            data = self._opened_and_pinned(task, result, self._pin)
-        else:
-            assert result.wire is not None
+        if result.wire is not None:
             result = replace(result, wire=lanes.owned(result.wire, self._copies.copy))
+        data = self._opened_and_prepared(task, result) if self._delivery.prepares else UNOPENED
+        if isinstance(data, Moved):
+            result = replace(result, wire=None)  # so that its slots are free when they were copied
         with self._engine.lock:
             if task.result is not None:  # otherwise the epoch was closed meanwhile
-                if self._pin is not None:
-                    task.data = data
-                else:
-                    task.result = result
+                task.data, task.result = data, result
 
-    def _opened_and_pinned(self, task: Task, result: Result, pin: Callable[[Any], Any]) -> Any:
+    def _opened_and_prepared(self, task: Task, result: Result) -> Any:
+        if result.wire is not None and self._delivery.accelerator is not None:
+            lanes.page_lock(result.wire)
         data = opened(task, result)
         if isinstance(data, ExceptionWrapper) or data is fetching.NOTHING:
             return data
-        try:
-            return pin(data)
-        except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
-            return ExceptionWrapper(where=f"in pin memory thread for device {self._device_index}")
+        return self._delivery.prepared(data)
 
 
 def opened(task: Task, result: Result) -> Any:

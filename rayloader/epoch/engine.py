@@ -2,7 +2,7 @@
 
 Promise: what happens goes into the schedule as events, and its commands are carried out, under one lock (see
 NOTE [interrupts] in interrupts.py). The user's thread draws from the sampler when torch's would, gives tasks, replaces
-workers, and receives. Where batches are to be pinned, `rayloader-ahead` receives, opens and pins; where they come
+workers, and receives. Where batches are to be pinned or moved, `rayloader-ahead` does so and receives; where they come
 through Ray's object store, or large ones over the network, it receives, and copies them into memory that the user may
 write to (ahead.py). `close` drops all work in progress.
 
@@ -56,6 +56,7 @@ from rayloader.epoch.reports import (
     worker_died,
 )
 from rayloader.epoch.schedule import Schedule
+from rayloader.epoch.to_device import Delivery
 from rayloader.errors import RaySessionError, SkipLimitError, WorkerDiedError
 from rayloader.interrupts import Changes, change, interrupted
 from rayloader.observe.histogram import Spent
@@ -107,8 +108,7 @@ class Engine:
         sampler_iter: yields the indices of a batch, or of a sample where batching is off.
         options: of the loader.
         position: the user's position in the stream; kept up to date.
-        pin: pins a batch, in a thread of its own; None: no pinning.
-        device_index: accelerator that batches are pinned for, if any.
+        delivery: what is done to batches, in a thread of its own, before the user gets them.
         tally: counts what happens.
 
     Attributes:
@@ -124,8 +124,7 @@ class Engine:
         options: Options,
         *,
         position: Position,
-        pin: Callable[[Any], Any] | None,
-        device_index: int | None,
+        delivery: Delivery,
         tally: Tally,
     ) -> None:
         self.fleet = fleet
@@ -133,8 +132,7 @@ class Engine:
         self._draws = Draws(sampler_iter, position, tally)
         self._options = options
         self._position = position
-        self._pin = pin
-        self._device_index = device_index
+        self._delivery = delivery
         self._tally = tally
         self.changes = Changes(position.lock)
         self.failure: WorkerDiedError | None = None
@@ -145,7 +143,7 @@ class Engine:
         self._lost: deque[_Lost] = deque()  # for the user's thread
         self._last_arrival = 0.0  # time.monotonic()
         self._waited = 0.0  # seconds of the last `receive` in which nothing came
-        self._copies = Recycled()
+        self._copies = Recycled(delivery.accelerator)
         self._ahead: AheadThread | None = None
         self._preparation: Preparation | None = None
         self._given_bytes = 0  # to the user, since the last check of what the program keeps
@@ -199,6 +197,7 @@ class Engine:
             self._out = None
         self._position.settle()
         self._check_open()
+        self._delivery.note_streams()
         deliverable = self.schedule.deliverable
         began = 0.0 if deliverable else time.monotonic()
         while self._out is not None or self.schedule.deliverable or not self.finished:
@@ -485,12 +484,12 @@ class Engine:
 
     def _start_ahead(self) -> None:
         """Starts the thread that receives, if there is something to prepare; callable more than once."""
-        if self._ahead is None and (self._pin is not None or self.fleet.copies):
+        if self._ahead is None and (self._delivery.prepares or self.fleet.copies):
             with self.lock:
                 if not self.schedule.closed:
-                    preparation = Preparation(self, self._pin, self._device_index, self._copies)
+                    preparation = Preparation(self, self._delivery, self._copies)
                     self._preparation = preparation
-                    self._ahead = AheadThread(preparation.work, self._device_index)
+                    self._ahead = AheadThread(preparation.work, self._delivery.device_index)
         if self._ahead is not None:
             self._ahead.start()
 

@@ -12,15 +12,13 @@ import functools
 import logging
 import os
 import sys
-import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import cloudpickle
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe, MapDataPipe
 
@@ -29,8 +27,6 @@ from rayloader._compat import (
     DatasetKind,
     ExceptionWrapper,
     default_collate_fn_map,
-    pin_memory,
-    pinning_device_index,
     profiler_enabled,
     sharding_worker_init_fn,
 )
@@ -40,14 +36,10 @@ from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
+from rayloader.epoch.to_device import Moved, delivery_of, device_of
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
-from rayloader.inherit.process_state import ProcessState
 from rayloader.options import Options
-from rayloader.protocol import Replica, Setup, carried
-from rayloader.random.generators import RECORDED
-from rayloader.random.search import walk
-from rayloader.replica import unpicklable
-from rayloader.replica.image import Image
+from rayloader.protocol import Replica, Setup
 from rayloader.resume.checkpoint import goes_on
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
@@ -56,16 +48,15 @@ from rayloader.resume.state import State
 from rayloader.start import session
 from rayloader.task import Task
 from rayloader.transport import codec
-from rayloader.transport.mapped import Mappings
-from rayloader.transport.memory_file import MemoryFile
-from rayloader.transport.pickler import Overlap
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.forks import Forks
 from rayloader.workers.janitor import ends_with_program, janitor
 from rayloader.workers.takeover import Takeover
+from rayloader.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from rayloader.workers.actors import Actors
+    from rayloader.replica.image import Image
+    from rayloader.transport.device import Accelerator
 
 logger = logging.getLogger("rayloader")
 
@@ -148,36 +139,66 @@ class Kept:
     Attributes:
         image: of its replica, as last sent: the next one is compared with it.
         paces: of its workers, as their last epoch left them.
-        proven: actors have rebuilt batches of its forks, and they were the same.
-        stays_forked: its workers cannot be actors.
     """
 
     image: Image | None = None
     paces: list[Pace] = field(default_factory=list)
-    proven: bool = False
-    stays_forked: bool = False
 
 
-_kept: dict[int, tuple[weakref.ref[Any], Kept]] = {}  # by the loader's identity
+@dataclass(eq=False, slots=True)
+class Standing:
+    """What is known of a dataset, whichever loader has it.
+
+    Attributes:
+        moves: actors have rebuilt batches of its forks, and they were the same.
+        stays: it can only be with forks.
+    """
+
+    moves: bool = False
+    stays: bool = False
 
 
-def kept_of(loader: Any) -> Kept:
-    """What the last iterator of a loader has left; it ends with the loader, in the janitor's thread."""
-    of, kept = _kept.get(id(loader), (None, None))
-    if of is None or kept is None or of() is not loader:
-        kept = Kept()
-        _kept[id(loader)] = weakref.ref(loader, _loader_ends), kept
-    return kept
+_Noted = TypeVar("_Noted")
 
 
-def _loader_ends(_: object, later: Callable[[Callable[[], object]], None] = janitor.later) -> None:
-    later(_forget_dead)
+class _Notes(Generic[_Noted]):
+    """Notes on objects, by their identity. A note ends with its object, in the janitor's thread.
+
+    Args:
+        new: makes the first note on an object.
+    """
+
+    def __init__(self, new: Callable[[], _Noted]) -> None:
+        self._new = new
+        self._of: dict[int, tuple[weakref.ref[Any], _Noted]] = {}
+        self._later = janitor.later  # for finalizers, even at the interpreter's end
+
+    def of(self, obj: Any) -> _Noted:
+        """The note on an object; on one that takes no weak references a new one each time."""
+        ref, note = self._of.get(id(obj), (None, None))
+        if ref is None or note is None or ref() is not obj:
+            note = self._new()
+            with contextlib.suppress(TypeError):
+                self._of[id(obj)] = weakref.ref(obj, self._ends), note
+        return note
+
+    def _ends(self, _: object) -> None:
+        self._later(self._forget_dead)
+
+    def _forget_dead(self) -> None:
+        for number, (ref, _) in list(self._of.items()):
+            if ref() is None:
+                del self._of[number]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._of.clear()
+
+    def __iter__(self) -> Iterator[_Noted]:
+        return iter([note for _, note in list(self._of.values())])
 
 
-def _forget_dead() -> None:
-    for number, (loader, _) in list(_kept.items()):
-        if loader() is None:
-            del _kept[number]
+loaders, datasets = _Notes(Kept), _Notes(Standing)
 
 
 class EpochIterator(OfOneProcess, BaseIterator):
@@ -195,6 +216,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def __init__(self, loader: Any, num_workers: int, state: State | None) -> None:
         self._pid = os.getpid()
         self._options = Options.of(loader)  # before torch draws anything
+        target = device_of(self._options)
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
@@ -224,6 +246,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if saved is not None:
             self._saved = self.position.unpack(saved)
             self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
+        pins_for = self._pin_memory_device if self._pin_memory else None
+        self._delivery = delivery_of(target, self._options.prefetch_to_device, pins_for)
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
 
@@ -311,8 +335,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._sampler_iter,
             options,
             position=position,
-            pin=functools.partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None,
-            device_index=pinning_device_index(self._pin_memory_device) if self._pin_memory else None,
+            delivery=self._delivery,
             tally=self._tally,
         )
 
@@ -340,20 +363,22 @@ class EpochIterator(OfOneProcess, BaseIterator):
             return []
         worker_bytes = self._options.prefetch_bytes / self._num_workers
         new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
-        kept = kept_of(loader)
+        kept = loaders.of(loader)
         if [(p.worker_bytes, p.dynamic) for p in kept.paces] != [(p.worker_bytes, p.dynamic) for p in new]:
             kept.paces = new
         return kept.paces
 
     def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
-        kept = kept_of(loader)
+        standing = datasets.of(self._dataset)
         if not self._options.may_fork:
             forks = False
-        elif self._options.workers == "fork" or kept.stays_forked:
+        elif self._options.workers == "fork" or standing.stays:
             forks = True
         else:
-            forks = not (session.is_wanted() or (kept.proven and self._has_actors()))
-        fleet = self._forked(loader, kept) if forks else self._with_actors(loader, kept)
+            forks = not (session.is_wanted() or (standing.moves and self._has_actors()))
+        fleet = None if forks else self._with_actors(loader, standing)
+        if fleet is None:
+            fleet = self._forked(loader, standing)
         try:
             setups = [
                 Setup(
@@ -387,17 +412,17 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def _replica(self) -> Replica:
         return Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
 
-    def _forked(self, loader: Any, kept: Kept) -> Fleet:
+    def _forked(self, loader: Any, standing: Standing) -> Fleet:
         """A fleet of forks, which moves to actors where that is possible."""
         from rayloader.host.forked import ForkedProcess  # which is imported here for the forks
 
-        replica, options = self._replica, self._options
+        replica, options, accelerator = self._replica, self._options, self._delivery.accelerator
         forks = Forks(ForkedProcess(replica).serve, functools.partial(_prepared, replica))
         takeover = None
-        if options.workers == "auto" and not kept.stays_forked and session.may_start():
-            of_loader = functools.partial(_actors_of, weakref.ref(loader), options, loader.label)
-            takeover = Takeover(of_loader, forks.zygote, self.position.lock, functools.partial(_note_moves, kept))
-        fleet = Fleet(forks, takeover)
+        if options.workers == "auto" and not standing.stays and session.may_start():
+            move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
+            takeover = Takeover(move, forks.zygote, self.position.lock, functools.partial(_note, standing))
+        fleet = Fleet(forks, takeover, accelerator)
         fleet.lend(self._num_hosts)
         return fleet
 
@@ -406,18 +431,26 @@ class EpochIterator(OfOneProcess, BaseIterator):
         pool = sys.modules.get("rayloader.workers.pool")
         return pool is not None and pool.has_idle(self._options.ray_remote_args, self._num_hosts)
 
-    def _with_actors(self, loader: Any, kept: Kept) -> Fleet:
+    def _with_actors(self, loader: Any, standing: Standing) -> Fleet | None:
         """A fleet of actors, which have the image of the replica that they will open.
 
         New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and
         before it is written: there may not be room for both.
+
+        Returns:
+            None if the replica cannot be pickled, and forks can do the same.
         """
+        from rayloader.epoch.inherited import encode_replica, in_short
+        from rayloader.inherit.process_state import ProcessState
+        from rayloader.replica.image import Image
+        from rayloader.transport.mapped import Mappings
         from rayloader.workers.actors import Actors, Inherited
         from rayloader.workers.pool import get_pool
 
         pool, options = get_pool(), self._options
-        actors = Actors(pool, loader, options.ray_remote_args, name=loader.label, lines=options.uses_lines)
-        fleet = Fleet(actors)
+        accelerator = self._delivery.accelerator
+        actors = Actors(pool, loader, options, loader.label, accelerator)
+        fleet = Fleet(actors, accelerator=accelerator)
         try:
             fresh = options.fresh_processes
             warm = not fresh and pool.has_warm(options.ray_remote_args, self._num_hosts)
@@ -425,9 +458,17 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 fleet.lend(self._num_hosts, fresh=fresh)
             with codec.no_collection():
                 mappings = Mappings()
-                encoded = _encode_replica(self._replica, mappings)
+                try:
+                    encoded = encode_replica(self._replica, mappings)
+                except Exception as error:
+                    if options.workers == "ray" or not options.may_fork or not session.is_on_one_node():
+                        raise
+                    _note(standing, in_short(error))
+                    fleet.release(busy=True)
+                    return None
                 if warm:
                     fleet.lend(self._num_hosts, fresh=fresh)
+                kept = loaders.of(loader)
                 old = kept.image
                 kept.image = Image.write(encoded, mappings) if old is None else old.updated(encoded, mappings)
             process = ProcessState.capture(session.node_id())
@@ -479,9 +520,12 @@ class EpochIterator(OfOneProcess, BaseIterator):
             if not self._persistent_workers:
                 self._release()
             raise StopIteration
-        if isinstance(task.data, ExceptionWrapper):
+        data = task.data
+        if isinstance(data, Moved):
+            data = data.handed_over()
+        if isinstance(data, ExceptionWrapper):
             try:
-                task.data.reraise()
+                data.reraise()
             except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
                 raise
             except BaseException as error:  # the user's exception, of any type
@@ -494,7 +538,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 # iterator.
                 raise error.with_traceback(None) from None
         self._task = task
-        return task.data
+        return data
 
     def _release(self) -> None:
         """Gives the fleet back."""
@@ -536,104 +580,46 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._fleet.later(functools.partial(_end, self._fleet, self._engine, reuse=reuse, wait=False))
 
 
-def _encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
-    """A replica, to be written into an image."""
-    try:
-        encoded = codec.encode(replica, carry=carried(), mapped=mappings, special=RECORDED)
-    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
-        if (explanation := _explained(replica)) is not None:
-            add_note(error, f"It cannot be sent to the workers: {explanation}")
-        raise
-    if encoded.overlap is not None:
-        _note_overlap(encoded.overlap, replica.dataset)
-    if encoded.copied is not None:
-        _warn_of_copy(*encoded.copied)
-    return encoded
-
-
-def _explained(replica: Replica) -> str | None:
-    """Which part of a replica cannot be pickled, if it is found."""
-    for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
-        if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
-            return explanation
-    return None
-
-
 def _prepared(replica: Replica) -> tuple[str, list[int]]:
-    """In a fork: what actors need to be like it, in files; or why that cannot be had, in words."""
-    try:
-        mappings = Mappings()
-        with codec.no_collection():
-            image = Image.write(codec.encode(replica, mapped=mappings, special=RECORDED), mappings)
-        sent, descriptors = image.sent
-        content = cloudpickle.dumps((ProcessState.capture(""), sent))
-        file = MemoryFile("inherited", len(content))
-        os.pwrite(file.fd, content, 0)
-        _kept_open.append((image, file))
-        return "", [file.fd, *descriptors]
-    except Exception as error:  # the user's objects may raise anything
-        return _explained(replica) or f"{type(error).__name__}: {error}", []
+    """In a fork: what actors need to be like it; see `inherited.prepared`."""
+    from rayloader.epoch.inherited import prepared
+
+    return prepared(replica)
 
 
-_kept_open: list[Any] = []  # until the fork ends, after it has sent their descriptors
-
-
-def _actors_of(loader: weakref.ref[Any], options: Options, name: str) -> Actors | None:
-    """The actors to which the workers of a loader move; in the thread of its takeover. None: the loader is gone."""
+def _move(
+    loader: weakref.ref[Any],
+    options: Options,
+    name: str,
+    accelerator: Accelerator | None,
+    takeover: Takeover,
+    workers: list[Worker],
+    count: int,
+) -> None:
+    """Brings actors to where they can take over a loader's workers, if it still lives; in the takeover's thread."""
     from rayloader.workers.actors import Actors
+    from rayloader.workers.moving import move
     from rayloader.workers.pool import get_pool
 
     pool, target = get_pool(background=True), loader()
-    if target is None:
-        return None
-    return Actors(pool, target, options.ray_remote_args, name=name, lines=options.uses_lines)
+    if target is not None:
+        actors = Actors(pool, target, options, name, accelerator)
+        del target  # it is not to live on for this thread
+        move(actors, takeover, workers, count)
 
 
-def _note_moves(kept: Kept, reason: str) -> None:
-    """Notes whether a loader's workers can be actors, or else says why not."""
-    kept.proven, kept.stays_forked = not reason, bool(reason)
+def _note(standing: Standing, reason: str) -> None:
+    """Notes that a dataset moves to actors, or else why not."""
+    standing.moves, standing.stays = not reason, bool(reason)
     if reason:
-        logger.info(
-            "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: "
-            "%s",
-            reason,
-        )
+        _tell_of_forks(reason)
 
 
-_MUCH = 64 << 20  # bytes that are held twice
-_seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
-
-
-def _note_overlap(overlap: Overlap, dataset: object) -> None:
-    """Tells of arrays that share memory, unless it hardly matters: libraries keep samples as arrays and as tensors."""
-    much = overlap.nbytes >= _MUCH
-    if (kind := (overlap.one, overlap.other, much)) in _seen_overlaps:
-        return
-    _seen_overlaps.add(kind)
-    if much or not overlap.converted or _have_attributes(dataset, overlap.arrays):
-        logger.warning(
-            "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if "
-            "they are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it "
-            "there too",
-            overlap.one,
-            overlap.other,
-        )
-
-
-def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
-    """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
-    those = {*map(id, arrays)}
-    return any(
-        id(obj) in those and path[-1][0] == "attribute" for path, obj in walk([((("object", "dataset"),), dataset)])
-    )
-
-
-def _warn_of_copy(function: str, generator: str) -> None:
-    warnings.warn(
-        f"the workers have a copy of the random generator {generator} for {function}, which is a lambda or was made by "
-        "another function, and one more for the rest of its module: both may draw the same numbers. Define the "
-        "function at the top level of the module, or let the dataset hold the generator",
-        stacklevel=2,
+@functools.cache  # says it once
+def _tell_of_forks(reason: str) -> None:
+    logger.info(
+        "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: %s",
+        reason,
     )
 
 
@@ -659,7 +645,8 @@ def close_all() -> None:
     for iterator in list(_live_iterators):
         with contextlib.suppress(Exception):  # one that cannot be closed must not keep the others open
             iterator._close()
-    _kept.clear()
+    loaders.clear()
+    datasets.clear()
 
 
 def _keep_after_fork() -> None:

@@ -26,6 +26,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
 from rayloader.data.shard_info import Reader, ranks_told
+from rayloader.epoch.to_device import device_of, moved_here
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
@@ -58,6 +59,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def __init__(self, loader: Any, state: State | None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
+        self._target = device_of(self._options)
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
         self.position = position = Position(Samplers(loader), 0, 0, iterable=self._iterable)
@@ -206,7 +208,9 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         ended = False
         try:
             data = self._build(task, indices, skipped)
-            return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+            if self._pin_memory:
+                data = pin_memory(data, self._pin_memory_device)
+            return data if self._target is None else moved_here(data, self._target[0])
         except fetching.NothingLeft:
             return fetching.NOTHING
         except StopIteration:

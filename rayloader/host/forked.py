@@ -29,9 +29,9 @@ class ForkedProcess:
         self._hosting = Hosting(lane)
         self._server = LineServer(self._hosting, lane, self._start)
 
-    def serve(self, address: LineAddress) -> None:
-        """Serves the line until it ends."""
-        self._server.serve(address, [])
+    def serve(self, address: LineAddress, early: list[bytes]) -> None:
+        """Serves the line until it ends; `early` are messages that come before those of the line."""
+        self._server.serve(address, early)
         self._hosting.end()
 
     def _start(self, setup: Setup, state: WorkerState | None) -> None:

@@ -20,6 +20,7 @@ driver's states, or back to where they were before.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import pickle
 import random
@@ -181,8 +182,8 @@ class Generators:
         modules: Callable[[], Iterable[tuple[str, Mapping[str, Any]]]] | None = None,
     ) -> None:
         self._replica = replica
-        self._modules = modules
-        found = search(replica, (modules or own_modules)())
+        self._modules = modules or functools.partial(own_modules, main=noted is None)
+        found = search(replica, self._modules())
         of_replica = [one.generator for one in found if not _is_global(one)]
         if noted is None:
             noted = of_replica
@@ -199,7 +200,7 @@ class Generators:
 
     def _others(self) -> list[Found]:
         """Those that are not given."""
-        found = search(self._replica, (self._modules or own_modules)())
+        found = search(self._replica, self._modules())
         return [one for one in found if id(engine(one.generator)) not in self._known]
 
     def look(self) -> tuple[Located, ...]:

@@ -66,6 +66,11 @@ def share(
     for argument, value in (("consumers", consumers), ("buffer", buffer), ("buffer_bytes", buffer_bytes)):
         if not is_whole(value) or value < 1:
             raise ValueError(f"share() needs {argument} >= 1, a whole number, got {value!r}")
+    if loader.device is not None:
+        raise ValueError(
+            f"share() takes a loader without a device, got device={loader.device!r}: its consumers may use different "
+            "ones; leave it out, and move the batches in each consumer"
+        )
     if consumer_timeout is not None and not consumer_timeout > 0:
         raise ValueError(f"consumer_timeout must be a number of seconds > 0, or None, got {consumer_timeout!r}")
     if isinstance(loader.dataset, IterableDataset) and ranks_told(loader) is None:

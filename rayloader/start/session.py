@@ -231,7 +231,7 @@ class _Starter(DaemonThread):
         while not self.done:
             self._bell.wait(START_TICK_S)
             waited = time.monotonic() - began
-            if not self.done and not said and waited >= START_NOTICE_S:
+            if not self.done and not said and not self._background and waited >= START_NOTICE_S:
                 said = True
                 logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
             if not self.done and waited >= START_LIMIT_S:
@@ -461,6 +461,11 @@ def exports_metrics() -> bool:
     """Whether Ray offers the metrics of this node's processes to Prometheus; the answer may take a millisecond."""
     here = node_id()
     return any(node["NodeID"] == here and node.get("MetricsExportPort", 0) > 0 for node in imported().nodes())
+
+
+def is_on_one_node() -> bool:
+    """Whether the cluster consists of this machine alone."""
+    return len([node for node in imported().nodes() if node["Alive"]]) == 1
 
 
 def node_ip() -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -33,7 +34,7 @@ from typing import Any, NoReturn
 from rayloader._compat import run_as_process
 from rayloader.errors import WorkerStartError
 from rayloader.transport.line import poll
-from rayloader.transport.local_line import LineAddress
+from rayloader.transport.local_line import LineAddress, flush_streams
 
 # How long forks may continue after the end of their lines: as long as torch waits for a worker.
 END_SECONDS = 5.0
@@ -41,7 +42,7 @@ END_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_MESSAGE_BYTES = 1 << 16
+_MESSAGE_BYTES = 1 << 16  # much more than what forks are told early
 _MOST_FILES = 250
 
 logger = logging.getLogger("rayloader")
@@ -53,8 +54,13 @@ class Zygote:
     """The driver's end.
 
     Args:
-        work: what a fork does with the line that it is to serve.
+        work: what a fork does with the line that it is to serve, and with messages that come before those of the line.
         prepare: what a fork of low priority does for `prepared`: returns a message, and descriptors to pass on.
+
+    Attributes:
+        pid: of the zygote.
+        forked: processes, by the names of the lines that they are to serve.
+        failed: why no process could be forked, by the same.
 
     Raises:
         WorkerStartError: no process can be forked.
@@ -62,18 +68,22 @@ class Zygote:
 
     _control: socket.socket | None = None
 
-    def __init__(self, work: Callable[[LineAddress], object], prepare: Callable[[], tuple[Any, list[int]]]) -> None:
+    def __init__(
+        self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
+    ) -> None:
         self._driver = os.getpid()
         self._lock = threading.RLock()
         self._statuses: dict[int, int] = {}
         self._prepared: tuple[Any, list[int]] | None = None
         self._is_preparing = False
-        self.failure = ""  # why it could not fork a worker
+        self.forked: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
         self.pid = 0
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _live.add(self)
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        flush_streams()  # or each fork would print what is in their buffers
         try:
             self.pid = os.fork()
             if self.pid == 0:
@@ -89,9 +99,9 @@ class Zygote:
             if not self.pid:
                 self.close()
 
-    def fork(self, address: LineAddress) -> None:
-        """Lets it fork a process that serves this line; the process connects to it."""
-        self._tell(("fork", address))
+    def fork(self, address: LineAddress, early: list[bytes]) -> None:
+        """Lets it fork a process that serves this line, after some messages; the process connects to it."""
+        self._tell(("fork", address, early))
 
     def kill(self, pid: int) -> None:
         """Kills a fork."""
@@ -101,7 +111,8 @@ class Zygote:
     def lives(self) -> bool:
         """Whether it can fork."""
         with self._lock:
-            self._read()
+            while self._read():
+                pass
             return self._control is not None
 
     def status(self, pid: int) -> int | None:
@@ -148,8 +159,10 @@ class Zygote:
                 self._statuses[pid] = status
             case ("prepared", content):
                 self._prepared = content, files
-            case ("failed", reason):
-                self.failure = reason
+            case ("forked", name, pid):
+                self.forked[name] = pid
+            case ("failed", name, reason):
+                self.failed[name] = reason
         return True
 
     def close(self) -> None:
@@ -166,6 +179,20 @@ class Zygote:
         self.close()
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a fork has ended; until its zygote has waited for it, nobody else has its number."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # an old kernel, or no descriptor is left: nobody knows
+        return False
+    try:
+        return poll(process, select.POLLIN, 0)
+    finally:
+        os.close(process)
+
+
 _live: weakref.WeakSet[Zygote] = weakref.WeakSet()
 _ending: list[int] = []  # processes that were zygotes, and have not been waited for
 
@@ -178,7 +205,8 @@ def reap() -> bool:
         except ChildProcessError:  # the program waits for all its children
             lives = False
         if not lives:
-            _ending.remove(pid)
+            with contextlib.suppress(ValueError):  # another thread has waited for it
+                _ending.remove(pid)
     return bool(_ending)
 
 
@@ -205,7 +233,7 @@ os.register_at_fork(after_in_child=_forget)
 def _serve(
     control: socket.socket,
     driver: int,
-    work: Callable[[LineAddress], object],
+    work: Callable[[LineAddress, list[bytes]], object],
     prepare: Callable[[], tuple[Any, list[int]]],
     blocked: set[int | signal.Signals],
 ) -> NoReturn:
@@ -229,10 +257,11 @@ def _serve(
             if not message:
                 break
             match pickle.loads(message):
-                case ("fork", address):
-                    forks += _forked(control, lambda: run_as_process(lambda: work(address)), collects=collects)
+                case ("fork", address, early):
+                    serve = functools.partial(run_as_process, functools.partial(work, address, early))
+                    forks += _forked(control, address.name, serve, collects=collects)
                 case ("prepare",):
-                    forks += _forked(control, lambda: _prepare(control, prepare), collects=False, keeps=True)
+                    forks += _forked(control, "", functools.partial(_prepare, control, prepare), collects=False)
                 case ("kill", pid):
                     if pid in forks:
                         os.kill(pid, signal.SIGKILL)
@@ -246,22 +275,23 @@ def _serve(
     os._exit(0)
 
 
-def _forked(control: socket.socket, work: Callable[[], int], *, collects: bool, keeps: bool = False) -> list[int]:
-    """Forks a process that does this, and nothing else; returns its id."""
+def _forked(control: socket.socket, name: str, work: Callable[[], int], *, collects: bool) -> list[int]:
+    """Forks a process that does this, and nothing else; returns its id. `name`: of the line that it serves, if any."""
     zygote = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
-        control.sendall(pickle.dumps(("failed", str(error))))
+        control.sendall(pickle.dumps(("failed", name, str(error))))
         return []
     if pid:
+        control.sendall(pickle.dumps(("forked", name, pid)))
         return [pid]
     code = 1
     with contextlib.suppress(BaseException):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != zygote:  # it has died before that
             os._exit(1)
-        if not keeps:
+        if name:
             control.close()
         # Not ignored, because what the user's code starts would ignore it too.
         signal.signal(signal.SIGINT, _nothing)
@@ -287,7 +317,7 @@ def _prepare(control: socket.socket, prepare: Callable[[], tuple[Any, list[int]]
 
 def _status(pid: int) -> int | None:
     """How a fork has ended; waits for a moment: its line has."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError):
         process = os.pidfd_open(pid)
         poll(process, select.POLLIN, 1000)
         os.close(process)

@@ -42,14 +42,14 @@ the lowest stretch that fits: that touches no new page while an old one fits.
 
 NOTE [Cold memory]. A page costs memory once it was touched, even if its slot is free. Memory that no slot has
 covered while `COLD_AFTER` slots were taken is *cold*, and is given back to the system. It is counted in chunks. To give
-back all that is free would have each batch of the next ones touch its pages anew.
+back all that is free would have each batch of the next ones touch its pages anew. An arena that may be page-locked for
+an accelerator keeps what it has touched: NOTE [Locked memory] in page_locks.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import operator
 import os
 import sys
 import weakref
@@ -61,7 +61,9 @@ import numpy as np
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.errors import RayloaderError
+from rayloader.transport.device import Accelerator
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
+from rayloader.transport.page_locks import PageLocks, blocks, unlocker
 
 PAGE = mmap.PAGESIZE
 COLD_AFTER = 256  # slots
@@ -84,7 +86,7 @@ Slice = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, 
 class ArenaMemory:
     """A whole file, mapped shared and writable for as long as something refers to this object."""
 
-    __slots__ = ("bytes", "gone", "memory", "resting", "start")
+    __slots__ = ("bytes", "gone", "locks", "memory", "resting", "start")
 
     def __init__(self, fd: int, nbytes: int) -> None:
         file = mmap.mmap(fd, nbytes)  # holds a duplicate of `fd`
@@ -93,6 +95,7 @@ class ArenaMemory:
         self.start: int = self.bytes.__array_interface__["data"][0]
         self.resting = False  # whether leases give freed memory back to the system
         self.gone = False  # whether all memory without a lease was given back
+        self.locks: PageLocks | None = None  # if it may be page-locked
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Gives the memory of whole pages back to the system; they read as zeros and can be used again."""
@@ -139,22 +142,31 @@ class SlotLease(Extent):
         dead: Dead | None = getattr(self, "dead", None)  # missing if an interrupt came before the constructor's end
         if dead is None:
             return
-        ticket, start, size = self.slot
+        (ticket, start, size), mapping = self.slot, self.mapping
         reuse = self.forks == forks_begun
-        if reuse and self.mapping.resting:
-            self.mapping.give_back(start, size)  # before the worker can learn of it
+        gives_back = reuse and mapping.locks is None
+        if gives_back and mapping.resting:
+            mapping.give_back(start, size)  # before the worker can learn of it
         dead.append((ticket, reuse))
-        if reuse and self.mapping.gone:
-            self.mapping.give_back(start, size)
+        if mapping.gone:
+            if gives_back:
+                mapping.give_back(start, size)
+            elif mapping.locks is not None:
+                unlocker.ring()
+
+    def page_lock(self) -> None:
+        """Makes sure that the slot is page-locked, if it may be; see `PageLocks.lock`."""
+        if (locks := self.mapping.locks) is not None:
+            locks.lock(self.start)
 
 
 Leases = dict[int, SlotLease | list[bytearray]]  # by ticket; the leases of one message, and copies
 
 
-def leased_slot(buffer: Any) -> tuple[int, int] | None:
-    """Ticket and bytes of the slot that a buffer keeps leased; None if it is other memory."""
+def lease_of(buffer: Any) -> SlotLease | None:
+    """The lease of the slot in which a buffer lies; None if it is other memory."""
     lease = getattr(memoryview(buffer).obj, "base", None)
-    return (lease.slot[0], lease.slot[2]) if isinstance(lease, SlotLease) else None
+    return lease if isinstance(lease, SlotLease) else None
 
 
 # See NOTE [Forks]. Module state, because a fork affects all arenas of the process.
@@ -182,18 +194,21 @@ class Arena:
     Args:
         nbytes: room for slots, rounded up to whole pages. Pages cost memory once they are touched.
         kind: purpose of its slots; part of the file's name.
+        accelerator: for which its slots may be page-locked.
 
     Attributes:
         address: for the worker to open it.
+        accelerator: as given.
         spoiled: bytes that will never be free again (see NOTE [Forks]), as of the last call of `freed`.
 
     Raises:
         ArenaError: this system has no memory files, or no room for one.
     """
 
-    def __init__(self, nbytes: int, kind: str = "arena") -> None:
+    def __init__(self, nbytes: int, kind: str = "arena", accelerator: Accelerator | None = None) -> None:
         size = PAGE + max(1, -(-nbytes // PAGE)) * PAGE
         self._file: MemoryFile | None = None
+        self.accelerator = accelerator
         try:
             self._file = MemoryFile(kind, size)
             self.address = self._file.address
@@ -203,8 +218,11 @@ class Arena:
         except (OSError, MemoryFileError) as error:
             self.close()
             raise ArenaError(f"can't make an arena's memory file: {error}") from error
-        self._leased: dict[int, Slot] = {}  # by ticket: live leases, posted ones and spoiled ones
+        if accelerator is not None:
+            self._mapping.locks = PageLocks(accelerator, self._mapping.start, size)
+        self._leased: dict[int, Slot] = {}  # by ticket: live leases, posted ones, held ones and spoiled ones
         self._dead: Dead = deque()  # posted by leases
+        self._spoiled: set[int] = set()  # tickets
         self.spoiled = 0
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -213,7 +231,7 @@ class Arena:
 
     def writer(self) -> ArenaWriter:
         """A writer for an arena that this process fills itself, instead of a worker; for one thread at a time."""
-        return ArenaWriter(self._mapping, self.address.nbytes)
+        return ArenaWriter(self._mapping, self.address.nbytes, locked=self.accelerator is not None)
 
     def view(self, where: Slice, leases: Leases) -> memoryview:
         """The bytes of a buffer, writable; they, and everything made from them, keep their slot leased.
@@ -255,14 +273,24 @@ class Arena:
         """Tickets of slots that are free again, and were not returned before, for `ArenaWriter.free`."""
         if KEEPS_SENT_STORAGES:
             release_sent_storages()
-        tickets = []
+        tickets, held, locks = [], [], self._mapping.locks
         while self._dead:  # only this thread removes from it
             ticket, reuse = self._dead.popleft()
-            if reuse:
-                self._leased.pop(ticket, None)  # none, if it was only copied
-                tickets.append(ticket)
+            slot = self._leased.get(ticket)  # None, if it was only copied
+            if not reuse:
+                assert slot is not None
+                self._spoiled.add(ticket)
+                self.spoiled += slot[2]
+            elif slot is not None and locks is not None and locks.is_locked(slot[1]):
+                held.append(ticket)
             else:
-                self.spoiled += self._leased[ticket][2]
+                tickets.append(ticket)
+        if locks is not None:
+            if held:
+                locks.hold(held)
+            tickets += locks.passed()
+        for ticket in tickets:
+            self._leased.pop(ticket, None)
         return tickets
 
     def leased(self) -> frozenset[int]:
@@ -273,6 +301,8 @@ class Arena:
     def leased_bytes(self) -> int:
         """Bytes in slots that are leased. Any thread may ask."""
         dead = {ticket for ticket, _ in self._dead.copy()}
+        if (locks := self._mapping.locks) is not None:
+            dead |= locks.held()
         return sum(size for ticket, _, size in list(self._leased.values()) if ticket not in dead)
 
     def rest(self, resting: bool) -> None:
@@ -283,20 +313,51 @@ class Arena:
         """No more openings; the mapping goes with the last lease. Callable more than once.
 
         Args:
-            give_back: the worker has ended: all memory that is not leased is given back to the system.
+            give_back: the worker has ended: all memory that is not leased is given back to the system. Page-locked
+                memory is, in a thread, in any case.
         """
         file, self._file = self._file, None
         if file is None:
             return
         file.close()
-        if give_back:
-            self._mapping.gone = True  # first: a lease that another thread makes or ends sees it, or is seen
+        mapping = getattr(self, "_mapping", None)  # missing if the constructor has failed
+        if mapping is None:
+            return
+        is_locked = mapping.locks is not None and mapping.locks.close()
+        if not is_locked:
+            mapping.locks = None
+        if give_back or is_locked:
+            mapping.gone = True  # first: a lease that another thread makes or ends sees it, or is seen
             self.freed()
-            start = 0
-            for _, low, size in sorted(self._leased.values(), key=operator.itemgetter(1)):
-                self._mapping.give_back(start, low - start)
-                start = low + size
-            self._mapping.give_back(start, self.address.nbytes - start)
+            self._give_back_free()
+        if is_locked:
+            unlocker.retire(self)
+
+    def unlock(self) -> bool:
+        """Unlocks blocks in which no batch lives; for `Unlocker`, once it is closed. Waits for the copies from there.
+
+        Returns:
+            Whether all is unlocked.
+        """
+        locks = self._mapping.locks
+        assert locks is not None
+        self.freed()
+        locks.wait()
+        self.freed()
+        locks.unlock([slot[1] for ticket, slot in self._leased.items() if ticket not in self._spoiled])
+        self._give_back_free()
+        return not locks.locked
+
+    def _give_back_free(self) -> None:
+        """Gives all memory that is neither leased nor page-locked back to the system."""
+        used = [(start, start + size) for _, start, size in self._leased.values()]
+        if (locks := self._mapping.locks) is not None:
+            used += locks.locked
+        free = 0
+        for start, end in sorted(used):
+            self._mapping.give_back(free, max(0, start - free))
+            free = max(free, end)
+        self._mapping.give_back(free, self.address.nbytes - free)
 
     def _lease(self, slot: Slot, leases: Leases) -> SlotLease:
         forks = _NEVER if forks_under_way else forks_begun
@@ -315,16 +376,22 @@ class Arena:
 class ArenaWriter:
     """The worker's side: the mapped file, and its free slots. Create one with `open`.
 
+    Args:
+        mapping: of the file.
+        nbytes: size of the file.
+        locked: the driver may page-lock it: each slot lies in one block, and no memory is given back.
+
     Attributes:
         full: whether there was no room for a buffer.
         small: buffers up to this size are not worth a slot of their own, according to the driver.
     """
 
-    def __init__(self, mapping: ArenaMemory, nbytes: int) -> None:
+    def __init__(self, mapping: ArenaMemory, nbytes: int, *, locked: bool = False) -> None:
         self.small = 0
+        self._keeps = locked
         self._mapping = mapping
         self._pid = os.getpid()
-        self._free = FreeSlots(PAGE, nbytes)
+        self._free = FreeSlots(*blocks(nbytes)) if locked else FreeSlots((PAGE, nbytes))
         self._slots: dict[int, _Taken] = {}  # by ticket
         self._batch: list[int] = []  # tickets taken for the batch that is being built
         self._kept: list[int] = []  # of slots that user code still referred to when their batch was finished
@@ -333,8 +400,12 @@ class ArenaWriter:
         self.full = False
 
     @classmethod
-    def open(cls, address: ArenaAddress) -> ArenaWriter:
+    def open(cls, address: ArenaAddress, *, locked: bool = False) -> ArenaWriter:
         """Maps the arena of another process.
+
+        Args:
+            address: of the arena.
+            locked: as for the constructor.
 
         Raises:
             ArenaError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is
@@ -345,7 +416,7 @@ class ArenaWriter:
             try:
                 if os.pread(fd, len(address.header), 0) != address.header:
                     raise ArenaError(f"{address.name} does not begin with its name")
-                return cls(ArenaMemory(fd, address.nbytes), address.nbytes)
+                return cls(ArenaMemory(fd, address.nbytes), address.nbytes, locked=locked)
             finally:
                 os.close(fd)
         except (OSError, MemoryFileError) as error:
@@ -469,7 +540,7 @@ class ArenaWriter:
         self._last_ticket += 1
         taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, forks_begun)
         self._batch.append(self._last_ticket)
-        if self._last_ticket % COLD_AFTER == 0:
+        if self._last_ticket % COLD_AFTER == 0 and not self._keeps:
             self._look_again()
             for start, size in self._free.cold(other.slot[1:] for other in self._slots.values()):
                 self._mapping.give_back(start, size)
@@ -515,12 +586,14 @@ class FreeSlots:
     """The free list of an arena.
 
     Args:
-        start, end: of its room, in bytes; whole pages.
+        rooms: start and end of each part of it, in bytes, ascending; whole pages. A slot lies in one of them.
     """
 
-    def __init__(self, start: int, end: int) -> None:
+    def __init__(self, *rooms: tuple[int, int]) -> None:
+        end = rooms[-1][1]
         self._same_size: dict[int, list[int]] = {}  # starts of free slots by size, in the order of their return
-        self._stretches = [(start, end)]  # the other free room: start, end, ascending
+        self._stretches = list(rooms)  # the other free room: start, end, ascending
+        self._borders = {start for start, _ in rooms}
         self._taken = 0  # slots so far
         self._uses: dict[tuple[int, int], int] = {}  # since `cold` was called last: `_taken` by start and size
         self._last_use = np.zeros(-(-end // CHUNK), np.int64)  # of each chunk: the value of `_taken`; 0: not touched
@@ -570,7 +643,7 @@ class FreeSlots:
         self._same_size.clear()
         joined: list[tuple[int, int]] = []
         for start, end in sorted([*free, *self._stretches]):
-            if joined and joined[-1][1] == start:
+            if joined and joined[-1][1] == start and start not in self._borders:
                 joined[-1] = joined[-1][0], end
             else:
                 joined.append((start, end))

@@ -26,7 +26,9 @@ import numpy as np
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.transport import codec, raw
-from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, leased_slot
+from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, lease_of
+from rayloader.transport.device import Accelerator
+from rayloader.transport.page_locks import may_lock
 
 logger = logging.getLogger("rayloader")
 
@@ -67,6 +69,7 @@ class Room:
     address: ArenaAddress | None  # of the arena; None: the last one
     freed: list[int]  # tickets of slots that are free again
     small: int  # up to what size buffers are small
+    locked: bool = False  # whether the arena may be page-locked; it is, or is not, for all its life
     abandoned: Sequence[int | None] = ()  # workers whose results so far are discarded; None in it: all workers'
     leased: Collection[int] = ()  # if there are some, the tickets of slots that are not
 
@@ -74,8 +77,8 @@ class Room:
     def fields(self) -> tuple[Any, ...]:
         """The part of it that is sent."""
         if not self.abandoned:
-            return self.address, self.freed, self.small
-        return self.address, self.freed, self.small, self.abandoned, self.leased
+            return self.address, self.freed, self.small, self.locked
+        return self.address, self.freed, self.small, self.locked, self.abandoned, self.leased
 
 
 def switched_off() -> bool:
@@ -172,7 +175,14 @@ def read_only_bytes(wire: Wire) -> int:
 
 def leased_bytes(wire: Wire) -> int:
     """Bytes of the slots that its buffers keep leased."""
-    return sum(dict(slot for slot in map(leased_slot, wire.buffers) if slot is not None).values())
+    return sum({lease.slot[0]: lease.slot[2] for lease in map(lease_of, wire.buffers) if lease is not None}.values())
+
+
+def page_lock(wire: Wire) -> None:
+    """Page-locks the slots that its buffers keep leased, as far as they may be."""
+    for lease in map(lease_of, wire.buffers):
+        if lease is not None:
+            lease.page_lock()
 
 
 def _fresh_copy(buffer: memoryview) -> memoryview:
@@ -200,10 +210,16 @@ def fits_in_band(wire: Wire, nbytes: int) -> bool:
 
 
 class ArenaLane:
-    """The driver's side of one actor's arena."""
+    """The driver's side of one actor's arena.
+
+    Attributes:
+        accelerator: for which the batches to come are to be page-locked. An arena that cannot be is replaced.
+    """
 
     def __init__(self) -> None:
+        self.accelerator: Accelerator | None = None
         self._arena: Arena | None = None
+        self._spoiled: list[Arena] = []  # replaced ones whose page-locked memory has to be unlocked
         self._off = ""  # why there will be no arena
         self._abandoned: set[int | None] = set()  # not sent yet
 
@@ -231,16 +247,22 @@ class ArenaLane:
         """
         if self._off:
             return None
-        arena = self._arena
+        arena, accelerator = self._arena, may_lock(self.accelerator)
         freed = arena.freed() if arena is not None else []
+        if arena is not None and accelerator is not None and arena.accelerator is not accelerator:
+            arena.close(give_back=True)  # what the worker still builds there is for nobody: it was lent to others
+            arena = None
         if arena is None or arena.spoiled > SPOILED_BYTES:
+            if arena is not None and arena.accelerator is not None:
+                self._spoiled.append(arena)
             try:
-                self._arena = arena = Arena(ARENA_BYTES)
+                self._arena = arena = Arena(ARENA_BYTES, accelerator=accelerator)
             except ArenaError as error:
                 self._off = str(error)
                 return None
             freed = []
-        room = Room(arena.address if arena.address is not known else None, freed, SMALL_BYTES)
+        address = arena.address if arena.address is not known else None
+        room = Room(address, freed, SMALL_BYTES, locked=arena.accelerator is not None)
         if self._abandoned:
             room.abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
             room.leased = arena.leased()
@@ -257,7 +279,8 @@ class ArenaLane:
 
     def refused(self, reason: str) -> None:
         """The worker cannot open the arena: its batches travel in the messages."""
-        self._off, self._arena = reason, None
+        self.close()
+        self._off = reason
         logger.info("rayloader: batches travel without shared memory: %s", reason)
 
     def was_full(self) -> None:
@@ -273,6 +296,8 @@ class ArenaLane:
 
     def close(self) -> None:
         """The process is gone, or soon will be: memory without a batch is freed at once, the rest with its batches."""
+        while self._spoiled:
+            self._spoiled.pop().close(give_back=True)
         if self._arena is not None:
             self._arena.close(give_back=True)
             self._arena = None
@@ -297,7 +322,7 @@ class WorkerLane:
         if (address := news.address) is not None and address != self._address:
             self._arena, self._address, self.error = None, address, ""
             try:
-                self._arena = ArenaWriter.open(address)
+                self._arena = ArenaWriter.open(address, locked=news.locked)
             except ArenaError as error:
                 self.error = str(error)
         if self._arena is not None:
@@ -321,9 +346,13 @@ class Recycled:
     A copy is writable and belongs to nobody else, for as long as any view of it lives. It lies in an arena of which
     this process is the writer as well as the reader; without one, or without room, it has fresh memory. Nothing waits.
     One thread at a time copies; any may call `close`, more than once.
+
+    Args:
+        accelerator: for which the memory may be page-locked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator | None = None) -> None:
+        self._accelerator = accelerator
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._writer: ArenaWriter | None = None
@@ -348,12 +377,13 @@ class Recycled:
         if self._arena is not None:
             freed = self._arena.freed()
             if self._arena.spoiled > SPOILED_BYTES:
-                self._arena = self._writer = None  # it lives on with its leases
+                self._arena.close()  # it lives on with its leases
+                self._arena = self._writer = None
             elif self._writer is not None:
                 self._writer.free(freed)
         if self._arena is None and not self._off:
             try:
-                self._arena = Arena(ARENA_BYTES, "copies")
+                self._arena = Arena(ARENA_BYTES, "copies", may_lock(self._accelerator))
             except ArenaError:
                 self._off = True
             else:

@@ -206,6 +206,7 @@ class Pickler(ByValuePickler):
         self.carried_objects: list[Any] = []
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
+        self.from_accelerators: dict[int, torch.UntypedStorage] = {}  # copies of a replica's storages, by address
         self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
         self.special_names: dict[str, set[str]] = {}  # of special objects in modules of functions that travel by value
         self.modules: dict[str, None] = {}  # of what a replica refers to by name, in the order in which it is met
@@ -253,6 +254,8 @@ class Pickler(ByValuePickler):
         if self.mapped is not None and (reduction := self._of_replica(obj, kind)) is not None:
             return reduction
         _check_can_leave(obj, kind)
+        if self.known_classes and issubclass(kind, (type, types.FunctionType)) and _is_named(obj):
+            return NotImplemented
         if issubclass(kind, type):
             if self.known_classes:
                 return _reduce_by_id(obj, super().reducer_override)
@@ -272,12 +275,22 @@ class Pickler(ByValuePickler):
     def _storage(self, obj: Any, kind: type) -> Any:
         """How a storage is pickled; None for as its class says."""
         if kind is torch.TypedStorage:
-            on_cpu = untyped_in(obj).device.type == "cpu"
-            return (reductions.rebuild_typed_storage, (untyped_in(obj), obj.dtype)) if on_cpu else None
-        if obj.device.type != "cpu":
+            has_data = untyped_in(obj).device.type != "meta"
+            return (reductions.rebuild_typed_storage, (untyped_in(obj), obj.dtype)) if has_data else None
+        if obj.device.type == "meta":
             return None
+        if obj.device.type != "cpu":
+            if self.mapped is None:
+                raise on_accelerator(obj.device)
+            obj = self._in_main_memory(obj)
         nbytes = obj.nbytes()
         return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
+
+    def _in_main_memory(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """A copy of a storage of an accelerator, which workers keep off; always the same one."""
+        if storage.data_ptr() not in self.from_accelerators:
+            self.from_accelerators[storage.data_ptr()] = storage.cpu()
+        return self.from_accelerators[storage.data_ptr()]
 
     def _noted(self, definition: Any, reduced: Any) -> Any:
         """The reduction of a class or a function, whose module is noted if that is imported to find it by name."""
@@ -560,6 +573,15 @@ def _proxy_of_manager(proxy: Any) -> tuple[Any, ...]:
     return rebuild, (make, token, serializer, options), *state
 
 
+def on_accelerator(device: torch.device) -> TypeError:
+    """The error for a batch, or its indices, with a tensor on this device."""
+    return TypeError(
+        f"a batch and its indices must be in main memory, got a tensor on {str(device)!r}: each worker that uses an "
+        "accelerator takes some of its memory and time from the trainer; create tensors on the CPU, and let the loader "
+        f"move the batches: DataLoader(..., device={device.type!r})"
+    )
+
+
 def _check_can_leave(obj: Any, kind: type) -> None:
     """Raises a TypeError for objects that are useless, or stand for something else, in another process."""
     if kind is memoryview:  # cloudpickle would send bytes
@@ -574,6 +596,14 @@ def _check_can_leave(obj: Any, kind: type) -> None:
 
 
 # ---- classes by value
+
+
+def _is_named(definition: Any) -> bool:
+    """Whether a class or function is where its name says: in a fork those of the program's `__main__` are, too."""
+    found = sys.modules.get(definition.__module__)
+    for name in definition.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is definition
 
 
 def _with_slots(cls: type, reduced: Any) -> Any:

@@ -18,15 +18,17 @@ from typing_extensions import override
 
 from rayloader.errors import RaySessionError, WorkerStartError
 from rayloader.inherit.process_state import ProcessState
+from rayloader.options import Options
 from rayloader.protocol import Source
 from rayloader.replica.image import Image
 from rayloader.start import session
+from rayloader.transport.device import Accelerator
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
 from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
 from rayloader.workers.connection import Channel, Mailbox
 from rayloader.workers.pool import Pool
-from rayloader.workers.process import Processes, Verdict
+from rayloader.workers.processes import Processes, Verdict
 from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
 logger = logging.getLogger("rayloader")
@@ -63,22 +65,24 @@ class Actors(Processes):
     Args:
         pool: where they come from.
         loader: whose iterator has the fleet.
-        remote_args: the user's options of actors.
+        options: of the loader.
         name: of the loader, for the names of actors.
-        lines: actors on this machine are reached over local sockets, those elsewhere over TCP.
+        accelerator: for which the memory of batches is page-locked.
 
     Attributes:
-        inherited: set before a worker begins.
+        inherited: set before a worker begins, until `release`.
     """
 
-    inherited: Inherited
+    inherited: Inherited | None = None
 
-    def __init__(self, pool: Pool, loader: object, remote_args: dict[str, Any], *, name: str, lines: bool) -> None:
+    def __init__(
+        self, pool: Pool, loader: object, options: Options, name: str = "", accelerator: Accelerator | None = None
+    ) -> None:
         self._pool = pool
-        self._lease: Lease | None = pool.begin_lease(loader, remote_args, name)  # None after `release`
-        self._remote_args = remote_args
-        self._lines = lines
-        self._memory = Recycled()  # for data from the network
+        self._remote_args = options.ray_remote_args
+        self._lease: Lease | None = pool.begin_lease(loader, self._remote_args, name)  # None after `release`
+        self._lines = options.uses_lines  # otherwise every call and every batch goes through Ray
+        self._memory = Recycled(accelerator)  # for data from the network
         self._reaches_far = False
 
     @property
@@ -115,6 +119,7 @@ class Actors(Processes):
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
         lease, self._lease = self._lease, None
+        self.inherited = None  # the iterator may live on
         if lease is not None:
             self._memory.close()  # parts in use stay until their last view has died
             self._pool.end(lease, busy=busy, reuse=reuse)
@@ -192,6 +197,7 @@ class Actors(Processes):
         Workers that can open the driver's files do so. On any other node, one actor makes an image for all workers
         there, from one Ray object that is made when it is first needed and is then kept in `contents`.
         """
+        assert self.inherited is not None
         process, image, carried = self.inherited.process, self.inherited.image, self.inherited.carried
         output, where = self._pool.output.address, actor.address
         if where is None or actor.is_near:

@@ -23,7 +23,7 @@ import pickle
 import select
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -40,6 +40,10 @@ from rayloader.transport.lanes import Lent, Room, to_wire
 from rayloader.transport.line import Line, unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.workers.process import Process
+
+# How many bytes of messages a fork is told as it is made: the start of a worker, and its first tasks. What does not fit
+# follows over the line, once the user asks for a batch.
+EARLY_BYTES = 1 << 14
 
 NONE_YET: Any = object()  # in place of the answer to a Ray call
 Message = Any  # a tuple that begins with an `Up`, ProcessLost or LineRefused
@@ -216,11 +220,17 @@ class ForkCalls(LineCalls):
         process: the fork.
         mailbox: of its fleet.
         line: its driver's end.
+        fork: makes the process, and tells it messages.
     """
 
-    def __init__(self, process: Process, mailbox: Mailbox, line: DriverLine) -> None:
+    def __init__(
+        self, process: Process, mailbox: Mailbox, line: DriverLine, fork: Callable[[list[bytes]], object]
+    ) -> None:
         super().__init__(process, mailbox)
         self._line = line
+        self._fork = fork
+        # What it is told as it is forked, so that the driver need not accept its connection first; None: it was forked.
+        self._early: list[bytes] | None = []
         self._told: ArenaAddress | None = None  # that the fork was told
         self._starts: deque[Started] = deque()  # not answered, oldest first
 
@@ -249,7 +259,11 @@ class ForkCalls(LineCalls):
                 "the sampler yields references to Ray's objects, which a forked worker cannot get; create the loader "
                 'with workers="ray"'
             )
-        self._line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        pickled, early = pickle.dumps(message, pickle.HIGHEST_PROTOCOL), self._early
+        if early is not None and not self._line.unsent and sum(map(len, early)) + len(pickled) <= EARLY_BYTES:
+            early.append(pickled)
+        else:
+            self._line.queue(pickled)
 
     @override
     def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
@@ -260,6 +274,9 @@ class ForkCalls(LineCalls):
 
     @override
     def flush(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            self._fork(early)
         self._line.flush()
 
     @override

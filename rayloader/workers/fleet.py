@@ -20,9 +20,11 @@ from typing import Any
 from rayloader.errors import RaySessionError
 from rayloader.protocol import Setup, WorkerAddress
 from rayloader.resume.journal import Journal
+from rayloader.transport.device import Accelerator
 from rayloader.workers.connection import Mailbox, Message, ProcessLost
 from rayloader.workers.janitor import janitor
-from rayloader.workers.process import NeverStarts, Process, Processes, Verdict
+from rayloader.workers.process import NeverStarts, Process
+from rayloader.workers.processes import Processes, Verdict
 from rayloader.workers.takeover import Takeover
 from rayloader.workers.worker import Worker
 
@@ -42,15 +44,19 @@ class Fleet:
     Args:
         processes: where they come from.
         takeover: brings the workers to actors, if they are in forks.
+        accelerator: for which the memory of batches is page-locked.
 
     Attributes:
         actors: the processes, in the order in which they host.
         workers: by worker id.
     """
 
-    def __init__(self, processes: Processes, takeover: Takeover | None = None) -> None:
+    def __init__(
+        self, processes: Processes, takeover: Takeover | None = None, accelerator: Accelerator | None = None
+    ) -> None:
         self._from = processes
         self._takeover = takeover
+        self._accelerator = accelerator
         self._released = False
         self._pid = os.getpid()
         self._mailbox = Mailbox()
@@ -240,6 +246,7 @@ class Fleet:
         for worker in workers:
             source = source_of(worker.host)
             if worker.host not in self._mailbox:
+                worker.host.lane.accelerator = self._accelerator
                 self._mailbox.add(self._from.channel(worker.host, self._mailbox))
             worker.begin(source)
 

@@ -22,12 +22,13 @@ from typing_extensions import override
 from rayloader.errors import RaySessionError, WorkerStartError
 from rayloader.protocol import Source, WorkerAddress
 from rayloader.start.signals import exit_in_words
-from rayloader.start.zygote import Zygote
+from rayloader.start.zygote import Zygote, has_ended
 from rayloader.transport.local_line import DriverLine, LineAddress
 from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, ForkCalls, Mailbox
 from rayloader.workers.janitor import janitor
-from rayloader.workers.process import NeverStarts, Process, Processes
+from rayloader.workers.process import NeverStarts, Process
+from rayloader.workers.processes import Processes
 
 logger = logging.getLogger("rayloader")
 
@@ -37,17 +38,28 @@ class Fork(Process):
     """One forked process."""
 
     zygote: Zygote
+    line: LineAddress | None = None  # that it serves, once it was asked for
 
     @override
     def has_started(self) -> bool:
-        if self.zygote.lives and self.zygote.failure:
-            raise NeverStarts(self.zygote.failure)
+        if self.address is None and self.line is not None and (reason := self._why_not()):
+            raise NeverStarts(reason)
         return self.address is not None
+
+    def _why_not(self) -> str:
+        """Why it will not connect; an empty text if it may."""
+        if not self.zygote.lives:
+            return "the process that forks workers was killed"
+        if self.line.name in self.zygote.failed:  # type: ignore[union-attr]
+            return f"no process could be forked: {self.zygote.failed[self.line.name]}"  # type: ignore[union-attr]
+        return "" if self.pid is None or not has_ended(self.pid) else self.cause(None)
 
     @property
     def pid(self) -> int | None:
-        """Its process id, once it has connected."""
-        return None if self.address is None else self.address.pid
+        """Its process id, as far as it is known."""
+        if self.address is not None:
+            return self.address.pid
+        return None if self.line is None else self.zygote.forked.get(self.line.name)
 
     @override
     def cause(self, error: Exception | None) -> str:
@@ -75,11 +87,13 @@ class Forks(Processes):
     """The forks of one fleet.
 
     Args:
-        work: what a fork does with its line.
+        work: what a fork does with its line, and with messages that come before those of the line.
         prepare: what one fork does for `Zygote.prepared`.
     """
 
-    def __init__(self, work: Callable[[LineAddress], object], prepare: Callable[[], tuple[Any, list[int]]]) -> None:
+    def __init__(
+        self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
+    ) -> None:
         janitor.start()
         self._new_zygote = functools.partial(Zygote, work, prepare)
         self.zygote = self._new_zygote()
@@ -110,15 +124,15 @@ class Forks(Processes):
 
     @override
     def kill(self, process: Fork) -> None:
-        if process.pid is not None:
+        if process in self._forks and process.pid is not None:
             process.zygote.kill(process.pid)
-        process.let_go()
-        self._forks.remove(process)
+        self.give_back(process)
 
     @override
     def give_back(self, process: Fork) -> None:
         process.let_go()  # it ends with its line
-        self._forks.remove(process)
+        if process in self._forks:
+            self._forks.remove(process)
 
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
@@ -132,8 +146,8 @@ class Forks(Processes):
     @override
     def channel(self, process: Fork, mailbox: Mailbox) -> Channel:
         line = DriverLine(process.enters)
-        process.zygote.fork(line.address)
-        return ForkCalls(process, mailbox, line)
+        process.line = line.address
+        return ForkCalls(process, mailbox, line, functools.partial(process.zygote.fork, line.address))
 
     @override
     def sources(self, others: list[Fork]) -> Callable[[Fork], Source | None]:

@@ -24,14 +24,19 @@ from rayloader.workers.actor import Actor, RayAnswer
 from rayloader.workers.actors import Actors, Inherited
 from rayloader.workers.connection import NONE_YET
 from rayloader.workers.process import NeverStarts
-from rayloader.workers.takeover import MOVE_S, Ended, Stays, Takeover
+from rayloader.workers.takeover import Ended, Stays, Takeover
 from rayloader.workers.worker import Worker
 
+# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else the next epoch
+# begins with actors.
+MOVE_S = 0.5
 
-def move(takeover: Takeover, workers: list[Worker], count: int) -> None:
+
+def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) -> None:
     """Brings actors to where they can take over, and offers them.
 
     Args:
+        actors: of the same loader; none of them is lent.
         takeover: of the fleet.
         workers: of the fleet.
         count: of its processes.
@@ -40,9 +45,7 @@ def move(takeover: Takeover, workers: list[Worker], count: int) -> None:
         Ended: the fleet has ended meanwhile.
         Stays: actors do not build the same batches.
     """
-    actors = takeover.new_actors()
-    if actors is None:
-        return
+    offered = False
     try:
         lent = actors.lend(count, fresh=False)
         actors.inherited = _inherited(takeover)
@@ -56,10 +59,10 @@ def move(takeover: Takeover, workers: list[Worker], count: int) -> None:
                 raise Stays(f"it leaves something behind in its processes: {left_behind}")
         takeover.told("")
         if seconds <= MOVE_S:
-            offered, actors = actors, None
-            takeover.offer(offered, lent)
+            offered = True
+            takeover.offer(actors, lent)
     finally:
-        if actors is not None:
+        if not offered:
             actors.release(busy=True, reuse=True)
 
 
@@ -123,7 +126,7 @@ def _proved(takeover: Takeover, actors: Actors, actor: Actor, worker: Worker) ->
     setup = worker.setup if shared_seed is None else replace(worker.setup, shared_seed=shared_seed)
     source = actors.sources([actor])(actor)
     if differs := _rebuilt(takeover, actor, source, setup, state, tasks):
-        raise Stays(differs)
+        raise Stays(differs.strip().splitlines()[-1])  # of a traceback, the error
     return time.monotonic() - began
 
 

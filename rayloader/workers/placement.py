@@ -19,7 +19,7 @@ import ray
 from rayloader._compat_ray import may_autoscale, node_first
 from rayloader.errors import WorkerStartError
 from rayloader.start import session
-from rayloader.workers.process import Verdict
+from rayloader.workers.processes import Verdict
 
 logger = logging.getLogger("rayloader")
 

@@ -43,7 +43,8 @@ from rayloader.workers.janitor import ends_with_program, janitor
 from rayloader.workers.lifetimes import Lifetimes
 from rayloader.workers.output import Output
 from rayloader.workers.placement import Draining, Placement
-from rayloader.workers.process import NeverStarts, Verdict
+from rayloader.workers.process import NeverStarts
+from rayloader.workers.processes import Verdict
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
 # finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
@@ -128,8 +129,8 @@ class Pool:
     def has_idle(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors run and are idle, for loaders with these options."""
         key = _key(remote_args)
-        idle = [actor for actor in self.actors if actor.key == key and actor.state is ActorState.IDLE]
-        return len([actor for actor in idle if actor.started_at is not None]) >= count
+        idle = [actor for actor in self.actors if actor.key == key and actor.state is not ActorState.LENT]
+        return len([actor for actor in idle if actor.started_at is not None and not actor.stops]) >= count
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.

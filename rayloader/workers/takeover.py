@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 # Ray is started once the program has been loading for so many seconds: a short one never pays for it.
 START_AFTER_S = 1.0
-# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else the next epoch
-# begins with actors.
-MOVE_S = 0.5
 # How often the thread looks for what it waits for, in seconds.
 TICK_S = 0.05
 
@@ -43,7 +40,8 @@ class Takeover:
     """The way of one fleet's workers from forks to actors.
 
     Args:
-        new_actors: those of a fleet of the same loader; None if the loader is gone. It joins or starts Ray.
+        move: brings actors to where they can take over, and offers them; it joins or starts Ray. Its arguments are this
+            object, the workers of the fleet, and how many processes these have.
         zygote: of the forks; it makes what the actors inherit.
         lock: guards the workers' journals.
         told: is told whether actors have rebuilt the batches, or else why the dataset stays with forks.
@@ -51,14 +49,14 @@ class Takeover:
 
     def __init__(
         self,
-        new_actors: Callable[[], Actors | None],
+        move: Callable[[Takeover, list[Worker], int], None],
         zygote: Zygote,
         lock: threading.RLock,
         told: Callable[[str], None],
     ) -> None:
         global _first
         _first = _first or time.monotonic()
-        self.new_actors = new_actors
+        self._move = move
         self.zygote = zygote
         self.lock = lock
         self.told = told
@@ -113,9 +111,7 @@ class Takeover:
 
     def _work(self, workers: list[Worker], count: int) -> None:
         try:
-            from rayloader.workers import moving  # which imports Ray
-
-            moving.move(self, workers, count)
+            self._move(self, workers, count)
         except Ended:
             pass
         except Stays as reason:

@@ -20,14 +20,14 @@ from conformance_record import first_difference, record
 from conformance_side import Records
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
-from rayloader.transport import lanes
 from rayloader.start import session
+from rayloader.transport import lanes
 from rayloader.workers import actors, moving, takeover
 from rayloader.workers.connection import ForkCalls
 from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
 MOVE_LIMIT = 20.0  # seconds until actors can take over, or it is known that they cannot; on expiry nothing moves
-FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts Ray
+FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts the workers
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +80,7 @@ def lane(request, monkeypatch):
 def move_at_some_batch(monkeypatch, chance):
     """The workers of each fleet move at a batch that is drawn by lot, as far as their datasets can move."""
     monkeypatch.setattr(takeover, "START_AFTER_S", 0.0)
-    monkeypatch.setattr(takeover, "MOVE_S", math.inf)
+    monkeypatch.setattr(moving, "MOVE_S", math.inf)
     has_news = takeover.Takeover.has_news.fget
     begins = takeover.Takeover.__init__
 
@@ -182,10 +182,11 @@ def test_the_depth_is_what_is_said(depth, loader_class, request, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("workers", ["ray", "fork"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name == FRESH])
-def test_same_as_torch_where_iterating_starts_ray(case, reference, tmp_path):
-    """Neither importing nor starting Ray may move the user's generators, Python's `random` included."""
-    records = Records(tmp_path, "fresh_process.py", FRESH).read()
+def test_same_as_torch_where_iterating_starts_the_workers(case, workers, reference, tmp_path):
+    """Neither importing nor starting Ray may move the user's generators, Python's `random` included; nor a fork."""
+    records = Records(tmp_path, "fresh_process.py", workers, FRESH).read()
     difference = first_difference(reference[FRESH], records[FRESH])
     if difference:
         pytest.fail(difference, pytrace=False)

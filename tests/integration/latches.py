@@ -19,7 +19,9 @@ class Gate:
         fcntl.flock(self._closed, fcntl.LOCK_EX)
 
     def open(self):
-        self._closed.close()
+        if not self._closed.closed:
+            fcntl.flock(self._closed, fcntl.LOCK_UN)  # forks may have copies of the descriptor
+            self._closed.close()
 
     def wait(self):
         with open(self.path) as file:

@@ -1,8 +1,8 @@
 """A user's script: classes and lambdas of `__main__`, a module beside it, and at the end much that is still alive.
 
-    python script_exit.py FOLDER
+    python script_exit.py FOLDER [ray]
 
-It must end by itself, with status 0 and its last line printed.
+With `ray` its workers are actors in a Ray of its own. It must end by itself, with status 0 and its last line printed.
 """
 
 import enum
@@ -56,7 +56,9 @@ class Pids(Squares):
         return os.getpid()
 
 
-def main(folder):
+def main(folder, *asked):
+    if asked:
+        rayloader.init()
     loader = torch.utils.data.DataLoader(Squares(), 2, num_workers=2, collate_fn=Batch)
     assert isinstance(loader, StockLoader)
     batches = list(loader)
@@ -69,7 +71,7 @@ def main(folder):
     assert list(rayloader.DataLoader(range(2), None, num_workers=1, collate_fn=lambda x: x + 0.5)) == [0.5, 1.5]
 
     pids = rayloader.DataLoader(Pids(), None, num_workers=2)
-    print("actors:", *{*pids})
+    print("workers:", *{*pids})
 
     # Alive at the end: persistent workers after `break`, an iterator after an error, one that waits for a stuck worker.
     persistent = rayloader.DataLoader(Squares(), num_workers=1, persistent_workers=True)
@@ -90,4 +92,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

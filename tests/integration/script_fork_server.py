@@ -73,7 +73,7 @@ class Facts(Dataset):
 
 def facts(**options):
     """Of two workers."""
-    loader = DataLoader(Facts(), num_workers=2, batch_size=None, fresh_processes=True, **options)
+    loader = DataLoader(Facts(), num_workers=2, batch_size=None, fresh_processes=True, workers="ray", **options)
     return list(loader)
 
 
@@ -92,7 +92,7 @@ def main():
     # The process that Ray has started for a worker ends with it.
     with contextlib.suppress(psutil.Error):
         psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p.ppid() == server.pid], 60)
-    iterator = iter(DataLoader(Facts(), num_workers=1, batch_size=None, fresh_processes=True))
+    iterator = iter(DataLoader(Facts(), num_workers=1, batch_size=None, fresh_processes=True, workers="ray"))
     victim = next(iterator)["pid"]
     scripts = [p for p in psutil.Process().children(recursive=True) if str(SCRIPT) in p.cmdline()]
     waiting = [p for p in scripts if p.ppid() != server.pid]

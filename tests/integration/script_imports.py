@@ -31,8 +31,8 @@ if __name__ == "__main__":
     import rayloader
 
     assert OPTIONAL & sys.modules.keys() == before
-    for num_workers in (0, 1):
-        loader = rayloader.DataLoader(Imported(), None, num_workers=num_workers, collate_fn=own)
+    for options in ({}, {"num_workers": 1, "workers": "fork"}, {"num_workers": 1, "workers": "ray"}):
+        loader = rayloader.DataLoader(Imported(), None, collate_fn=own, **options)
         assert all(before.issuperset(imported) for imported in loader)
         loader.state_dict()
         assert OPTIONAL & sys.modules.keys() == before, OPTIONAL & sys.modules.keys()

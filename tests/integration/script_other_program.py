@@ -33,7 +33,7 @@ print(ray.get_runtime_context().get_session_name())
 HANG_LIMIT = 120  # seconds for the other program; on expiry it is killed and this one fails
 
 if __name__ == "__main__":
-    loader = rayloader.DataLoader(range(4), num_workers=1, persistent_workers=True)
+    loader = rayloader.DataLoader(range(4), num_workers=1, persistent_workers=True, workers="ray")
     assert len(list(loader)) == 4
     ours = ray.get_runtime_context().get_session_name()
     done = subprocess.run(

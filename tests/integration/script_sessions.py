@@ -6,6 +6,7 @@ With `users` it goes on with a Ray that its user has started, and that rayloader
 """
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -25,8 +26,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 import rayloader
 from accelerator import Accelerator
 from latches import Gate, Mail
-from rayloader import DataLoader, RaySessionError
+from rayloader import RaySessionError
 from rayloader._compat_ray import own_start
+
+DataLoader = functools.partial(rayloader.DataLoader, workers="ray")
 
 
 class Pids:

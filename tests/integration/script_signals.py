@@ -61,7 +61,7 @@ def check(when, number=signal.SIGTERM):
     assert heard == [number], when
 
 
-loader = rayloader.DataLoader(range(6), None, num_workers=1)
+loader = rayloader.DataLoader(range(6), None, num_workers=1, workers="ray")
 thread = threading.Thread(target=lambda: list(loader), name="first")
 thread.start()
 thread.join()
@@ -74,7 +74,7 @@ check("shut down")
 assert not [thread for thread in threading.enumerate() if thread.name.startswith("rayloader-")]
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 before = SignalHandlers()
-iterator = iter(rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=1))
+iterator = iter(rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=1, workers="ray"))
 assert next(iterator) == 0
 check("started again", signal.SIGUSR1)
 print("all:", *(process.pid for process in psutil.Process().children(recursive=True)), flush=True)

@@ -1,8 +1,8 @@
 """A script that waits for a batch that does not come, until a signal ends it.
 
-    python script_wait.py FOLDER
+    python script_wait.py FOLDER WORKERS
 
-It prints what it started; through FOLDER/mail its worker tells that it was reached.
+It prints what it started, for loaders with these `workers`.
 """
 
 import os
@@ -32,9 +32,9 @@ class Waits:
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
-loader = rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=1)
+loader = rayloader.DataLoader(Waits(Path(sys.argv[1])), None, num_workers=1, workers=sys.argv[2])
 iterator = iter(loader)
-print("actors:", *{next(iterator), next(iterator)})
+print("workers:", *{next(iterator), next(iterator)})
 
 
 def tell_when_it_waits(frame, event, function):

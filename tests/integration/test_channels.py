@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, default_collate
 from inside import held_by_mailbox, taken_from
 from latches import Gate, Mail
 from rayloader import DataLoader
-from rayloader.protocol import Answer, ResultKind, Source, Up, carried, result_of
+from rayloader.protocol import Answer, ResultKind, Up, carried, result_of
 from rayloader.resume.draws import drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
@@ -28,7 +28,8 @@ from rayloader.start import session
 from rayloader.task import Task
 from rayloader.transport.lanes import SMALL_BYTES, Recycled, from_wire, received
 from rayloader.transport.line import LineSocket
-from rayloader.workers.connection import ActorLost, LineCalls, LineRefused, Mailbox, RayCalls, TcpCalls
+from rayloader.workers.connection import LineRefused, Mailbox, ProcessLost
+from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 from rayloader.workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -89,7 +90,7 @@ class Peer:
             return RayCalls(self.actor, self.mailbox)
         if self.kind == "tcp":
             return TcpCalls(self.actor, self.mailbox, session.node_ip(), self.memory.room)
-        return LineCalls(self.actor, self.mailbox)
+        return ActorLine(self.actor, self.mailbox)
 
     def task(self, *requests):
         """A task of which each sample is what was requested."""
@@ -112,7 +113,7 @@ class Peer:
             messages = self.mailbox.receive(all_channels=not came, was_read=False)
             assert all(actor is self.actor for actor, _ in messages)
             heard += [message for _, message in messages]
-            if heard and isinstance(heard[-1], ActorLost | LineRefused):
+            if heard and isinstance(heard[-1], ProcessLost | LineRefused):
                 break
         return heard
 
@@ -174,9 +175,9 @@ def peer(request, tmp_path):
             iterator = iter(loader)
             next(iterator)
             stack.callback(iterator._close)
-            worker, image, carried = taken_from(iterator)
+            worker, source = taken_from(iterator)
             worker.setup = dataclasses.replace(worker.setup, persistent=True)
-            made.append(Peer(kind, worker, Source(image.address, carried)))
+            made.append(Peer(kind, worker, source))
             made[-1].gate, made[-1].mail = gate, mail
             stack.callback(made[-1].close)
             return made[-1]
@@ -297,8 +298,8 @@ def test_the_end_of_the_process_is_the_last_message(any_peer):
     process = psutil.Process(any_peer.pid())
     process.send_signal(signal.SIGKILL)
     (lost,) = any_peer.hear(9)
-    assert isinstance(lost, ActorLost)
-    assert lost.actor is any_peer.actor
+    assert isinstance(lost, ProcessLost)
+    assert lost.process is any_peer.actor
     assert str(lost)
     any_peer.check_closed()
     assert any_peer.mailbox.receive(all_channels=True, was_read=False) == []
@@ -313,7 +314,7 @@ def test_what_was_sent_before_the_end_of_the_process_comes_before_it(any_peer):
     assert result.kind == ResultKind.EXITED
     os.kill(any_peer.pid(), signal.SIGKILL)
     any_peer.run(("value", 1))
-    assert [type(message) for message in any_peer.hear(9)] == [ActorLost]
+    assert [type(message) for message in any_peer.hear(9)] == [ProcessLost]
 
 
 def test_closing_twice_ends_it_and_leaves_nothing(any_peer):
@@ -361,7 +362,7 @@ def test_all_that_there_is_goes_in_one_message_and_not_before_it_is_flushed(line
 
 
 def test_a_process_that_is_not_the_workers_is_not_let_in_and_that_is_told(peer, monkeypatch):
-    monkeypatch.setattr(LineCalls, "_is_actor", lambda self, pid: False)
+    monkeypatch.setattr(ActorLine, "_is_actor", lambda self, pid: False)
     refused = peer("arena")
     refused.run(("value", 0))
     (message,) = refused.hear()

@@ -24,9 +24,9 @@ BATCH_SAMPLER = BatchSampler(SAMPLER, 2, False)
 STREAM = Stream(range)
 ANY_CPU = {"num_cpus": 0}  # options of workers
 
-OURS = ["ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling", "max_worker_restarts"]
-OURS += ["on_timeout", "on_error", "max_skipped", "arenas", "snapshot_every_n_steps", "name", "num_replicas"]
-OURS += ["rank", "seed"]
+OURS = ["workers", "ray_remote_args", "fresh_processes", "prefetch_bytes", "seeding", "scheduling"]
+OURS += ["max_worker_restarts", "on_timeout", "on_error", "max_skipped", "arenas", "snapshot_every_n_steps", "name"]
+OURS += ["num_replicas", "rank", "seed"]
 
 
 class NoLength:
@@ -61,7 +61,7 @@ BAD_ARGUMENTS = {
     "context of another type": ((NUMBERS,), {"multiprocessing_context": 1, "num_workers": 1}),
     "nothing to shuffle, no length": ((NoLength(),), {"shuffle": True}),
     "no dataset": ((), {}),
-    "unknown argument": ((NUMBERS,), {"workers": 2}),
+    "unknown argument": ((NUMBERS,), {"number_of_workers": 2}),
     "too many positional arguments": ((NUMBERS, *[None] * 13), {}),
 }
 

@@ -166,7 +166,7 @@ class Holder:
 def test_a_dataset_that_cannot_be_pickled_names_the_attribute_at_iter():
     dataset = Calls(as_is)
     dataset.cache = {"entry": [1, Holder(stream=(i for i in ()))]}
-    loader = DataLoader(dataset, num_workers=2)
+    loader = DataLoader(dataset, num_workers=2, workers="ray")
     with pytest.raises(TypeError, match=r"cannot pickle 'generator' object") as caught:
         iter(loader)
     assert "dataset.cache['entry'][1].stream: builtins.generator can't be sent to a worker" in note_of(caught.value)
@@ -177,7 +177,7 @@ def test_a_dataset_that_cannot_be_pickled_names_the_attribute_at_iter():
 @pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
 def test_a_function_that_cannot_be_pickled_is_named(argument):
     stream = (i for i in ())
-    loader = DataLoader(range(2), num_workers=1, **{argument: lambda _: stream})
+    loader = DataLoader(range(2), num_workers=1, workers="ray", **{argument: lambda _: stream})
     with pytest.raises(TypeError, match="cannot pickle") as caught:
         iter(loader)
     assert f"{argument}.<closure>.stream: builtins.generator can't be sent" in note_of(caught.value)

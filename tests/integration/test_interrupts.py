@@ -17,6 +17,7 @@ from interrupts import HANG_LIMIT, interrupted_at, no_hang
 from probes import Calls
 from rayloader import DataLoader, RayloaderError
 from rayloader.epoch.iterator import close_all
+from simulated_device import SimulatedAccelerator
 
 pytestmark = [
     pytest.mark.usefixtures("ray_session"),
@@ -53,11 +54,12 @@ KINDS = {
     "iterable": ("iterable", {}),
     "pinned": ("map", {"pin_memory": True}),
     "pinned, each waited for": ("waiting", {"pin_memory": True}),
+    "on a device": ("map", {"device": "cuda"}),
     "persistent": ("map", {"persistent_workers": True}),
     "timeout": ("map", {"timeout": 1000}),
     "dynamic": ("map", {"seeding": "batch", "scheduling": "dynamic"}),
 }
-SAMPLED = ("each waited for", "pinned", "persistent")
+SAMPLED = ("each waited for", "pinned", "on a device", "persistent")
 
 
 class Alarm(Exception):
@@ -85,8 +87,10 @@ def next_or_error(iterator):
 
 
 @pytest.mark.parametrize(("name", "error", "stride"), POINTS_OF_NEXT)
-def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, name, error, stride):
+def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, monkeypatch, name, error, stride):
     kind, options = KINDS[name]
+    if "device" in options:
+        SimulatedAccelerator(at_each_query=1).install(monkeypatch)
     loader = make_loader(kind, **options)
     iterator, expected = iter(loader), 0
     for number in numbers_of_points(stride):

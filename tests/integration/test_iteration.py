@@ -62,6 +62,15 @@ def test_in_order_the_head_is_waited_for_whatever_else_is_ready(tmp_path):
     mail.close()
 
 
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_workers_begin_before_the_first_batch_is_asked_for(tmp_path, workers):
+    mail = Mail(tmp_path / "mail")
+    iterator = iter(load(lambda index: mail.send(index), 2, num_workers=1, prefetch_factor=2, workers=workers))
+    assert mail.receive(2) == ["0", "1"]
+    assert list(iterator) == [None, None]
+    mail.close()
+
+
 def test_without_order_the_next_task_goes_to_whoever_has_room(tmp_path):
     gate = Gate(tmp_path / "gate")
 

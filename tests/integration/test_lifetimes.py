@@ -16,6 +16,7 @@ import ray
 
 import rayloader.epoch.iterator
 import rayloader.workers.actor
+import rayloader.workers.actors
 import rayloader.workers.fleet
 import rayloader.workers.lifetimes
 import rayloader.workers.pool
@@ -24,9 +25,10 @@ from inside import actors_of, live_actor_pids, locks_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
+from rayloader.replica.image import Image
 from rayloader.workers.actor import ActorState, Lease, wait_for
-from rayloader.workers.placement import Verdict
 from rayloader.workers.pool import get_pool
+from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -109,13 +111,14 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
 
     note(rayloader.workers.fleet.Fleet, "lend")
     note(rayloader.epoch.iterator.codec, "encode")
-    note(rayloader.workers.pool.Pool, "kept")
+    for name in ("write", "updated"):
+        note(Image, name)
     loader, epochs = load(pid, 1, **own), []
     for _ in range(2):
         assert len(list(loader)) == 1
         epochs.append(steps[:3])  # what follows is the batches' way
         steps.clear()
-    assert epochs == [["lend", "encode", "kept"], ["encode", "lend", "kept"]]
+    assert epochs == [["lend", "encode", "write"], ["encode", "lend", "updated"]]
 
 
 def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
@@ -148,6 +151,7 @@ class Interrupt:
         module.__file__
         for module in (
             rayloader.workers.actor,
+            rayloader.workers.actors,
             rayloader.workers.pool,
             rayloader.workers.lifetimes,
             rayloader.workers.worker,

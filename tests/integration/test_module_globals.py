@@ -289,8 +289,8 @@ def main():
     parser.add_argument("--size", type=int)
     config.ARGS = parser.parse_args()
     config.SIZE = config.ARGS.size
-    print([batch for loader in (DataLoader(Data(), None, num_workers=n, collate_fn=list) for n in (0, 1))
-           for batch in loader])
+    loaders = [DataLoader(Data(), None, num_workers=n, collate_fn=list, workers="ray") for n in (0, 1)]
+    print([batch for loader in loaders for batch in loader])
 
 
 if __name__ == "__main__":

@@ -66,11 +66,17 @@ def sessions_script():
     finish(script)
 
 
-def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_path):
-    output, errors = finish(script := start("script_exit.py", tmp_path))
+@pytest.mark.parametrize("asked", [(), ("ray",)], ids=["forks", "actors"])
+def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_path, asked):
+    output, errors = finish(script := start("script_exit.py", tmp_path, *asked))
     assert (script.returncode, output[-1]) == (0, "the end"), errors
     assert "Traceback" not in errors
     check_gone(processes(output[0]))
+
+
+def test_a_script_ends_by_itself_while_copies_to_a_device_are_pending():
+    output, errors = finish(script := start("script_to_device.py"))
+    assert (script.returncode, output[-1], errors) == (0, "done 3 3 0 True", "")
 
 
 @pytest.mark.full
@@ -97,7 +103,8 @@ def test_ray_starts_before_its_agents_have_imported_all_that_they_need(tmp_path,
     (program := tmp_path / "program.py").write_text(
         "import pathlib\n"
         "from rayloader import DataLoader\n"
-        "batches = [batch.tolist() for batch in DataLoader(range(4), batch_size=2, num_workers=1)]\n"
+        "loader = DataLoader(range(4), batch_size=2, num_workers=1, workers='ray')\n"
+        "batches = [batch.tolist() for batch in loader]\n"
         f"print(batches, len(list(pathlib.Path({str(held)!r}).iterdir())), flush=True)\n"
         f"open({str(gate)!r}, 'w').close()\n"
     )
@@ -115,16 +122,16 @@ def test_a_script_that_joins_a_running_ray_ends_and_takes_its_actors_along(ray_s
     assert in_each_worker(lambda index: index) == [0, 1]  # Ray, and the session's own actors, are as they were
 
 
-@pytest.fixture
-def waiting_script(tmp_path):
+@pytest.fixture(params=["ray", "fork"])
+def waiting_script(tmp_path, request):
     """A script that waits in next(), and the processes that it started."""
-    script = start("script_wait.py", tmp_path)
-    actors, everything = script.stdout.readline(), script.stdout.readline()
+    script = start("script_wait.py", tmp_path, request.param)
+    workers, everything = script.stdout.readline(), script.stdout.readline()
     assert everything, script.communicate()[1]
-    actors, everything = processes(actors), processes(everything)
-    assert len(actors) == 1
-    assert len(everything) > 4
-    assert set(actors) < set(everything)
+    workers, everything = processes(workers), processes(everything)
+    assert len(workers) == 1
+    assert len(everything) > 4 if request.param == "ray" else len(everything) == 2  # the zygote is the other one
+    assert set(workers) < set(everything)
     yield script, everything
     kill_group(script)
     script.communicate()
@@ -149,7 +156,7 @@ def test_ctrl_c_ends_a_waiting_script_and_nothing_is_left(waiting_script):
 def test_a_killed_driver_takes_everything_along(waiting_script):
     script, everything = waiting_script
     agents = [process for process in everything if process.name().endswith("Agent")]
-    assert len(agents) == 2
+    assert len(agents) == 2 * (len(everything) > 2)  # where there is a Ray
     script.kill()
     script.wait()
     # Ray's two agents notice it too, but take more than a minute, whoever started them.
@@ -206,7 +213,7 @@ def test_accelerate_saves_and_resumes_a_loader_without_workers():
     assert (script.returncode, output) == (0, ["the end"]), errors
 
 
-def test_without_workers_ray_is_never_imported_and_a_context_is_warned_about_once():
+def test_without_workers_ray_is_never_imported_whatever_the_context():
     output, errors = finish(script := start("script_no_ray.py"))
     assert (script.returncode, output, errors) == (0, ["the end"], "")
 
@@ -238,7 +245,7 @@ def test_ray_prints_that_the_programs_actors_have_died_and_not_that_a_worker_has
         "    def __getitem__(self, index):\n"
         "        os._exit(3)\n"
         "try:\n"
-        "    next(iter(rayloader.DataLoader(Deadly([0]), num_workers=1, max_worker_restarts=0)))\n"
+        "    next(iter(rayloader.DataLoader(Deadly([0]), num_workers=1, max_worker_restarts=0, workers='ray')))\n"
         "except rayloader.WorkerDiedError as error:\n"
         "    print(error)\n"
         "@ray.remote\n"
@@ -306,7 +313,7 @@ def test_a_read_only_shared_memory_is_told_at_once(tmp_path):
         "import rayloader\n"
         "for _ in range(2):\n"
         "    try:\n"
-        "        iter(rayloader.DataLoader(range(2), num_workers=1))\n"
+        "        iter(rayloader.DataLoader(range(2), num_workers=1, workers='ray'))\n"
         "    except rayloader.RaySessionError as error:\n"
         "        print(error)\n"
         "        rayloader.init(_plasma_directory='/tmp')\n"

@@ -14,10 +14,11 @@ import rayloader.workers.pool
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
-from rayloader.workers.actor import NONE_YET, Lease, wait_for
+from rayloader.workers.actor import Lease, wait_for
+from rayloader.workers.connection import NONE_YET
 from rayloader.workers.fleet import Fleet
-from rayloader.workers.placement import Verdict
 from rayloader.workers.pool import get_pool
+from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.multinode
 

@@ -153,9 +153,9 @@ def key_here(_):
 def test_the_authentication_key_goes_only_to_workers_of_the_drivers_node(nodes, monkeypatch):
     start, sent = Actor.start, {}
 
-    def noted(actor, setup, *args):
-        sent[actor.address.node_id] = setup.process.authkey
-        return start(actor, setup, *args)
+    def noted(actor, setup, source, *args):
+        sent[actor.address.node_id] = source.process.authkey
+        return start(actor, setup, source, *args)
 
     monkeypatch.setattr(Actor, "start", noted)
     key = bytes(multiprocessing.current_process().authkey)

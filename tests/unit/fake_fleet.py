@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from ray.exceptions import RayError
-
 from rayloader.errors import RaySessionError
 from rayloader.observe import histogram
 from rayloader.protocol import Answer, Result, ResultKind, Source, Up, WorkerAddress
@@ -28,7 +26,7 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport import codec
 from rayloader.transport.lanes import to_wire
-from rayloader.workers.connection import ActorLost, LineRefused
+from rayloader.workers.connection import LineRefused, ProcessLost
 from rayloader.workers.worker import Worker
 
 # Waits in a row in which nothing can happen: after so many the test fails, instead of hanging.
@@ -80,7 +78,7 @@ class Hosted:
 
 
 class Process:
-    """A worker process: stands for an `Actor`, its channel and its arena. Tests call what `Actor` does not have."""
+    """A worker process: stands for a `Process`, its channel and its arena. Tests call what these do not have."""
 
     def __init__(self, fleet: FakeFleet, *, runs: bool = True) -> None:
         self.fleet = fleet
@@ -118,14 +116,14 @@ class Process:
     def has_started(self) -> bool:
         return self.address is not None
 
-    # ---- as a channel, and as an actor
+    def cause(self, error: Exception | None) -> str:
+        return str(error)
+
+    # ---- as a channel
 
     def _tell(self, kind: str, *content: Any) -> None:
         self.log.append((kind, *content[: 1 if kind in ("start", "resume") else 2]))
         self.queue.append((kind, self.calls, *content))
-
-    def pause(self) -> None:
-        self.flush()
 
     def flush(self) -> None:
         if self.is_deaf:
@@ -136,7 +134,7 @@ class Process:
             self._tell_of_end()  # a call to a process that is dead fails, also after the news of its end
         self.queue = []
 
-    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> Any:
+    def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> Any:
         answer = SimpleNamespace(succeeded=False)
         self._tell("start", setup.worker_id, state, answer)
         self.flush()  # a call of its own
@@ -290,10 +288,10 @@ class Process:
         self._tell_of_end()
 
     def _tell_of_end(self) -> None:
-        self.fleet.mail.append((self, ActorLost(self, RayError("as planned"))))  # type: ignore[arg-type]
+        self.fleet.mail.append((self, ProcessLost(self, RuntimeError("as planned"))))  # type: ignore[arg-type]
 
     def refuses_line(self) -> None:
-        """What was told over the channel is lost; other calls of the actor arrive all the same."""
+        """What was told over the channel is lost; calls that do not need one arrive all the same."""
         self.is_deaf = True
         for messages in (self.queue, self.inbox):
             kept = [message for message in messages if message[0] in ("start", "leave")]
@@ -454,9 +452,9 @@ class FakeFleet:
             host: Any = worker.host
             if worker.away and not host.lost:
                 if host.cannot_start:
-                    raise ActorLost(host, RayError("as planned"))
+                    raise ProcessLost(host, RuntimeError("as planned"))
                 if host.address is not None:
-                    worker.begin(Source(None, []))  # type: ignore[arg-type]
+                    worker.begin(None)
                     worker.begun_at = self.clock.now
                     ready.append(worker)
         return ready

@@ -10,6 +10,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import pickletools
 import random
 import sqlite3
 import subprocess
@@ -936,6 +937,28 @@ def test_classes_of_main_come_back_as_the_drivers_own(before, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "passed"), done.stderr
+
+
+def test_what_the_program_has_where_its_name_says_goes_back_by_name(monkeypatch):
+    """As a fork of the program has the classes and functions of its script."""
+
+    class Batch:
+        pass
+
+    def function():
+        pass
+
+    for definition in (Batch, function):
+        definition.__module__, definition.__qualname__ = "__main__", definition.__name__
+        assert definition.__name__.encode() in encode(definition, known_classes=True).skeleton
+        assert not is_name(encode(definition, known_classes=True).skeleton)
+        monkeypatch.setattr(sys.modules["__main__"], definition.__name__, definition, raising=False)
+        assert is_name(encode(definition, known_classes=True).skeleton)
+        assert not is_name(encode(definition).skeleton)
+
+
+def is_name(skeleton):
+    return {opcode.name for opcode, _, _ in pickletools.genops(skeleton)}.isdisjoint({"REDUCE", "BUILD"})
 
 
 def test_known_classes_need_not_be_picklable_here():

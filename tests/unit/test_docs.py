@@ -206,6 +206,7 @@ COMMANDS = {
     "export RAY_AUTH_": "needs Kubernetes",
     "docker build": "needs Docker",
     "kubectl ": "needs Kubernetes",
+    "python benchmarks/gpu.py": "tests/integration/test_gpu_benchmark.py",
 }
 
 

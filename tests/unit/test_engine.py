@@ -21,6 +21,7 @@ from rayloader.epoch.depth import Pace
 from rayloader.epoch.draws import start
 from rayloader.epoch.engine import HELD_BACK, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, TICK_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
+from rayloader.epoch.to_device import PINNED_AHEAD, Delivery
 from rayloader.errors import RaySessionError
 from rayloader.observe.recorder import Tally
 from rayloader.options import Options
@@ -46,8 +47,10 @@ OPTIONS = Options(
     on_error="raise",
     max_skipped=0,
     arenas=True,
+    workers="auto",
     fresh_processes=False,
     ray_remote_args={},
+    may_fork=True,
 )
 
 
@@ -139,8 +142,7 @@ class Epoch:
             self.sampler,
             self.options,
             position=self.position,
-            pin=pin,
-            device_index=None,
+            delivery=Delivery(pin, ahead=PINNED_AHEAD),
             tally=self.tally,
         )
 

@@ -23,8 +23,10 @@ def options(**changed: object) -> Options:
         "on_error": "raise",
         "max_skipped": 100,
         "arenas": True,
+        "workers": "auto",
         "fresh_processes": False,
         "ray_remote_args": {},
+        "may_fork": True,
     }
     return Options(**{**given, **changed})  # type: ignore[arg-type]
 

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayError
 
 from rayloader import WorkerStartError
 from rayloader.resume.journal import Journal
-from rayloader.workers import fleet as fleet_module
-from rayloader.workers.actor import NONE_YET
-from rayloader.workers.connection import ActorLost, Channel
+from rayloader.workers import actors as actors_module
+from rayloader.workers.actors import Actors, Inherited
+from rayloader.workers.connection import NONE_YET, Channel, ProcessLost
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
-from rayloader.workers.placement import Verdict
+from rayloader.workers.process import NeverStarts
+from rayloader.workers.processes import Verdict
 from rayloader.workers.worker import Worker
 
 
@@ -30,10 +30,6 @@ class Setup:
     """The part of the real one that is looked at."""
 
     worker_id: int
-    process: Any = None
-
-    def __post_init__(self) -> None:
-        self.process = self.process or SimpleNamespace(without_secrets=lambda: "without secrets")
 
 
 class Process:
@@ -43,7 +39,7 @@ class Process:
         self._world = world
         self.lane = self
         self.address = None if node_id is None else Address(node_id)
-        self.hello = self.ref = self  # its answer, and the reference to that
+        self.awaited = self
         self.answer: Any = NONE_YET
         self.placed = self.lost = self.vanished = False
         self.asked = 0  # how often Ray was asked for its place
@@ -60,8 +56,8 @@ class Process:
     def is_near(self) -> bool:
         return self.address is not None and self.address.node_id == "here"
 
-    def start(self, setup: Setup, source: Any, state: object) -> Any:
-        self.started.append((setup, source))
+    def start(self, source: Any, setup: Setup, state: object) -> Any:
+        self.started.append(source)
         return SimpleNamespace(succeeded=True)
 
     def host(self, image: Any, contents: object) -> None:
@@ -75,14 +71,14 @@ class Process:
         return self.placed
 
     def has_started(self) -> bool:
-        if isinstance(self.answer, RayError):
+        if isinstance(self.answer, NeverStarts):
             raise self.answer
         return self.answer is not NONE_YET
 
-    # ---- what its channel, and its arena, are asked for
+    def cause(self, error: Exception | None) -> str:
+        return str(error)
 
-    def pause(self) -> None:
-        pass
+    # ---- what its channel, and its arena, are asked for
 
     def abandon(self, worker_id: int) -> None:
         pass
@@ -95,7 +91,7 @@ class Process:
 
 
 class World:
-    """A fleet whose processes are on named nodes. This object is its pool, and the mailbox of its workers.
+    """A fleet of actors on named nodes. This object is the pool that these come from, and the mailbox of its workers.
 
     Attributes:
         drained: nodes, with how late their workers are: 0 not at all, 1 unless room is found elsewhere, 2 in any case.
@@ -112,9 +108,11 @@ class World:
         self.hurried: list[int] = []
         self.left: list[int] = []
         self.draining = self
+        self.output = SimpleNamespace(address="where output goes")
         self.closed = False
         everything: Any = self
-        self.fleet = Fleet(everything, None, {}, name="", fresh=False, lines=True)
+        self.actors = Actors(everything, None, SimpleNamespace(ray_remote_args={}, uses_lines=True))
+        self.fleet = Fleet(self.actors)
         self.fleet._mailbox = everything
         processes: list[Any] = [Process(node, world=self) for node in nodes]
         for process in processes:
@@ -199,7 +197,7 @@ class World:
     # ---- the mailbox's
 
     def add(self, channel: Channel) -> None:
-        self.open.add(channel.actor)
+        self.open.add(channel.process)
 
     def __contains__(self, process: Process) -> bool:
         return process in self.open
@@ -355,7 +353,7 @@ def test_a_successor_that_cannot_start_is_asked_for_a_few_times() -> None:
     world.drained = {"a": 0}
     for _ in range(2 * MOST_FAILED_STARTS):
         assert world.spread() == []
-        world.new[-1].answer = RayError("as planned")
+        world.new[-1].answer = NeverStarts("as planned")
     assert len(world.new) == 1 + MOST_FAILED_STARTS
     world.drained = {"a": 1}
     assert world.spread() == [1]
@@ -432,10 +430,10 @@ def test_where_nobody_has_come_and_there_is_no_room_it_is_an_error() -> None:
 def test_one_that_cannot_start_is_lost() -> None:
     world = waiting("here", None)
     missing = world.hosts()[1]
-    missing.answer = RayError("as planned")
-    with pytest.raises(ActorLost) as caught:
+    missing.answer = NeverStarts("as planned")
+    with pytest.raises(ProcessLost, match="as planned") as caught:
         world.fleet.check_started()
-    assert caught.value.actor is missing
+    assert caught.value.process is missing
     world.fleet.lose(missing)
     assert world.fleet.check_started() == [], "nobody waits for it any more"
 
@@ -488,14 +486,15 @@ def somewhere(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         stored.append(content)
         return f"object {len(stored)}"
 
-    monkeypatch.setattr(fleet_module, "all_see_us", lambda: False)
-    monkeypatch.setattr(fleet_module.ray, "put", put)
+    monkeypatch.setattr(actors_module, "all_see_us", lambda: False)
+    monkeypatch.setattr(actors_module.ray, "put", put)
     return stored
 
 
 def with_image(world: World, name: str = "image") -> None:
     image: Any = SimpleNamespace(address=SimpleNamespace(name=name), contents=lambda: [b"content"])
-    world.fleet._image, world.fleet._lines = image, False
+    process: Any = SimpleNamespace(without_secrets=lambda: "without secrets")
+    world.actors.inherited, world.actors._lines = Inherited(process, image, []), False
     for worker in world.fleet.workers:
         worker.away = True
     world.open.clear()
@@ -508,7 +507,7 @@ def test_those_that_have_come_begin_and_the_others_are_awaited(somewhere: list[o
     third.lost = True
     assert [worker.worker_id for worker in world.fleet.revive()] == [0]
     assert world.fleet.awaited == [missing]
-    assert not first.started[0][1].contents
+    assert not first.started[0].contents
     assert world.fleet.revive() == []
     missing.comes("here")
     assert [worker.worker_id for worker in world.fleet.revive()] == [1]
@@ -521,7 +520,7 @@ def test_one_process_of_each_other_node_has_the_image_for_all_there(somewhere: l
     with_image(world)
     assert len(world.fleet.revive()) == 5
     here, first, second, other, third = world.hosts()
-    sources = [process.started[0][1] for process in world.hosts()]
+    sources = [process.started[0] for process in world.hosts()]
     assert len(somewhere) == 1, "the content went into the store once"
     assert (sources[0].contents, sources[0].hosted) == (None, None)
     assert [process.hosted is not None for process in (here, first, second, other, third)] == [
@@ -534,8 +533,9 @@ def test_one_process_of_each_other_node_has_the_image_for_all_there(somewhere: l
     for process, source, host in ((first, 1, first), (second, 2, first), (third, 4, first), (other, 3, other)):
         assert sources[source].contents == ["object 1"]
         assert sources[source].hosted == [host.hosted[1].ref]
-        assert process.started[0][0].process == "without secrets"
-    assert here.started[0][0].process != "without secrets"
+        assert process.started[0].process == "without secrets"
+    assert here.started[0].process != "without secrets"
+    assert {source.output for source in sources} == {"where output goes"}
 
 
 def test_an_image_that_a_node_has_is_not_sent_again(somewhere: list[object]) -> None:
@@ -547,8 +547,8 @@ def test_an_image_that_a_node_has_is_not_sent_again(somewhere: list[object]) -> 
     first, second = world.hosts()
     assert len(somewhere) == 1
     for process in (first, second):
-        assert process.started[1][1].contents == [None]
-        assert process.started[1][1].hosted == [first.hosted[1].ref]
+        assert process.started[1].contents == [None]
+        assert process.started[1].hosted == [first.hosted[1].ref]
     with_image(world, "another")
     world.fleet.revive()
     assert len(somewhere) == 2
@@ -559,7 +559,7 @@ def test_where_a_line_is_refused_its_workers_begin_again_and_it_is_told_once_for
     somewhere: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World("a", "a", "b")
-    world.fleet._lines = False
+    world.actors._lines = False
     first, second, other = world.hosts()
     assert [worker.worker_id for worker in world.fleet.fall_back(first, "as planned")] == [0]
     assert first not in world.open

@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from rayloader.start import fork_server
 from rayloader.start.default_worker import VARIABLE, is_hash_seed_chosen
-from rayloader.start.fork_server import HERE, ForkServer
+from rayloader.start.fork_server import HERE, ExitReports, ForkServer
 from rayloader.start.forking import MADE, REPORT
 
 LIMIT = 120  # seconds for a process to end; on expiry the test fails
@@ -71,26 +70,28 @@ def test_another_environment_is_not_served(server):
 
 def test_how_a_fork_has_ended_is_known(server):
     for arguments, status in ((), 2 << 8), (("--help",), 0):
-        assert server.exit_status(0) is None  # there is no such fork
-        before = set(server._reports)
+        assert server.reports.exit_status(0) is None  # there is no such fork
+        before = set(server.reports._reports)
         ask(server.environment[VARIABLE], *arguments)
-        assert server.exit_status(0) is None
-        (pid,) = set(server._reports) - before
-        assert server.exit_status(pid) == status
+        assert server.reports.exit_status(0) is None
+        (pid,) = set(server.reports._reports) - before
+        assert server.reports.exit_status(pid) == status
 
 
-def test_what_ray_notices_first_is_waited_for_and_what_is_unknown_is_not(server, monkeypatch):
+def test_what_ray_notices_first_is_waited_for_and_what_is_unknown_is_not(monkeypatch):
     read_end, write_end = os.pipe()
-    with open(read_end, "rb", 0) as stdout:
-        monkeypatch.setattr(server, "_process", SimpleNamespace(stdout=stdout))
-        os.write(write_end, REPORT.pack(7, MADE) + REPORT.pack(8, MADE))
-        late = threading.Timer(0.0, os.write, (write_end, REPORT.pack(7, signal.SIGKILL)))
-        late.start()
-        assert server.exit_status(7) == signal.SIGKILL
-        monkeypatch.setattr(fork_server, "REPORT_PATIENCE_S", 0.0)
-        assert server.exit_status(8) is None  # it lives
-        os.close(write_end)
-        assert server.exit_status(8) is None  # the server has died
+    reports = ExitReports(read_end)
+    os.write(write_end, REPORT.pack(7, MADE) + REPORT.pack(8, MADE))
+    late = threading.Timer(0.0, os.write, (write_end, REPORT.pack(7, signal.SIGKILL)))
+    late.start()
+    assert reports.exit_status(7) == signal.SIGKILL
+    monkeypatch.setattr(fork_server, "REPORT_PATIENCE_S", 0.0)
+    assert reports.exit_status(8) is None  # it lives
+    os.close(write_end)
+    assert reports.exit_status(8) is None  # the server has died
+    reports.close()
+    assert reports.exit_status(8) is None
+    assert reports.exit_status(7) == signal.SIGKILL  # it was read before
     late.join()
 
 

@@ -457,7 +457,7 @@ def test_nor_has_one_whose_batches_come_from_torchs(wrapped):
 @pytest.mark.parametrize(
     ("defaults", "error", "text"),
     [
-        ({"seedling": 1}, TypeError, "got seedling; choose from arenas, fresh_processes"),
+        ({"seedling": 1}, TypeError, "got seedling; choose from arenas, device, fresh_processes"),
         ({"num_workers": 1}, TypeError, "torch's has not, got num_workers"),
         ({"seeding": "epoch"}, ValueError, "seeding must be 'worker' or 'batch'"),
         ({"arenas": 1}, TypeError, "arenas must be True or False"),

@@ -8,8 +8,8 @@ import pytest
 
 from handlers import interrupted
 from rayloader import interrupts
-from rayloader.workers import lifetimes as module
-from rayloader.workers.lifetimes import Janitor
+from rayloader.workers import janitor as module
+from rayloader.workers.janitor import Janitor
 
 FILES = {threading.__file__, interrupts.__file__, module.__file__}
 HANG_LIMIT = 60.0  # seconds; on expiry the test fails

@@ -2,12 +2,17 @@
 
 import ctypes
 import functools
+import io
 import pickle
 import traceback
 import types
 import warnings
 
-from rayloader.transport.pickler import dumps_by_value
+import pytest
+import torch
+
+from rayloader.transport.mapped import Mappings
+from rayloader.transport.pickler import Pickler, Special, dumps_by_value
 
 FILE = "users_program.py"
 SOURCE = """
@@ -125,3 +130,32 @@ def of_this_module():
 
 def test_arrays_of_ctypes_arrive():
     assert list(there_and_back((ctypes.c_int * 2)(7, 8))) == [7, 8]
+
+
+class OnAccelerator:
+    """A storage as `Pickler` sees it, of a device that this machine need not have."""
+
+    device = torch.device("cuda", 1)
+
+    def data_ptr(self):
+        return 4096
+
+    def cpu(self):
+        return torch.arange(3).untyped_storage()
+
+
+def pickler(mapped):
+    return Pickler(io.BytesIO(), False, (), mapped, Special(), False)
+
+
+def test_a_storage_on_an_accelerator_is_refused_in_a_batch():
+    with pytest.raises(TypeError, match=r"got a tensor on 'cuda:1'.*DataLoader\(\.\.\., device='cuda'\)"):
+        pickler(None)._storage(OnAccelerator(), torch.UntypedStorage)
+
+
+def test_a_storage_on_an_accelerator_is_copied_once_for_a_replica():
+    taking = pickler(Mappings())
+    tokens = [taking._storage(OnAccelerator(), torch.UntypedStorage)[1][0] for _ in range(2)]
+    assert tokens[0] is tokens[1]
+    (span,) = taking.spans.values()
+    assert span.storage.tolist() == torch.arange(3).untyped_storage().tolist()

@@ -5,7 +5,8 @@ import types
 import pytest
 
 from rayloader.workers import placement
-from rayloader.workers.placement import Placement, Verdict
+from rayloader.workers.placement import Placement
+from rayloader.workers.processes import Verdict
 
 LACKS, SLOW, UNKNOWN = (
     {"homeless": True, "had_room": False, "others": False},

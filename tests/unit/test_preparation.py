@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from rayloader.epoch import ahead
-from rayloader.epoch.ahead import COPIED_AHEAD, PINNED_AHEAD, AheadThread, Preparation, opened
+from rayloader.epoch.ahead import COPIED_AHEAD, AheadThread, Preparation, opened
+from rayloader.epoch.to_device import PINNED_AHEAD, Delivery
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import codec
@@ -52,7 +53,7 @@ class Engine:
         self.rung = threading.Event()
         self.comes = False  # something, at the next wait
         self.copies = Recycled()
-        self.preparation = Preparation(self, pin, None, self.copies)
+        self.preparation = Preparation(self, Delivery(pin, ahead=PINNED_AHEAD), self.copies)
         self.thread = AheadThread(self.preparation.work, None)
 
     # ---- for the preparation

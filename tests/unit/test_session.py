@@ -238,7 +238,7 @@ def test_a_process_that_is_started_for_ray_has_no_fork_beside_it(monkeypatch):
 
     beside = threading.Thread(target=fork)
     monkeypatch.setattr(ray._private.services, "start_ray_process", start_process)
-    with own_start(ray, None, fork_server._starting, dashboard=False):
+    with own_start(ray, None, fork_server.starting, dashboard=False):
         assert ray._private.services.start_ray_process() == []
     beside.join(HANG_LIMIT)
     assert os.read(reader, 10) == b"forked"

@@ -16,7 +16,7 @@ from rayloader.sharing.link import Link
 from rayloader.sharing.messages import Connection, Kind
 from rayloader.transport import codec
 from rayloader.transport.lanes import to_wire
-from rayloader.workers.actor import NONE_YET
+from rayloader.workers.connection import NONE_YET
 
 BATCHES = [10, 11, 12, 13, 14]
 

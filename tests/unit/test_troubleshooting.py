@@ -5,6 +5,7 @@ A message of the page is a heading, or the beginning of a list item, in back-tic
 
 import ast
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -42,6 +43,9 @@ NOT_ON_THE_PAGE = {
     "...: if the order of the samples depends on it": "goes on after `the state was saved with`",
     "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
+    "the dataset holds memory that it shares": "goes on after `rayloader: the workers stay forks`",
+    "the program has ended": "an error that ends a thread at the end of the program",
+    "a worker could not be forked": "never raised: forks wait for no place",
     "... on node ... is another file": "goes on after `The dataset refers to`",
     "... does not reach node": "goes on after `The dataset refers to`",
     "... node ... does not have": "goes on after `The dataset refers to`",
@@ -131,9 +135,28 @@ class Stream(IterableDataset[int]):
         return iter(range(4))
 
 
-def warned() -> None:
-    rayloader.loader._warn_about_multiprocessing_context.cache_clear()
-    DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")
+def unforked() -> None:
+    from rayloader.start.zygote import Zygote
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fork", refused)
+        Zygote(refused, refused)  # type: ignore[arg-type]
+
+
+def refused() -> None:
+    raise OSError("no more processes")
+
+
+def with_references() -> None:
+    from rayloader.workers.connection import ForkCalls
+
+    ForkCalls._send(None, None, carries=True)  # type: ignore[arg-type]
+
+
+def unconnected() -> None:
+    from rayloader.workers.processes import Processes
+
+    Processes.refused(None, None, "a reason")  # type: ignore[arg-type]
 
 
 def start_timeout() -> None:
@@ -168,6 +191,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "... must be ... or ..., got ...": lambda: DataLoader(range(4), seeding="epoch"),
     "... must be True": lambda: DataLoader(range(4), arenas=1),
     "... must be a whole number >= 0": lambda: DataLoader(range(4), max_skipped=-1),
+    "device must be a name": lambda: DataLoader(range(4), device=0),
+    "device must name one": lambda: DataLoader(range(4), device="gpu"),
+    "prefetch_to_device must be": lambda: DataLoader(range(4), prefetch_to_device=0),
+    "share() takes a loader without": lambda: rayloader.share(DataLoader(range(4), device="cpu"), consumers=1),
     "snapshot_every_n_steps": lambda: DataLoader(range(4), snapshot_every_n_steps=0),
     "name must be": lambda: DataLoader(range(4), name=""),
     "ray_remote_args must be": lambda: DataLoader(range(4), ray_remote_args=[]),
@@ -175,7 +202,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "ray_remote_args must not": lambda: DataLoader(range(4), ray_remote_args={"name": "mine"}),
     "ray_remote_args: ...": lambda: DataLoader(range(4), ray_remote_args={"num_cpus": -1}),
     "RAYLOADER_START_TIMEOUT": start_timeout,
-    "multiprocessing_context has": warned,
+    'workers="fork" makes': lambda: looped(workers="fork", arenas=False),
+    "this process could not be forked": unforked,
+    "the sampler yields references": with_references,
+    "a forked worker could not": unconnected,
     "SharedList index": lambda: SharedList("ab")[2],
     "resize() needs workers": lambda: DataLoader(range(4)).resize(1),
     "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
@@ -188,7 +218,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "... attribute should not": set_rank,
     "init() takes": lambda: rayloader.init(foo=3),
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
-    "share() takes": lambda: rayloader.share([1], consumers=1),
+    "share() takes a rayloader": lambda: rayloader.share([1], consumers=1),
     "share() needs": lambda: rayloader.share(DataLoader(range(4)), consumers=0),
     "consumer_timeout must": lambda: rayloader.share(DataLoader(range(4)), consumers=1, consumer_timeout=0),
 }
@@ -368,6 +398,18 @@ TESTS = {
     "unit/test_module_globals.py": {
         "test_what_cannot_travel_is_said_by_name_once": ["rayloader: ... of the module"],
     },
+    "integration/test_to_device.py": {
+        "test_a_device_that_is_not_there_is_an_error_that_says_so": [
+            "device must be one of this machine's, got ..., and torch finds"
+        ],
+        "test_an_index_without_a_device_is_an_error_that_says_so": ["device must be one of this machine's ..., got"],
+    },
+    "unit/test_page_locks.py": {
+        "test_what_cannot_be_locked_is_not_and_a_warning_says_so_once": ["rayloader: the memory of batches cannot"],
+    },
+    "unit/test_pickler.py": {
+        "test_a_storage_on_an_accelerator_is_refused_in_a_batch": ["a batch and its indices must be in main memory"],
+    },
     "unit/test_placement.py": {
         "test_what_is_waited_for_is_said": ["rayloader: waiting for ... of"],
         "test_the_users_limit_counts_for_both": ["... of ... DataLoader workers have"],
@@ -447,6 +489,9 @@ UNPROVOKED = [
     "rayloader: a worker process",
     "the producer of the share ... has failed",
     "can't map",
+    "rayloader: the workers stay forks",
+    "rayloader: the process that kept Ray",
+    "rayloader: the process that forks workers",
 ]
 
 

@@ -1,0 +1,215 @@
+"""What is done to each batch between its worker and the user: it is pinned, and moved to a device.
+
+Promise: `Delivery.prepared` may run in any thread, `handed_over` in the user's. A batch keeps its structure: tensors in
+mappings, sequences and dataclasses are moved, other objects are asked for their `to`, and what has none is left as it
+is. What the user queues on its current stream finds the batch on the device, and no other stream waits.
+
+NOTE [Late moves]. Ahead of the user, copies are queued on a stream of our own, and the memory of their results must be
+recorded for the user's stream (`record_stream`), or the allocator would give it to the next batch too early. Objects
+with a `to` alone, and tensors that cannot be recorded, are moved when they are handed over, on the user's stream.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayloader._compat import ExceptionWrapper, pin_memory, pinning_device_index
+from rayloader.options import Options
+from rayloader.transport import device as devices
+from rayloader.transport.device import Accelerator, Event
+
+# How many batches are opened and pinned before the user asks for them, unless they go to a device.
+PINNED_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What is done to the batches of an epoch.
+
+    Attributes:
+        pin: pins a batch; None: no pinning.
+        device: to which batches are moved; None: none.
+        ahead: how many batches are prepared before the user asks for them.
+        device_index: accelerator that batches are prepared for, if any.
+        accelerator: of the device, or for which memory is page-locked; None without one.
+    """
+
+    pin: Callable[[Any], Any] | None = None
+    device: torch.device | None = None
+    ahead: int = 0
+    device_index: int | None = None
+    accelerator: Accelerator | None = None
+
+    @property
+    def prepares(self) -> bool:
+        """Whether something is done at all."""
+        return self.pin is not None or self.device is not None
+
+    def prepared(self, data: Any) -> Any:
+        """A batch, pinned; a `Moved`, if it goes to a device; an ExceptionWrapper if that has failed."""
+        try:
+            if self.pin is not None:
+                data = self.pin(data)
+        except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
+            return ExceptionWrapper(where=f"in pin memory thread for device {self.device_index}")
+        if self.device is None:
+            return data
+        assert self.accelerator is not None
+        try:
+            return Moved(data, self.device, self.accelerator)
+        except Exception:  # a custom to() may raise anything, and the device may have no memory left
+            return ExceptionWrapper(where=f"while a batch was copied to device {self.device}")
+
+    def note_streams(self) -> None:
+        """The calling thread is about to give a batch to the program."""
+        if self.accelerator is not None:
+            self.accelerator.note_streams()
+
+
+def device_of(options: Options) -> tuple[torch.device, Accelerator] | None:
+    """The device to which a loader moves its batches, with its index; None if they stay where they are.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    device = None if options.device is None else torch.device(options.device)
+    if device is None or device.type == "cpu":
+        return None
+    accelerator = devices.current()
+    found = torch.accelerator.current_accelerator() if accelerator is not None else None
+    if accelerator is None or found is None or found.type != device.type:
+        here = "no accelerator" if found is None else f"{found.type!r}"
+        raise ValueError(
+            f"device must be one of this machine's, got {options.device!r}, and torch finds {here} here; leave it out, "
+            'or pass "cpu", to keep batches in main memory'
+        )
+    count = torch.accelerator.device_count()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    if index >= count:
+        raise ValueError(f"device must be one of this machine's {count}, got {options.device!r}; they count from 0")
+    return torch.device(device.type, index), accelerator
+
+
+def delivery_of(target: tuple[torch.device, Accelerator] | None, ahead: int, pins_for: str | None) -> Delivery:
+    """What is done to the batches of a loader.
+
+    Args:
+        target: from `device_of`.
+        ahead: how many batches are moved there before the user asks for them.
+        pins_for: kind of accelerator that torch's iterator would pin batches for; None: it would not.
+    """
+    pin = None if pins_for is None else functools.partial(pin_memory, device=pins_for)
+    if target is not None:
+        return Delivery(pin, target[0], ahead, target[0].index, target[1])
+    if pin is None:
+        return Delivery()
+    return Delivery(pin, None, PINNED_AHEAD, pinning_device_index(pins_for), devices.current())
+
+
+class Moved:
+    """A batch whose copies to a device are queued. The constructor raises what the `to` of its objects raises."""
+
+    __slots__ = ("_accelerator", "_data", "_device", "_event", "_leaves", "_of_user")
+
+    def __init__(self, data: Any, device: torch.device, accelerator: Accelerator) -> None:
+        self._device, self._accelerator = device, accelerator
+        self._leaves: list[Any] = []  # what was copied
+        self._of_user = False  # whether some objects are moved when they are handed over
+        self._data = rebuilt(data, self._copy)
+        self._event: Event = accelerator.event(device)
+
+    def _copy(self, leaf: Any) -> Any:
+        if not _can_be_recorded(leaf):
+            self._of_user = True
+            return leaf
+        copied = self._accelerator.copy(leaf, self._device)
+        self._leaves.append(copied)
+        return copied
+
+    def _move(self, leaf: Any) -> Any:
+        return leaf if _can_be_recorded(leaf) else devices.move(leaf, self._device)
+
+    def handed_over(self) -> Any:
+        """The batch, for the user's current stream, or an ExceptionWrapper; may be called again, after an interrupt."""
+        self._accelerator.wait(self._event, self._device, self._leaves)
+        if not self._of_user:
+            return self._data
+        try:
+            return rebuilt(self._data, self._move)
+        except Exception:  # a custom to() may raise anything, and so may a signal handler here
+            if self._moves_again():
+                raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in interrupts.py
+            return ExceptionWrapper(where=f"while a batch was copied to device {self._device}")
+
+    def _moves_again(self) -> bool:
+        try:
+            rebuilt(self._data, self._move)
+        except Exception:  # the custom to(), again
+            return False
+        return True
+
+
+def moved_here(data: Any, device: torch.device) -> Any:
+    """A batch, moved on the calling thread's current stream."""
+    return rebuilt(data, lambda leaf: devices.move(leaf, device))
+
+
+def _can_be_recorded(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.layout is torch.strided and not leaf.is_nested
+    return callable(getattr(leaf, "record_stream", None))
+
+
+def rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
+    """A batch in which tensors and other objects with a method `to` are changed; the rest is as it was.
+
+    Mappings and sequences are treated as torch's `pin_memory` treats them; so they keep their types, if these can be
+    copied or made of their items.
+    """
+    if isinstance(data, (str, bytes, type)):
+        return data
+    if isinstance(data, torch.Tensor) or callable(getattr(data, "to", None)):
+        return change(data)
+    if isinstance(data, Mapping):
+        return _rebuilt_mapping(data, {key: rebuilt(value, change) for key, value in data.items()})
+    if isinstance(data, tuple):
+        items = [rebuilt(item, change) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if isinstance(data, Sequence):
+        return _rebuilt_sequence(data, [rebuilt(item, change) for item in data])
+    if dataclasses.is_dataclass(data):
+        clone = copy.copy(data)
+        for field in dataclasses.fields(data):
+            object.__setattr__(clone, field.name, rebuilt(getattr(data, field.name), change))
+        return clone
+    return data
+
+
+def _rebuilt_mapping(data: Any, items: dict[Any, Any]) -> Any:
+    try:
+        if not isinstance(data, MutableMapping):
+            return type(data)(items)
+        clone = copy.copy(data)
+        clone.update(items)
+    except TypeError:
+        return items
+    return clone
+
+
+def _rebuilt_sequence(data: Any, items: list[Any]) -> Any:
+    try:
+        if not isinstance(data, MutableSequence):
+            return type(data)(items)
+        clone = copy.copy(data)
+        for index, item in enumerate(items):
+            clone[index] = item
+    except TypeError:
+        return items
+    return clone

@@ -1,0 +1,238 @@
+"""What rayloader asks of an accelerator: to page-lock memory, to copy batches, and to tell when copies are done.
+
+Promise: `Accelerator` is all of it; `TorchAccelerator` does it with torch, and the tests have a simulated one. Nothing
+here waits, except for `Event.synchronize`. No call of a worker's process comes here: workers create no context of CUDA.
+
+A *copy* reads memory some time after it was queued. Until its event has happened nobody may write to that memory; see
+NOTE [Held slots] in page_locks.py.
+
+NOTE [All streams]. A program queues copies on any stream, and nobody tells us. Drivers since CUDA 12.5 can record an
+event of all that has been queued in a context, whatever the stream (`_Driver`). With older ones an event is recorded
+on each stream that has been seen: ours, the default ones, and those that were current when the program asked for a
+batch (`note_streams`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from typing_extensions import override
+
+from rayloader._compat import current_accelerator
+from rayloader.errors import RayloaderError
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+
+
+class AcceleratorError(RayloaderError):
+    """Memory cannot be page-locked here."""
+
+
+class Event(Protocol):
+    """Something that happens once everything is done that had been queued when it was made."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+
+    def synchronize(self) -> None:
+        """Waits until it has happened."""
+
+
+class Accelerator(Protocol):
+    """The accelerators of this process, all of one kind. Any thread may call.
+
+    Attributes:
+        can_register: whether this kind can page-lock memory that it has not allocated.
+    """
+
+    can_register: bool
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-locks whole pages.
+
+        Raises:
+            AcceleratorError: they cannot be; the text is the accelerator's reason.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Ends what `register` began at this address; no copy from there may be pending."""
+
+    def note_streams(self) -> None:
+        """The calling thread is about to give a batch to the program, which may queue copies of it."""
+
+    def event(self, device: torch.device | None = None) -> Event:
+        """An event of the copies queued so far: of `copy` to one device, or for None of all that the program knows."""
+
+    def copy(self, leaf: Any, device: torch.device) -> Any:
+        """The result of `to` of a tensor, or of another object that has it, queued on a stream of our own."""
+
+    def wait(self, event: Event, device: torch.device, leaves: Iterable[Any]) -> None:
+        """Lets what the calling thread queues on the device from now on find what `copy` has returned.
+
+        Args:
+            event: from after the copies.
+            device: to which they were made.
+            leaves: their results. Their memory is not used for anything else before what is queued on that stream
+                until their end is done.
+        """
+
+
+def current() -> Accelerator | None:
+    """The accelerators of this process; None if torch finds none, or they have no streams."""
+    kind = current_accelerator()
+    if kind is None or not torch.accelerator.is_available() or not hasattr(torch.get_device_module(kind), "Stream"):
+        return None
+    return _made.setdefault(kind.type, TorchAccelerator(kind.type))
+
+
+def move(leaf: Any, device: torch.device) -> Any:
+    """`leaf.to(device)`, without waiting for the copy where the object's method has such an argument."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(device, non_blocking=True)
+    try:
+        return leaf.to(device, non_blocking=True)
+    except TypeError:  # objects of the program's may take the device alone
+        return leaf.to(device)
+
+
+class _Events(Event):
+    """Happens when all of these torch events have."""
+
+    __slots__ = ("events",)
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self.events = events
+
+    @override
+    def query(self) -> bool:
+        return not [event for event in self.events if not event.query()]
+
+    @override
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
+class TorchAccelerator(Accelerator):
+    """Torch's accelerators of one kind; page-locks memory for CUDA (and ROCm) alone.
+
+    Args:
+        kind: type of the devices.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._module: Any = torch.get_device_module(kind)
+        self.can_register = kind == "cuda"
+        self._queues: dict[torch.device, Any] = {}  # our streams
+        self._streams: set[Any] = set()  # others that were seen
+        self._driver: _Driver | None = None
+        self._registers = False  # whether something is, or was, registered
+
+    @override
+    def register(self, address: int, nbytes: int) -> None:
+        try:
+            runtime: Any = torch.cuda.cudart()
+            code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        except (RuntimeError, AssertionError) as error:  # CUDA cannot be initialized
+            raise AcceleratorError(str(error)) from error
+        if int(code):
+            with contextlib.suppress(RuntimeError):  # reports, and so clears, the error that the call has left
+                torch.zeros(1, device="cuda")
+            raise AcceleratorError(f"cudaHostRegister: {runtime.cudaGetErrorString(code)}")
+        if not self._registers:
+            self._driver = _Driver.of_this_machine()
+            self._registers = True
+
+    @override
+    def unregister(self, address: int) -> None:
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(address)  # it fails where the context is gone, and the registration with it
+
+    @override
+    def note_streams(self) -> None:
+        driver, module = self._driver, self._module
+        if self._registers:
+            for index in [module.current_device()] if driver is None else driver.devices():
+                self._streams.update((module.default_stream(index), module.current_stream(index)))
+
+    @override
+    def event(self, device: torch.device | None = None) -> Event:
+        if device is not None:
+            return _Events([self._queue(device).record_event()])
+        driver = self._driver
+        if driver is not None and driver.records_contexts and (events := driver.record()) is not None:
+            return _Events(events)
+        return _Events([stream.record_event() for stream in (*self._queues.values(), *list(self._streams))])
+
+    @override
+    def copy(self, leaf: Any, device: torch.device) -> Any:
+        with self._module.stream(self._queue(device)):
+            return move(leaf, device)
+
+    @override
+    def wait(self, event: Event, device: torch.device, leaves: Iterable[Any]) -> None:
+        assert isinstance(event, _Events)
+        stream = self._module.current_stream(device)
+        for one in event.events:
+            stream.wait_event(one)
+        for leaf in leaves:
+            leaf.record_stream(stream)
+
+    def _queue(self, device: torch.device) -> Any:
+        queue = self._queues.get(device)
+        return self._queues.setdefault(device, self._module.Stream(device)) if queue is None else queue
+
+
+_made: dict[str, TorchAccelerator] = {}  # by kind
+
+
+class _Driver:
+    """The driver of CUDA itself, which knows the contexts that torch uses, one a device; see NOTE [All streams].
+
+    Args:
+        library: of the driver.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._contexts: dict[int, ctypes.c_void_p] = {}  # by device index
+        self.records_contexts = hasattr(library, "cuCtxRecordEvent")
+
+    @classmethod
+    def of_this_machine(cls) -> _Driver | None:
+        """None if there is none, as for ROCm."""
+        with contextlib.suppress(OSError):
+            return cls(ctypes.CDLL("libcuda.so.1"))
+        return None
+
+    def record(self) -> list[Any] | None:
+        """An event of each context; None if that is not possible now, for instance while a graph is captured."""
+        events = []
+        for index in self.devices():
+            event: Any = torch.cuda.Event()
+            event.record(torch.cuda.default_stream(index))  # which also creates it
+            if self._library.cuCtxRecordEvent(self._contexts[index], ctypes.c_void_p(event.cuda_event)):
+                return None
+            events.append(event)
+        return events
+
+    def devices(self) -> list[int]:
+        """Indices of the devices that have a context by now."""
+        for index in range(torch.cuda.device_count()):
+            if index not in self._contexts and (context := self._context(index)) is not None:
+                self._contexts[index] = context
+        return sorted(self._contexts)
+
+    def _context(self, index: int) -> ctypes.c_void_p | None:
+        """The context of a device; None while it has none, and none is created."""
+        library, context = self._library, ctypes.c_void_p()
+        number, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        failed = library.cuDeviceGet(ctypes.byref(number), index)
+        failed = failed or library.cuDevicePrimaryCtxGetState(number, ctypes.byref(flags), ctypes.byref(active))
+        if failed or not active.value or library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number):
+            return None
+        return context

@@ -1,0 +1,227 @@
+"""Which parts of an arena are page-locked for an accelerator, and which slots wait for copies from them.
+
+Promise: a slot lies in one *block*, and a block is page-locked as a whole or not at all, because CUDA refuses a copy
+from memory of which only a part is. Nothing waits here, except for the thread `rayloader-unlock` and `PageLocks.wait`.
+A `PageLocks` is for the driver's side of one arena; `lock` is for any thread, the rest for one at a time.
+
+NOTE [Held slots]. A program may drop a batch while a copy of it is still queued: `x.to("cuda", non_blocking=True)`
+followed by `del x`. So a slot of a locked block is *held* when its last view has died: its ticket goes back to the
+worker when the event has happened that was recorded after that. Nobody waits for it; without room the worker takes
+other memory. Which copies count says NOTE [All streams] in device.py. Copies from memory that is not locked read all of
+it before the call returns.
+
+NOTE [Locked memory]. The pages of a locked block must stay where they are: the accelerator goes on reading those that
+it was told of. So nothing in an arena that may be locked is given back to the system, as cold or free memory of other
+arenas is, until its worker has ended. Then `Unlocker` unlocks each block in which no batch lives, after the last copy,
+and gives it back. A locked arena is mapped until all its blocks are unlocked, even if nothing else refers to it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Collection
+from typing import Protocol
+
+from typing_extensions import override
+
+from rayloader.interrupts import Bell, DaemonThread
+from rayloader.transport.device import Accelerator, AcceleratorError, Event
+
+logger = logging.getLogger("rayloader")
+
+# Sizes of blocks in bytes, and how many there are of each, in the order in which they lie in an arena. A slot gets the
+# first room that fits, so small batches lock little, and of a block that is locked for large ones at most about half
+# stays unused: what torch's own page-locked memory takes too, because it is rounded up to powers of two.
+BLOCKS = ((4 << 20, 4), (16 << 20, 4), (64 << 20, 8), (256 << 20, 8), (1 << 30, 8), (4 << 30, 12))
+_WAKE_S = 60.0  # how long the thread sleeps at most; a ring wakes it
+
+_has_warned = False
+
+
+def blocks(nbytes: int) -> list[tuple[int, int]]:
+    """Start and end of each block of an arena of so many bytes; the first page, its header, is in none."""
+    ends, end = [], 0
+    for size, count in BLOCKS:
+        for _ in range(count):
+            end += size
+            ends.append(end)
+    ends = [end for end in ends if end < nbytes] + [nbytes]
+    return list(zip([mmap.PAGESIZE, *ends], ends, strict=False))
+
+
+class PageLocks:
+    """The locked blocks of one arena, and its held slots.
+
+    Args:
+        accelerator: for which they are locked.
+        start: address of the arena.
+        nbytes: its size.
+    """
+
+    def __init__(self, accelerator: Accelerator, start: int, nbytes: int) -> None:
+        self.accelerator = accelerator
+        self._start = start
+        self._blocks = blocks(nbytes)
+        self._lock = threading.Lock()  # while a block is being locked or unlocked
+        self._locked: set[tuple[int, int]] = set()
+        self._closed = False
+        self._held: deque[tuple[Event, list[int]]] = deque()
+
+    def lock(self, offset: int) -> None:
+        """Makes sure that the block of a slot is locked, if it can be; that may take a tenth of a second."""
+        start, end = block = self._block(offset)
+        if block in self._locked:
+            return
+        with self._lock:
+            if self._closed or block in self._locked:
+                return
+            try:
+                self.accelerator.register(self._start + start, end - start)
+            except AcceleratorError as error:
+                self._closed = True
+                _warn(error)
+            else:
+                self._locked.add(block)
+
+    def is_locked(self, offset: int) -> bool:
+        """Whether the block of a slot is locked."""
+        return self._block(offset) in self._locked
+
+    @property
+    def locked(self) -> list[tuple[int, int]]:
+        """Start and end of the locked blocks."""
+        with self._lock:
+            return sorted(self._locked)
+
+    def hold(self, tickets: list[int]) -> None:
+        """Nothing refers to these slots any more, but for copies that may be queued; see NOTE [Held slots]."""
+        try:
+            event = self.accelerator.event()
+        except RuntimeError:  # the accelerator has failed, and so will the program; the slots are lost
+            event = _Never()
+        self._held.append((event, tickets))
+
+    def passed(self) -> list[int]:
+        """Slots that were held, and of which no copy is pending any more; each only once."""
+        tickets: list[int] = []
+        with contextlib.suppress(RuntimeError):  # as in `hold`
+            while self._held and self._held[0][0].query():
+                tickets += self._held.popleft()[1]
+        return tickets
+
+    def held(self) -> set[int]:
+        """Slots that are held. Any thread may ask."""
+        return {ticket for _, tickets in self._held.copy() for ticket in tickets}
+
+    def wait(self) -> None:
+        """Waits for the copies from all slots that are held."""
+        with contextlib.suppress(RuntimeError):  # as in `hold`
+            for event, _ in self._held.copy():
+                event.synchronize()
+
+    def close(self) -> bool:
+        """Locks no further blocks; returns whether some are locked."""
+        with self._lock:
+            self._closed = True
+            return bool(self._locked)
+
+    def unlock(self, in_use: Collection[int]) -> None:
+        """Unlocks all blocks but those with slots at these places."""
+        busy = {self._block(offset) for offset in in_use}
+        with self._lock:
+            for block in self._locked - busy:
+                self.accelerator.unregister(self._start + block[0])
+                self._locked.remove(block)
+
+    def _block(self, offset: int) -> tuple[int, int]:
+        return self._blocks[bisect.bisect_right(self._blocks, offset, key=_start) - 1]
+
+
+def _start(block: tuple[int, int]) -> int:
+    return block[0]
+
+
+class _Never(Event):
+    """An event that does not happen."""
+
+    @override
+    def query(self) -> bool:
+        return False
+
+    @override
+    def synchronize(self) -> None:
+        pass
+
+
+def may_lock(accelerator: Accelerator | None) -> Accelerator | None:
+    """The accelerator, unless it cannot page-lock memory, or this has failed in this process."""
+    return accelerator if accelerator is not None and accelerator.can_register and not _has_warned else None
+
+
+def _warn(error: AcceleratorError) -> None:
+    """Says once why batches are copied once more."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        logger.warning(
+            "rayloader: the memory of batches cannot be page-locked (%s), so a thread copies them into page-locked "
+            "memory, as torch's does; raise the limit of locked memory (ulimit -l, docker run --ulimit memlock=-1) or "
+            "the memory limit of the container",
+            str(error),  # the error itself would keep the batch
+        )
+
+
+class Retired(Protocol):
+    """What an `Unlocker` needs of an arena whose worker has ended."""
+
+    def unlock(self) -> bool:
+        """Unlocks what it can, after the copies from there; returns whether all is unlocked."""
+
+
+class Unlocker:
+    """Unlocks the blocks of arenas whose workers have ended, in a thread that lives while there are some."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._bell = Bell()  # a batch has died, or there is another arena
+        self._lock = threading.Lock()
+        self._retired: list[Retired] = []
+        self._thread: DaemonThread | None = None
+
+    def ring(self) -> None:
+        """A batch of such an arena has died. For finalizers."""
+        self._bell.ring()
+
+    def retire(self, arena: Retired) -> None:
+        """Takes over an arena with locked blocks."""
+        if os.getpid() != self._pid:  # a forked child: nothing is registered in it
+            return
+        with self._lock:
+            self._retired.append(arena)
+            thread = self._thread = self._thread or DaemonThread(self._work, "rayloader-unlock")
+        self._bell.ring()
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and the memory with the process
+            thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._retired:
+                    self._thread = None
+                    return
+                arenas = self._retired.copy()
+            done = [arena for arena in arenas if arena.unlock()]
+            with self._lock:
+                self._retired = [arena for arena in self._retired if arena not in done]
+            if not done:
+                self._bell.wait(_WAKE_S)
+            del arenas, done  # it keeps none mapped while it waits
+
+
+unlocker = Unlocker()

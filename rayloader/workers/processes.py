@@ -1,0 +1,113 @@
+"""Where the processes of a fleet come from: what actors (actors.py) and forks (forks.py) have in common.
+
+Promise: methods return at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from rayloader.errors import RayloaderError
+from rayloader.protocol import Source
+from rayloader.workers.connection import Channel, Mailbox
+
+
+class Verdict(Enum):
+    """What a fleet does about processes that have not started."""
+
+    WAIT = "wait"
+    MAKE_ROOM = "wait; idle actors are killed"
+    SHARE_CPUS = "ask for actors that need no CPU"
+    GIVE_UP = "continue without them"
+
+
+class Processes(ABC):
+    """Where the processes of a fleet come from, until `release`.
+
+    Attributes:
+        uses_store: whether some batches come, or came, through Ray's object store.
+        copies: whether this process has to copy some batches: from the store, or large ones from the network.
+        most_unanswered: how many tasks of one worker may be unanswered, beyond those that torch's would have.
+        leased_bytes: bytes of memory outside arenas in which batches lie.
+        all_are_near: all processes are known to run on this machine, before they have reported where.
+    """
+
+    uses_store = copies = False
+    most_unanswered: float = float("inf")
+    leased_bytes = 0
+    all_are_near = True
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises RaySessionError unless the processes can be used."""
+
+    @property
+    @abstractmethod
+    def usable(self) -> bool:
+        """Whether they can be used."""
+
+    @abstractmethod
+    def lend(self, count: int, *, fresh: bool = True) -> list[Any]:
+        """`count` processes; does not wait until new ones run. `fresh`: none that has worked before."""
+
+    @abstractmethod
+    def kill(self, process: Any) -> None:
+        """Ends a process soon."""
+
+    @abstractmethod
+    def give_back(self, process: Any) -> None:
+        """Takes back a process that may be busy, soon."""
+
+    @abstractmethod
+    def release(self, *, busy: bool, reuse: bool) -> None:
+        """Takes all of them back. Callable more than once; not for finalizers.
+
+        Args:
+            busy: calls may be unanswered.
+            reuse: whether others may have the processes.
+        """
+
+    @abstractmethod
+    def channel(self, process: Any, mailbox: Mailbox) -> Channel:
+        """A channel to a process."""
+
+    @abstractmethod
+    def sources(self, others: list[Any]) -> Callable[[Any], Source | None]:
+        """Tells where each of some processes gets the replica from; `others`: those of the fleet. None: it has it."""
+
+    def is_draining(self, process: Any) -> bool:
+        """Whether the process is on a node that will leave."""
+        return False
+
+    @property
+    def drains(self) -> bool:
+        """Whether some node will leave."""
+        return False
+
+    def is_late(self, process: Any, coming: list[Any]) -> bool:
+        """Whether the workers of a draining process must leave it at once, although others are coming."""
+        return False
+
+    def refused(self, process: Any, reason: str) -> None:
+        """A process cannot be reached over a line."""
+        raise RayloaderError(f"a forked worker could not connect to this process: {reason}")
+
+    def verdict(self, pending: list[Any], *, others: bool) -> Verdict:
+        """What to do about processes that have not started; `others`: some of the fleet have."""
+        return Verdict.WAIT
+
+    def tell(self, pending: list[Any], of: int) -> None:  # noqa: B027
+        """Logs what the program waits for."""
+
+    def gave_up(self, processes: list[Any], of: int) -> None:  # noqa: B027
+        """The fleet continues without these."""
+
+    def start_error(self, processes: list[Any], of: int) -> RayloaderError:
+        """The error for processes that have found no place, or do not start there."""
+        raise NotImplementedError
+
+    def settle_output(self) -> None:  # noqa: B027
+        """Waits until all log records that the workers have sent so far are handled."""

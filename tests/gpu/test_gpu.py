@@ -1,0 +1,280 @@
+"""The real thing: page-locked arenas, batches on the device, and what nobody may write to while it is copied."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import rayloader
+from inside import actors_of, kill_worker, live_actor_pids
+from rayloader import DataLoader
+from rayloader.transport import device as devices
+from rayloader.transport import page_locks
+from rayloader.transport.page_locks import PageLocks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("ray_session"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+LARGE = 1 << 20  # numbers: 4 MiB of them
+LIMIT_S = 60.0
+CYCLES = 40_000_000  # tens of milliseconds of a device that does nothing
+
+
+class Numbered:
+    """Sample i is large, and consists of the number i; also a small part, and a text."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.full((LARGE,), float(index)), {"small": torch.tensor(index), "text": str(index)}
+
+
+def loader(length=24, **options):
+    return DataLoader(Numbered(length), batch_size=None, num_workers=2, **options)
+
+
+def same(copies):
+    """Whether copy i holds the number i everywhere; once they are done."""
+    torch.cuda.synchronize()
+    return [bool(copied.eq(number).all()) for number, copied in enumerate(copies)]
+
+
+def in_an_arena(tensor):
+    address = tensor.untyped_storage().data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= address < end:
+            return "rayloader-arena" in line
+    return False
+
+
+def wait_for_unlocking():
+    for thread in threading.enumerate():
+        if thread.name == "rayloader-unlock":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def test_large_tensors_are_born_page_locked():
+    for number, (large, rest) in enumerate(loader(pin_memory=True)):
+        assert large.is_pinned()
+        assert rest["small"].is_pinned()
+        assert in_an_arena(large)
+        assert (float(large[0]), float(large[-1]), int(rest["small"]), rest["text"]) == (number,) * 3 + (str(number),)
+
+
+def test_batches_of_rays_store_are_received_in_page_locked_memory():
+    for number, (large, _) in enumerate(loader(8, pin_memory=True, arenas=False)):
+        assert large.is_pinned()
+        assert large.eq(number).all()
+
+
+def test_a_batch_may_be_dropped_while_the_programs_own_copy_of_it_is_queued():
+    copies = []
+    for large, _ in loader(pin_memory=True):
+        torch.cuda._sleep(CYCLES)
+        copies.append(large.to("cuda", non_blocking=True))
+        del large
+    assert not torch.cuda.current_stream().query()  # the program is ahead of the device, or this shows nothing
+    assert all(same(copies))
+
+
+def test_without_holding_slots_back_the_same_program_gets_torn_batches(monkeypatch):
+    """So the test above would see it."""
+    monkeypatch.setattr(PageLocks, "is_locked", lambda *_: False)
+    copies = []
+    for large, _ in loader(pin_memory=True):
+        torch.cuda._sleep(CYCLES)
+        copies.append(large.to("cuda", non_blocking=True))
+        del large
+    assert not all(same(copies))
+
+
+def records_contexts():
+    driver = devices._Driver.of_this_machine()
+    return driver is not None and driver.records_contexts
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or not records_contexts(), reason="needs a driver of CUDA 12.5")
+def test_the_copy_may_be_queued_on_any_stream():
+    side, copies = torch.cuda.Stream(), []
+    for large, _ in loader(pin_memory=True):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            copies.append(large.to("cuda", non_blocking=True))
+        del large
+    assert not side.query()
+    assert all(same(copies))
+
+
+def test_with_an_older_driver_the_copy_may_be_queued_on_the_current_stream(monkeypatch):
+    accelerator = devices.current()
+    driver = accelerator._driver
+    if driver is not None:
+        monkeypatch.setattr(driver, "records_contexts", False)
+    copies = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for large, _ in loader(pin_memory=True):
+            torch.cuda._sleep(CYCLES)
+            copies.append(large.to("cuda", non_blocking=True))
+            del large
+    assert all(same(copies))
+
+
+def test_a_worker_may_be_killed_while_copies_of_its_batches_are_queued():
+    iterator, copies = iter(loader(pin_memory=True)), []
+    for large, _ in iterator:
+        torch.cuda._sleep(CYCLES)
+        copies.append(large.to("cuda", non_blocking=True))
+        del large
+        if len(copies) in (6, 12):
+            kill_worker(iterator, len(copies) // 12)
+    assert all(same(copies))
+
+
+@pytest.mark.parametrize("options", [{}, {"pin_memory": True}, {"arenas": False}, {"prefetch_to_device": 4}])
+def test_batches_arrive_on_the_device_in_the_order_of_the_current_stream(options):
+    sums = []
+    for number, (large, rest) in enumerate(loader(device="cuda", **options)):
+        assert (large.device, rest["small"].device) == (torch.device("cuda", 0),) * 2
+        assert rest["text"] == str(number)
+        assert large.to("cuda") is large
+        sums.append(large.double().mean() + rest["small"] - number)
+        torch.cuda._sleep(CYCLES // 10)
+        del large, rest  # while what reads them is queued
+    assert torch.stack(sums).tolist() == [float(number) for number in range(24)]
+
+
+def test_they_may_be_used_on_another_stream_that_is_current():
+    sums = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for large, _ in loader(device="cuda"):
+            torch.cuda._sleep(CYCLES // 10)
+            sums.append(large.double().mean())
+            del large
+    torch.cuda.synchronize()
+    assert torch.stack(sums).tolist() == [float(number) for number in range(24)]
+
+
+def test_objects_with_a_method_to_are_asked_for_it():
+    from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+    def collate(sample):
+        return pack_sequence([sample[0][:5], sample[0][:3]])
+
+    for number, packed in enumerate(loader(4, device="cuda", collate_fn=collate)):
+        assert isinstance(packed, PackedSequence)
+        assert packed.data.device.type == "cuda"
+        assert packed.data.eq(number).all()
+
+
+def test_without_workers_batches_are_on_the_device_too():
+    for number, (large, _) in enumerate(DataLoader(Numbered(3), batch_size=None, device="cuda", pin_memory=True)):
+        assert large.device.type == "cuda"
+        assert large.eq(number).all()
+
+
+def test_workers_never_open_the_device():
+    iterator = iter(loader(device="cuda"))
+    next(iterator)
+    for actor in actors_of(iterator):
+        names = [
+            os.readlink(f"/proc/{actor.address.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{actor.address.pid}/fd")
+        ]
+        assert [name for name in names if "/dev/nvidia" in name] == []
+    assert live_actor_pids()
+
+
+class OnDevice(Numbered):
+    def __getitem__(self, index):
+        return torch.full((4,), index, device="cuda")
+
+
+def test_a_dataset_that_returns_tensors_on_the_device_is_an_error_that_names_the_remedy():
+    with pytest.raises(TypeError, match=r"got a tensor on 'cuda:0'.*DataLoader\(..., device='cuda'\)"):
+        next(iter(DataLoader(OnDevice(4), batch_size=None, num_workers=1, fresh_processes=True)))
+
+
+class WithTable(Numbered):
+    """Holds tensors on the device, two of which share memory, and which it uses."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.table = torch.arange(8.0, device="cuda")
+        self.tail = self.table[4:]
+        self.parameter = torch.nn.Parameter(torch.ones(2, device="cuda"))
+
+    def __getitem__(self, index):
+        self.table[4] += 1
+        return self.table[index], self.tail[0] - 4, self.parameter.detach().clone(), torch.cuda.is_initialized()
+
+
+def test_workers_hold_what_the_dataset_has_on_the_device_in_main_memory():
+    for index, batch in enumerate(DataLoader(WithTable(), batch_size=None, num_workers=1)):
+        assert [part.device.type for part in batch[:3]] == ["cpu"] * 3
+        assert (float(batch[0]), float(batch[1]), batch[2].tolist(), batch[3]) == (index, index + 1, [1, 1], False)
+
+
+def test_a_large_block_can_be_locked_unlocked_and_locked_again():
+    """Also shows what it takes, with `-s`."""
+    import time
+
+    from rayloader.transport.arena import Arena
+
+    for _ in range(2):
+        arena = Arena(1 << 33, accelerator=devices.current())
+        locks = arena._mapping.locks
+        for offset in (1 << 22, 1 << 24, 1 << 27, 700 << 20, 3 << 30):
+            began = time.perf_counter()
+            locks.lock(offset)
+            start, end = locks._block(offset)
+            print(f"locked {(end - start) >> 20} MiB in {1e3 * (time.perf_counter() - began):.1f} ms")
+            assert locks.is_locked(offset)
+        began = time.perf_counter()
+        arena.close(give_back=True)
+        del arena, locks
+        wait_for_unlocking()
+        print(f"unlocked all in {1e3 * (time.perf_counter() - began):.1f} ms")
+
+
+def test_what_an_event_of_all_copies_costs():
+    """With `-s`."""
+    import time
+
+    accelerator = devices.current()
+    events = [accelerator.event() for _ in range(10)]
+    began = time.perf_counter()
+    events = [accelerator.event() for _ in range(1000)]
+    recorded = time.perf_counter()
+    torch.cuda.synchronize()
+    synchronized = time.perf_counter()
+    assert all(event.query() for event in events)
+    print(
+        f"context events: {records_contexts()}; one takes {1e3 * (recorded - began):.2f} us, "
+        f"a query {1e3 * (time.perf_counter() - synchronized):.2f} us"
+    )
+
+
+def test_nothing_is_left_locked_after_the_end_of_the_workers():
+    """The last test: it ends the session's workers."""
+    kept = [large for large, _ in loader(6, pin_memory=True)]
+    rayloader.shutdown()
+    assert all(large.eq(number).all() for number, large in enumerate(kept))
+    assert all(large.is_pinned() for large in kept)
+    del kept
+    gc.collect()
+    wait_for_unlocking()
+    assert page_locks.unlocker._retired == []
+    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if "rayloader-arena" in line]
+    assert psutil.Process().is_running()

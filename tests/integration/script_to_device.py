@@ -1,0 +1,40 @@
+"""A user's script on a simulated accelerator that ends in the midst of everything.
+
+    python script_to_device.py
+
+At its end batches are page-locked, copies from them and to the device are pending, and iterators live. It must end by
+itself, with status 0 and its last line printed.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))  # the simulated accelerator
+import rayloader
+from simulated_device import DEVICE, SimulatedAccelerator
+
+
+def large(index):
+    return torch.full((50_000,), index)
+
+
+class Numbers:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return large(index)
+
+
+if __name__ == "__main__":
+    accelerator = SimulatedAccelerator().install(pytest.MonkeyPatch())
+    pinned = iter(rayloader.DataLoader(Numbers(), batch_size=None, num_workers=2, pin_memory=True))
+    kept = [next(pinned) for _ in range(3)]
+    copies = [accelerator.copy(next(pinned), DEVICE) for _ in range(3)]
+    moved = iter(rayloader.DataLoader(Numbers(), batch_size=None, num_workers=2, device="cuda"))
+    batch = next(moved)
+    accelerator.wait_for(6)
+    print("done", len(kept), len(copies), int(batch[0]), bool(accelerator.registered))

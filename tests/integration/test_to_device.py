@@ -1,0 +1,270 @@
+"""Batches that are born page-locked, and batches on a device, with workers and a simulated accelerator."""
+
+import collections
+import dataclasses
+import gc
+import threading
+
+import pytest
+import torch
+
+from accelerator import LIMIT
+from inside import kill_worker
+from probes import Calls, as_is, load
+from rayloader import DataLoader
+from simulated_device import DEVICE, SimulatedAccelerator
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+LARGE = 50_000  # numbers: more than a small buffer
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    accelerator = SimulatedAccelerator().install(monkeypatch)
+    yield accelerator
+    gc.collect()
+    accelerator.advance(accelerator.queued)
+    assert (accelerator.torn, accelerator.violations) == ([], [])
+
+
+def large(index):
+    return torch.full((LARGE,), index)
+
+
+def values(batches):
+    assert all(batch.eq(batch[0]).all() for batch in batches)
+    return [int(batch[0]) for batch in batches]
+
+
+# pin_memory
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_large_tensors_are_born_page_locked(accelerator, persistent):
+    loader = load(large, 8, num_workers=2, pin_memory=True, persistent_workers=persistent)
+    for _ in range(2):
+        batches = list(loader)
+        assert values(batches) == list(range(8))
+        assert all(accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in batches)
+    assert accelerator.pinned == 0
+
+
+def test_small_tensors_are_copied_to_page_locked_memory(accelerator):
+    batches = list(load(torch.tensor, 4, num_workers=2, pin_memory=True))
+    assert (batches, accelerator.pinned) == ([torch.tensor(k) for k in range(4)], 4)
+
+
+def test_batches_of_rays_store_are_received_in_page_locked_memory(accelerator):
+    batches = list(load(large, 4, num_workers=2, pin_memory=True, arenas=False))
+    assert values(batches) == [0, 1, 2, 3]
+    assert all(accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in batches)
+    assert accelerator.pinned == 0
+
+
+def test_without_room_for_locked_memory_a_thread_copies_and_a_warning_says_why(accelerator, caplog):
+    accelerator.refuses = "out of memory"
+    assert values(list(load(large, 6, num_workers=2, pin_memory=True))) == list(range(6))
+    assert accelerator.pinned == 6
+    (record,) = [record for record in caplog.records if "page-locked" in record.message]
+    assert "ulimit -l" in record.message
+
+
+def test_loaders_that_pin_and_others_share_warm_workers(accelerator):
+    for pin in (False, True, False, True):
+        batches = list(load(large, 4, num_workers=2, pin_memory=pin))
+        assert values(batches) == [0, 1, 2, 3]
+        assert [accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in batches if pin] == [True] * 4 * pin
+
+
+def test_a_batch_may_be_dropped_while_the_programs_own_copy_of_it_is_pending(accelerator):
+    copies = []
+    for batch in load(large, 60, num_workers=2, pin_memory=True):
+        copies.append(accelerator.copy(batch, DEVICE))  # as by batch.to("cuda", non_blocking=True)
+        del batch
+        if len(copies) > 3:
+            accelerator.advance()
+    accelerator.advance(60)
+    assert values(copies) == list(range(60))
+
+
+def test_a_worker_may_be_killed_while_copies_of_its_batches_are_pending(accelerator):
+    copies = []
+    iterator = iter(load(large, 20, num_workers=2, pin_memory=True))
+    for batch in iterator:
+        copies.append(accelerator.copy(batch, DEVICE))
+        del batch
+        if len(copies) in (6, 12):
+            kill_worker(iterator, len(copies) // 12)
+    accelerator.advance(20)
+    assert values(copies) == list(range(20))
+
+
+# device
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_batches_are_copied_in_order_by_the_thread_ahead(accelerator, device):
+    loader = load(large, 8, num_workers=2, device=device)
+    assert loader.device == device
+    assert values(list(loader)) == list(range(8))
+    assert (accelerator.queued, accelerator.waits, accelerator.pinned) == (8, 8, 0)
+
+
+@dataclasses.dataclass
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+class Custom:
+    """Moves itself, without a tensor that could be recorded."""
+
+    def __init__(self, index):
+        self.index, self.device, self.thread = index, None, None
+
+    def to(self, device):
+        self.device, self.thread = device, threading.current_thread().name
+        return self
+
+
+class Recordable(Custom):
+    """Also knows how to record its memory."""
+
+    def record_stream(self, stream):
+        raise AssertionError("the simulated accelerator records nothing")
+
+
+def nested(index):
+    return {
+        "tensors": [torch.tensor(index), (large(index), "text")],
+        "pair": Pair(torch.tensor([index]), None),
+        "sample": Sample(torch.tensor([1.5]), "name"),
+        "custom": Custom(index),
+        "recordable": Recordable(index),
+        "sparse": torch.eye(2).to_sparse(),
+    }
+
+
+def test_structures_stay_and_what_is_in_them_is_moved(accelerator):
+    main = threading.current_thread().name
+    for batch in load(nested, 4, num_workers=2, device="cpu"):
+        assert batch["custom"].device is None
+    accelerator.move_anything(DEVICE)
+    for index, batch in enumerate(load(nested, 4, num_workers=2, device="cuda")):
+        assert list(batch) == ["tensors", "pair", "sample", "custom", "recordable", "sparse"]
+        assert (batch["tensors"][0], batch["tensors"][1][1]) == (torch.tensor(index), "text")
+        assert values([batch["tensors"][1][0]]) == [index]
+        assert batch["pair"] == Pair(torch.tensor([index]), None)
+        assert batch["sample"] == Sample(torch.tensor([1.5]), "name")
+        assert (batch["custom"].device, batch["custom"].thread) == (DEVICE, main)
+        assert (batch["recordable"].device, batch["recordable"].thread) == (DEVICE, "rayloader-ahead")
+        assert batch["sparse"].to_dense().equal(torch.eye(2))
+
+
+def test_so_many_batches_are_on_the_device_ahead_and_no_more(accelerator):
+    iterator = iter(load(large, 12, num_workers=2, prefetch_factor=6, device="cuda", prefetch_to_device=3))
+    for taken in range(12):
+        assert int(next(iterator)[0]) == taken
+        accelerator.wait_for(min(12, taken + 1 + 3))
+        assert accelerator.queued <= taken + 1 + 3
+
+
+def test_the_state_counts_what_was_taken_and_not_what_is_on_the_device(accelerator):
+    loader = load(large, 8, num_workers=2, device="cuda")
+    iterator = iter(loader)
+    assert values([next(iterator), next(iterator)]) == [0, 1]
+    accelerator.wait_for(4)
+    state = loader.state_dict()
+    del iterator
+    again = load(large, 8, num_workers=2)
+    again.load_state_dict(state)
+    assert values(list(again)) == list(range(2, 8))
+
+
+class Failing(Custom):
+    def to(self, device):
+        if self.index == 1:
+            raise ValueError("as planned")
+        return super().to(device)
+
+
+class FailingAhead(Failing):
+    def record_stream(self, stream):
+        pass
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingAhead])
+def test_an_error_arrives_at_the_batch_that_it_belongs_to(accelerator, kind):
+    iterator = iter(load(kind, 3, num_workers=1, device="cuda"))
+    assert next(iterator).index == 0
+    with pytest.raises(ValueError, match=r"(?s)Caught ValueError while a batch was copied to device cuda:0\..*as pla"):
+        next(iterator)
+    assert next(iterator).index == 2
+
+
+def test_a_workers_error_passes_through(accelerator):
+    iterator = iter(load(lambda index: torch.tensor(6 // (index - 1)), 3, num_workers=2, device="cuda"))
+    assert next(iterator).item() == -6
+    with pytest.raises(ZeroDivisionError, match=r"Caught ZeroDivisionError in DataLoader worker process 1\."):
+        next(iterator)
+    assert next(iterator).item() == 6
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_break_leaves_no_thread(accelerator, persistent):
+    loader = load(large, 50, num_workers=2, device="cuda", persistent_workers=persistent)
+    iterator = iter(loader)
+    assert values([next(iterator)]) == [0]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
+    del iterator, loader
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+def test_on_the_cpu_nothing_is_done(monkeypatch):
+    loader = load(large, 4, num_workers=2, device="cpu")
+    iterator = iter(loader)
+    assert "rayloader-ahead" not in [thread.name for thread in threading.enumerate()]
+    assert values(list(iterator)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_a_device_that_is_not_there_is_an_error_that_says_so(num_workers):
+    loader = DataLoader(range(4), num_workers=num_workers, device="cuda")
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"one of this machine's, got 'cuda', and torch finds no accelerator here"):
+        iter(loader)
+    assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_workers):
+    with pytest.raises(ValueError, match=r"one of this machine's 1, got 'cuda:7'; they count from 0"):
+        iter(DataLoader(range(4), num_workers=num_workers, device="cuda:7"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"device": "gpu"}, ValueError, "device must name one that torch knows, got 'gpu'; torch says"),
+        ({"device": 1.5}, TypeError, "device must be a name, such as 'cuda' or 'cuda:1', a torch.device or None"),
+        ({"device": 0}, TypeError, r"got 0; for number n pass f'cuda:\{n\}'"),
+        ({"prefetch_to_device": 0}, ValueError, "prefetch_to_device must be a whole number of batches >= 1"),
+        ({"prefetch_to_device": 2.0}, ValueError, "prefetch_to_device must be a whole number of batches >= 1"),
+    ],
+)
+def test_wrong_arguments_are_errors_when_the_loader_is_made(wrong, error, text):
+    with pytest.raises(error, match=text):
+        DataLoader(range(4), **wrong)
+
+
+def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator, monkeypatch):
+    moved = []
+    accelerator.move_anything(DEVICE, moved)
+    loader = DataLoader(Calls(torch.tensor, 4), 2, collate_fn=as_is, device="cuda")
+    assert [[int(one) for one in batch] for batch in loader] == [[0, 1], [2, 3]]
+    assert moved == [DEVICE] * 4

@@ -1,0 +1,370 @@
+"""Page-locked slots, with a simulated accelerator: no slot is written to while a copy from it is pending."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayloader.transport import codec, page_locks
+from rayloader.transport.arena import PAGE, Arena, ArenaWriter, FreeSlots
+from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
+from rayloader.transport.page_locks import PageLocks, blocks
+from simulated_device import DEVICE, SimulatedAccelerator
+
+LIMIT_S = 30.0
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _all_is_unlocked_and_unmapped(monkeypatch):
+    monkeypatch.setattr(page_locks, "_has_warned", False)
+    yield
+    gc.collect()
+    wait_for_unlocking()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert [line for line in maps if "rayloader-arena" in line or "rayloader-copies" in line] == []
+
+
+def wait_for_unlocking():
+    for thread in threading.enumerate():
+        if thread.name == "rayloader-unlock":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+class Worker:
+    """Both sides of a page-locked arena: builds batches of equal numbers, each another one."""
+
+    def __init__(self, accelerator, nbytes=64 * MIB):
+        self.arena = Arena(nbytes, accelerator=accelerator)
+        self.writer = ArenaWriter.open(self.arena.address, locked=True)
+
+    def build(self, number, items=4096):
+        self.writer.begin(0)
+        place = self.writer.put(codec.encode(torch.full((items,), number)).buffers[0])
+        return None if place is None else self.writer.seal(place)
+
+    def deliver(self, place):
+        leases = {}
+        view = self.arena.view(place, leases)
+        for lease in leases.values():
+            lease.page_lock()
+        return torch.frombuffer(view, dtype=torch.int64)
+
+    def batch(self, number, items=4096):
+        return self.deliver(self.build(number, items))
+
+    def give_back(self):
+        freed = self.arena.freed()
+        self.writer.free(freed)
+        return freed
+
+    def close(self):
+        self.arena.close(give_back=True)
+        self.arena = self.writer = None
+
+
+@pytest.fixture
+def accelerator():
+    return SimulatedAccelerator()
+
+
+@pytest.fixture
+def worker(accelerator):
+    worker = Worker(accelerator)
+    yield worker
+    worker.close()
+    gc.collect()  # pytest keeps the test's own names until then
+    accelerator.advance(accelerator.queued)
+    wait_for_unlocking()
+    assert (accelerator.torn, accelerator.violations, accelerator.registered) == ([], [], {})
+
+
+# Blocks
+
+
+def test_blocks_cover_an_arena_without_its_header():
+    for nbytes in (5 * PAGE, 4 * MIB, 4 * MIB + PAGE, 300 * MIB, (1 << 36) + PAGE):
+        found = blocks(nbytes)
+        assert (found[0][0], found[-1][1]) == (PAGE, nbytes)
+        assert [start for start, _ in found[1:]] == [end for _, end in found[:-1]]
+        assert all(start < end and not start % PAGE for start, end in found)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6 * MIB), st.booleans()), max_size=60), st.randoms())
+def test_each_slot_lies_in_one_block_also_after_free_ones_were_joined(steps, chance):
+    rooms = blocks(64 * MIB)
+    free, taken = FreeSlots(*rooms), []
+    for nbytes, gives_back in steps:
+        if gives_back and taken:
+            free.put_back(*taken.pop(chance.randrange(len(taken))))
+        elif (slot := free.take(nbytes)) is not None:
+            start, size = slot
+            assert any(low <= start and start + size <= high for low, high in rooms)
+            taken.append(slot)
+
+
+# Locks
+
+
+def test_only_blocks_in_use_are_locked_each_once(worker, accelerator):
+    held = [worker.batch(number) for number in range(20)]
+    assert accelerator.registered == {worker.arena._mapping.start + PAGE: 4 * MIB - PAGE}
+    held.append(worker.batch(20, items=MIB))  # 8 MiB: in the first of the larger blocks
+    assert sorted(accelerator.registered.values()) == [4 * MIB - PAGE, 16 * MIB]
+    assert all(accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in held)
+
+
+def test_all_is_unlocked_when_the_worker_has_ended_and_its_batches_have(accelerator):
+    worker = Worker(accelerator)
+    kept, other = worker.batch(1), worker.batch(2, items=MIB)
+    del other
+    worker.close()
+    while len(accelerator.registered) > 1:  # the block without a batch
+        page_locks.unlocker.ring()
+    assert accelerator.is_locked(kept.data_ptr(), kept.nbytes)
+    assert kept.eq(1).all()
+    del kept
+    wait_for_unlocking()
+    assert accelerator.registered == {}
+
+
+def test_memory_goes_back_to_the_system_when_it_is_unlocked(accelerator):
+    worker = Worker(accelerator)
+    file = os.dup(worker.arena._file.fd)
+    try:
+        batch = worker.batch(1)
+        assert os.fstat(file).st_blocks * 512 >= batch.nbytes
+        worker.close()
+        del batch
+        wait_for_unlocking()
+        assert os.fstat(file).st_blocks * 512 <= PAGE
+    finally:
+        os.close(file)
+
+
+def test_no_memory_of_a_locked_arena_goes_back_while_its_worker_lives(worker):
+    """The accelerator would go on reading the old pages."""
+    worker.arena.rest(True)
+    batch = worker.batch(7)
+    start = worker.arena._mapping.start
+    offset = batch.data_ptr() - start
+    del batch
+    assert np.all(worker.arena._mapping.bytes[offset : offset + 8].view(np.int64) == 7)
+    worker.arena.rest(False)
+
+
+def test_what_cannot_be_locked_is_not_and_a_warning_says_so_once(caplog):
+    accelerator = SimulatedAccelerator(refuses="out of memory")
+    worker = Worker(accelerator)
+    batches = [worker.batch(number, items) for number, items in enumerate((100, MIB, 100))]
+    assert [int(batch[0]) for batch in batches] == [0, 1, 2]
+    (record,) = caplog.records
+    assert "(out of memory)" in record.message
+    assert "ulimit -l" in record.message
+    del batches
+    assert len(worker.give_back()) == 3  # and nothing is held
+    worker.close()
+    assert page_locks.may_lock(accelerator) is None
+
+
+# Held slots
+
+
+def test_a_slot_is_held_while_a_copy_from_it_is_pending(worker, accelerator):
+    batch = worker.batch(1)
+    copied = accelerator.copy(batch, DEVICE)
+    address = batch.data_ptr()
+    del batch
+    assert worker.give_back() == []
+    assert worker.batch(2).data_ptr() != address
+    accelerator.advance()
+    assert worker.give_back() != []
+    assert copied.eq(1).all()
+
+
+def test_held_slots_are_not_counted_as_the_programs(worker, accelerator):
+    batch = worker.batch(1)
+    assert worker.arena.leased_bytes >= batch.nbytes
+    accelerator.copy(batch, DEVICE)
+    del batch
+    worker.give_back()
+    assert worker.arena.leased_bytes == 0
+    assert worker.arena.leased() != frozenset()
+    accelerator.advance()
+
+
+def test_copies_from_memory_that_is_not_locked_hold_nothing():
+    accelerator = SimulatedAccelerator()
+    worker = Worker(accelerator)
+    leases = {}
+    batch = torch.frombuffer(worker.arena.view(worker.build(1), leases), dtype=torch.int64)
+    copied = accelerator.copy(batch, DEVICE)
+    del batch, leases
+    assert len(worker.give_back()) == 1
+    accelerator.advance()
+    assert copied.eq(1).all()
+    worker.close()
+
+
+def test_a_failing_accelerator_ends_no_epoch(accelerator, monkeypatch):
+    worker = Worker(accelerator)
+    batch = worker.batch(1)
+
+    def fail(device=None):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(accelerator, "event", fail)
+    del batch
+    assert worker.give_back() == []
+    assert worker.batch(2).eq(2).all()
+    worker.arena._mapping.locks._held.clear()
+    monkeypatch.undo()
+    worker.arena._leased.clear()
+    worker.close()
+
+
+class Program:
+    """A random program: batches are built, given, copied, kept and dropped, and workers killed, in any order."""
+
+    def __init__(self, accelerator, chance, most=64 * MIB):
+        self.accelerator, self.chance, self.most = accelerator, chance, most
+        self.worker = Worker(accelerator)
+        self.built, self.kept, self.copies = [], [], []
+        self.number = 0
+        self.most_touched = 0
+
+    def build(self):
+        self.number += 1
+        place = self.worker.build(self.number, self.chance.choice([600, 5_000, 200_000]))
+        if place is not None:
+            self.built.append((self.number, place))
+
+    def take(self):
+        if self.built:
+            number, place = self.built.pop(0)
+            self.kept.append((number, self.worker.deliver(place)))
+
+    def copy(self):
+        if self.kept:
+            number, batch = self.chance.choice(self.kept)
+            self.copies.append((number, self.accelerator.copy(batch, DEVICE)))
+
+    def drop(self):
+        if self.kept:
+            self.kept.pop(self.chance.randrange(len(self.kept)))
+
+    def advance(self):
+        self.accelerator.advance(self.chance.randrange(4))
+
+    def report(self):
+        self.worker.give_back()
+
+    def kill(self):
+        if self.chance.random() < 0.2:
+            self.worker.close()
+            self.worker, self.built = Worker(self.accelerator), []
+
+    def run(self, steps):
+        actions = [self.build, self.take, self.copy, self.copy, self.drop, self.drop, self.advance, self.report]
+        for _ in range(steps):
+            self.chance.choice([*actions, *actions, self.kill])()
+            assert all(batch.eq(number).all() for number, batch in self.kept)
+        self.end()
+        return self
+
+    def end(self):
+        self.kept.clear()
+        self.worker.close()
+        wait_for_unlocking()
+        self.accelerator.advance(self.accelerator.queued)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_slot_is_written_to_while_a_copy_from_it_is_pending(seed):
+    accelerator = SimulatedAccelerator()
+    program = Program(accelerator, random.Random(seed)).run(400)
+    assert (accelerator.torn, accelerator.violations, accelerator.registered) == ([], [], {})
+    assert all(copied.eq(number).all() for number, copied in program.copies)
+    assert len(program.copies) > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_holding_slots_back_the_same_programs_tear_batches(seed, monkeypatch):
+    """So the test above would see it."""
+    monkeypatch.setattr(PageLocks, "is_locked", lambda *_: False)
+    accelerator = SimulatedAccelerator()
+    Program(accelerator, random.Random(seed)).run(400)
+    assert accelerator.torn
+
+
+def test_memory_stays_in_bounds_when_the_program_is_far_ahead_of_the_accelerator(worker, accelerator):
+    """A copy is done five batches later: so many slots are in use, and no more."""
+    addresses = set()
+    for number in range(100):
+        batch = worker.batch(number)
+        addresses.add(batch.data_ptr())
+        accelerator.copy(batch, DEVICE)
+        del batch
+        if number >= 5:
+            accelerator.advance()
+        worker.give_back()
+    accelerator.advance(5)
+    assert len(addresses) <= 8
+    assert accelerator.most_registered == 4 * MIB - PAGE
+
+
+# Lanes
+
+
+def test_an_arena_that_cannot_be_locked_is_replaced_for_a_loader_that_pins(accelerator):
+    lane, worker = ArenaLane(), WorkerLane()
+    _, plain = lane.lend()
+    before = worker.open(plain.fields)
+    lane.accelerator = accelerator
+    lent, room = lane.lend(plain.address)
+    assert room.address != plain.address
+    assert room.locked
+    assert worker.open(room.fields) is not before
+    lane.accelerator = None  # a loader that does not pin may have it too
+    again, room = lane.lend(room.address)
+    assert again.arena is lent.arena
+    assert room.locked
+    lane.close()
+
+
+def test_a_lane_of_an_accelerator_that_has_refused_locks_nothing(accelerator, monkeypatch):
+    monkeypatch.setattr(page_locks, "_has_warned", True)
+    lane = ArenaLane()
+    lane.accelerator = accelerator
+    _, room = lane.lend()
+    assert not room.locked
+    lane.close()
+
+
+def test_recycled_memory_is_locked_and_held_like_a_workers(accelerator):
+    recycled = Recycled(accelerator)
+    content = np.arange(SMALL_BYTES, dtype=np.int64)
+    addresses = set()
+    for _ in range(4):
+        copy = recycled.copy(memoryview(content).cast("B"))
+        copy.obj.base.page_lock()
+        tensor = torch.frombuffer(copy, dtype=torch.int64)
+        copied = accelerator.copy(tensor, DEVICE)
+        addresses.add(tensor.data_ptr())
+        del copy, tensor
+    assert len(addresses) == 4
+    accelerator.advance(4)
+    assert copied.eq(torch.from_numpy(content)).all()
+    assert recycled.room(content.nbytes).obj.base.slot[1] + recycled._arena._mapping.start in addresses
+    recycled.close()
