@@ -10,7 +10,7 @@ Measured for two sizes of batches, each way in a process of its own, all ways in
 
 The ways: torch with `pin_memory` and `non_blocking`; the same with a prefetcher by hand, which copies the next batch on
 a side stream; SPDL's `transfer_tensor` behind torch's loader, if it is installed; rayloader with `pin_memory`; and
-rayloader with `device`.
+rayloader with `device`; its workers are forks, as torch's are.
 
 Command: python benchmarks/gpu.py            one table, and a plot if matplotlib is installed; under four minutes
          python benchmarks/gpu.py --simulate without a GPU: shows that everything works, and no figure says anything
@@ -203,14 +203,14 @@ def spdl(job: Job) -> Epochs:
 def rayloader_pinned(job: Job) -> Epochs:
     import rayloader
 
-    loader = rayloader.DataLoader(**job.arguments, pin_memory=True)
+    loader = rayloader.DataLoader(**job.arguments, workers="fork", pin_memory=True)
     return lambda: map(job.gpu.move, loader)
 
 
 def rayloader_device(job: Job) -> Epochs:
     import rayloader
 
-    loader = rayloader.DataLoader(**job.arguments, device="cuda")
+    loader = rayloader.DataLoader(**job.arguments, workers="fork", device="cuda")
     return lambda: loader
 
 
@@ -261,7 +261,9 @@ def first_batch(gpu: Gpu, epochs: Epochs) -> float:
 
 
 def throughput(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, float]:
-    """Rates over the batches of an epoch after the first few."""
+    """Rates over the batches of an epoch after the first few; in the epoch before it memory is page-locked."""
+    for _ in epochs():
+        pass
     seen = 0
     for _ in epochs():
         seen += 1

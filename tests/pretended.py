@@ -2,9 +2,12 @@
 
 import torch
 
+from rayloader.transport import device
+
 
 def pretend_accelerator(monkeypatch, pin, index=0, set_index=lambda index: None):
-    """Lets torch find a CUDA device with this index, and pins tensors with a function."""
+    """Lets torch find a CUDA device with this index, and pins tensors with a function; it page-locks nothing else."""
+    monkeypatch.setattr(device, "current", lambda: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index)

@@ -208,6 +208,7 @@ class Arena:
     def __init__(self, nbytes: int, kind: str = "arena", accelerator: Accelerator | None = None) -> None:
         size = PAGE + max(1, -(-nbytes // PAGE)) * PAGE
         self._file: MemoryFile | None = None
+        self._pid = os.getpid()
         self.accelerator = accelerator
         try:
             self._file = MemoryFile(kind, size)
@@ -312,6 +313,8 @@ class Arena:
     def close(self, *, give_back: bool = False) -> None:
         """No more openings; the mapping goes with the last lease. Callable more than once.
 
+        In a forked child this only closes the file: memory and page-locks are the parent's.
+
         Args:
             give_back: the worker has ended: all memory that is not leased is given back to the system. Page-locked
                 memory is, in a thread, in any case.
@@ -321,16 +324,17 @@ class Arena:
             return
         file.close()
         mapping = getattr(self, "_mapping", None)  # missing if the constructor has failed
-        if mapping is None:
+        if mapping is None or os.getpid() != self._pid:
             return
         is_locked = mapping.locks is not None and mapping.locks.close()
         if not is_locked:
             mapping.locks = None
-        if give_back or is_locked:
+        if give_back:
             mapping.gone = True  # first: a lease that another thread makes or ends sees it, or is seen
             self.freed()
             self._give_back_free()
         if is_locked:
+            mapping.gone = True
             unlocker.retire(self)
 
     def unlock(self) -> bool:

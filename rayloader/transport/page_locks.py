@@ -22,7 +22,6 @@ import bisect
 import contextlib
 import logging
 import mmap
-import os
 import threading
 from collections import deque
 from collections.abc import Collection
@@ -188,7 +187,6 @@ class Unlocker:
     """Unlocks the blocks of arenas whose workers have ended, in a thread that lives while there are some."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
         self._bell = Bell()  # a batch has died, or there is another arena
         self._lock = threading.Lock()
         self._retired: list[Retired] = []
@@ -200,8 +198,6 @@ class Unlocker:
 
     def retire(self, arena: Retired) -> None:
         """Takes over an arena with locked blocks."""
-        if os.getpid() != self._pid:  # a forked child: nothing is registered in it
-            return
         with self._lock:
             self._retired.append(arena)
             thread = self._thread = self._thread or DaemonThread(self._work, "rayloader-unlock")

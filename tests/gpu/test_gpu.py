@@ -119,9 +119,8 @@ def test_the_copy_may_be_queued_on_any_stream():
 
 
 def test_with_an_older_driver_the_copy_may_be_queued_on_the_current_stream(monkeypatch):
-    accelerator = devices.current()
-    driver = accelerator._driver
-    if driver is not None:
+    next(iter(loader(pin_memory=True)))  # so that something is registered
+    if (driver := devices.current()._driver) is not None:
         monkeypatch.setattr(driver, "records_contexts", False)
     copies = []
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -186,14 +185,20 @@ def test_without_workers_batches_are_on_the_device_too():
 
 
 def test_workers_never_open_the_device():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     iterator = iter(loader(device="cuda"))
     next(iterator)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible  # whatever Ray sets for its actors
     for actor in actors_of(iterator):
         names = [
             os.readlink(f"/proc/{actor.address.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{actor.address.pid}/fd")
         ]
         assert [name for name in names if "/dev/nvidia" in name] == []
     assert live_actor_pids()
+
+
+def see_all_devices(_):
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # whatever Ray has made of it
 
 
 class OnDevice(Numbered):
@@ -203,7 +208,13 @@ class OnDevice(Numbered):
 
 def test_a_dataset_that_returns_tensors_on_the_device_is_an_error_that_names_the_remedy():
     with pytest.raises(TypeError, match=r"got a tensor on 'cuda:0'.*DataLoader\(..., device='cuda'\)"):
-        next(iter(DataLoader(OnDevice(4), batch_size=None, num_workers=1, fresh_processes=True)))
+        next(
+            iter(
+                DataLoader(
+                    OnDevice(4), batch_size=None, num_workers=1, fresh_processes=True, worker_init_fn=see_all_devices
+                )
+            )
+        )
 
 
 class WithTable(Numbered):

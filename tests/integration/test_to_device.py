@@ -7,7 +7,9 @@ import threading
 
 import pytest
 import torch
+import torch.utils.data
 
+import rayloader.workers.fleet
 from accelerator import LIMIT
 from inside import kill_worker
 from probes import Calls, as_is, load
@@ -59,6 +61,13 @@ def test_batches_of_rays_store_are_received_in_page_locked_memory(accelerator):
     assert values(batches) == [0, 1, 2, 3]
     assert all(accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in batches)
     assert accelerator.pinned == 0
+
+
+def test_batches_from_the_network_are_received_in_page_locked_memory(accelerator, monkeypatch):
+    monkeypatch.setattr(rayloader.workers.fleet, "LOCAL_LINES", False)
+    batches = list(load(large, 6, num_workers=2, pin_memory=True))
+    assert values(batches) == list(range(6))
+    assert all(accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in batches)
 
 
 def test_without_room_for_locked_memory_a_thread_copies_and_a_warning_says_why(accelerator, caplog):
@@ -268,3 +277,18 @@ def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator, 
     loader = DataLoader(Calls(torch.tensor, 4), 2, collate_fn=as_is, device="cuda")
     assert [[int(one) for one in batch] for batch in loader] == [[0, 1], [2, 3]]
     assert moved == [DEVICE] * 4
+
+
+class OwnLoader(torch.utils.data.DataLoader):
+    """A loader of a library's, whose attribute of that name means something else."""
+
+    device = "elsewhere"
+
+
+@pytest.mark.parametrize("loader_class", [torch.utils.data.DataLoader, OwnLoader])
+def test_a_patch_moves_the_batches_of_torchs_loaders(accelerator, loader_class):
+    with rayloader.patch(device="cuda", prefetch_to_device=1):
+        loader = loader_class(Calls(large, 4), None, num_workers=2)
+        assert values(list(loader)) == [0, 1, 2, 3]
+    assert accelerator.waits == 4
+    assert loader.device == ("cuda" if loader_class is torch.utils.data.DataLoader else "elsewhere")

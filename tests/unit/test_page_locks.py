@@ -178,6 +178,16 @@ def test_what_cannot_be_locked_is_not_and_a_warning_says_so_once(caplog):
     assert page_locks.may_lock(accelerator) is None
 
 
+def test_in_a_forked_child_the_end_of_an_arena_touches_nothing_of_the_parents(worker, accelerator):
+    batch = worker.batch(3)
+    child = os.fork()
+    if child == 0:
+        worker.close()
+        os._exit(len(accelerator.registered))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert batch.eq(3).all()
+
+
 # Held slots
 
 
