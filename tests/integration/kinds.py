@@ -800,20 +800,26 @@ class Doubling(torch.nn.Module):
         return 2 * values
 
 
-@torch.jit.script
-def scripted(values: torch.Tensor) -> torch.Tensor:
+def incremented(values: torch.Tensor) -> torch.Tensor:
     return values + 1
+
+
+def scripted(obj):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to give it up
+        return torch.jit.script(obj)
 
 
 @kind(Refused("dataset.module", "torch.ScriptModule", "RuntimeError"))
 def a_scripted_module(program):
-    module = torch.jit.script(Doubling())
+    module = scripted(Doubling())
     return taken(program.load(Holding(lambda self, index: self.module(torch.tensor(index)), module=module)))
 
 
 @kind(Refused("dataset.function", "torch.jit.ScriptFunction", "PickleError"))
 def a_scripted_function(program):
-    return taken(program.load(Holding(lambda self, index: self.function(torch.tensor(index)), function=scripted)))
+    function = scripted(incremented)
+    return taken(program.load(Holding(lambda self, index: self.function(torch.tensor(index)), function=function)))
 
 
 @functools.partial(torch.compile, backend="eager")
