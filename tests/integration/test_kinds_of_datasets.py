@@ -1,0 +1,69 @@
+"""Kinds of datasets that real programs hold, by torch's workers, by forks and by actors: see kinds.py.
+
+Each side is a program of its own; torch's and that of forks never import Ray. They run side by side.
+"""
+
+import json
+import pickle
+
+import pytest
+
+from kinds import KINDS
+from test_scripts import finish, kill_group, start
+
+SIDES = "torch", "fork", "ray"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    """The programs, by their names; those of the sides with the files that they write."""
+    folder = tmp_path_factory.mktemp("kinds")
+    for side in (*SIDES, "moving"):
+        (folder / side).mkdir()
+    programs = {side: start("script_kinds.py", side, folder / f"{side}.pickle", folder / side) for side in SIDES}
+    programs["moving"] = start("script_moving.py", folder / "moving")
+    yield folder, programs
+    for program in programs.values():
+        kill_group(program)
+        program.communicate()
+
+
+@pytest.fixture(scope="module")
+def results(programs):
+    """What came of each kind, by side and name."""
+    folder, programs = programs
+    results = {}
+    for side in SIDES:
+        output, errors = finish(programs[side])
+        assert programs[side].returncode == 0, errors
+        assert "Traceback" not in errors
+        assert (folder / side / "ended").read_text() == "True\n"  # an `atexit` callback of the program's: there alone
+        results[side] = pickle.loads((folder / f"{side}.pickle").read_bytes())
+    return results
+
+
+def without_what_is_missing():
+    for kind in KINDS:
+        reason = f"{', '.join(kind.missing)} is not installed"
+        yield pytest.param(kind, id=kind.name, marks=pytest.mark.skipif(bool(kind.missing), reason=reason))
+
+
+@pytest.mark.parametrize("kind", [*without_what_is_missing()])
+def test_forks_give_what_torchs_workers_give_and_actors_the_same_or_a_clear_error(kind, results):
+    torchs, forks, actors = (results[side][kind.name] for side in SIDES)
+    assert not (isinstance(torchs, dict) and "error" in torchs), torchs
+    assert forks == torchs
+    kind.actors.check(torchs, actors)
+
+
+def test_workers_move_to_actors_unless_the_dataset_cannot_be_pickled_which_the_log_says_once(programs):
+    output, errors = finish(program := programs[1]["moving"])
+    assert program.returncode == 0, errors
+    found = json.loads(output[-1])
+    ((name, level, line),) = found["lines"]
+    assert (name, level) == ("rayloader", "INFO")
+    assert "the workers stay forks of this process" in line
+    assert "dataset.epoch: multiprocessing.sharedctypes.Synchronized can't be sent to a worker" in line
+    assert found["kinds"]["Numbers"][0] == ["fork"] * 2
+    assert found["kinds"]["Numbers"][-2:] == [["actor"] * 2] * 2
+    assert set(map(tuple, found["kinds"]["Signalled"])) == {("fork",) * 2}
