@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import logging
 import operator
+import os
 import random
 import re
 import socket
@@ -186,6 +187,22 @@ def connection_of(ray: ModuleType | None) -> Any:
         return _connection(context.get_session_name(), context.get_job_id())
     except (RuntimeError, AttributeError):  # another thread shuts Ray down meanwhile
         return None
+
+
+_parent_was_connected = False
+
+
+def _note_fork() -> None:
+    global _parent_was_connected
+    _parent_was_connected = connection_of(sys.modules.get("ray")) is not None
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def is_forked_from_ray() -> bool:
+    """Whether this process is a fork of one that was connected to a cluster: Ray takes it for connected, too."""
+    return _parent_was_connected
 
 
 def session_name_of(ray: ModuleType, connection: Any) -> str:

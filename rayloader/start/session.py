@@ -45,6 +45,7 @@ from rayloader._compat_ray import (
     authenticate,
     connection_of,
     give_own_random,
+    is_forked_from_ray,
     session_name_of,
     tell_lacks,
 )
@@ -89,7 +90,7 @@ _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first use of a Ray until that Ray is shut down
 _asked = False  # whether the program has asked for Ray since the last one ended
 _in_background = False  # whether the last Ray was started although the program had not asked for one
-_forked = False  # whether this process was forked from one that was connected to Ray, or about to be
+_forked = is_forked_from_ray()  # whether this process was forked from one that was connected to Ray, or about to be
 logger = logging.getLogger("rayloader")
 _ray: ModuleType | None = None  # once it was needed
 _importing = threading.RLock()
@@ -452,7 +453,7 @@ def forget() -> None:
     if _starter is not None:
         _starter.forget()
     _started = _starter = None
-    _forked = connection_of(sys.modules.get("ray")) is not None or is_starting
+    _forked = is_forked_from_ray() or is_starting
 
 
 os.register_at_fork(after_in_child=forget)
