@@ -89,6 +89,7 @@ _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last conne
 _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first use of a Ray until that Ray is shut down
 _asked = False  # whether the program has asked for Ray since the last one ended
+_abandoned = False  # whether no Ray is to be started that the program has not asked for
 _in_background = False  # whether the last Ray was started although the program had not asked for one
 _forked = is_forked_from_ray()  # whether this process was forked from one that was connected to Ray, or about to be
 logger = logging.getLogger("rayloader")
@@ -159,6 +160,8 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, backgr
             'survive a fork; use workers="fork" or num_workers=0 here, or start this process with the spawn method'
         )
     global _asked, _in_background
+    if background and _abandoned:
+        raise RaySessionError("the program has ended")
     _asked = _asked or not background
     if _starter is not None:
         _starter.wait()  # an interrupted use may have left it running
@@ -308,18 +311,22 @@ class _Starter(DaemonThread):
         finally:
             self.ending = False
 
+    def _check_not_left(self) -> None:
+        if self._is_left:
+            assert self._kept is not None
+            self._kept.end(at_once=True)
+            raise RaySessionError("the program has ended")
+
     def _start_in_background(self, options: dict[str, Any]) -> None:
         """Lets another process start Ray, and connects to it."""
-        if self._is_left:
-            raise RaySessionError("the program has ended")
         self._kept = BackgroundRay(options, starting)
+        self._check_not_left()
         ray = imported()
         give_own_random(ray)
         address, descriptor = self._kept.address()
         self.reports = ExitReports(descriptor)
         self._connects = True
-        if self._is_left:
-            raise RaySessionError("the program has ended")
+        self._check_not_left()
         authenticate(ray)
         ray.init(address=address)
 
@@ -404,15 +411,17 @@ def started_here() -> bool:
 
 
 def abandon() -> None:
-    """Ends the start of a Ray that the program has not asked for, if it is in progress."""
+    """Ends the start of a Ray that the program has not asked for, if it is in progress, and prevents it until `end`."""
+    global _abandoned
+    _abandoned = True
     if _starter is not None and _in_background and not _starter.done:
         _starter.abandon()
 
 
 def end() -> None:
     """Shuts Ray down if it was started here."""
-    global _started, _asked
-    _asked = False
+    global _started, _asked, _abandoned
+    _asked = _abandoned = False
     if _starter is not None and not _starter.give_up():
         _starter.wait()  # as in `ensure`
     if started_here():

@@ -111,6 +111,8 @@ class Takeover:
             ready[0].release(busy=False, reuse=True)
 
     def _work(self, workers: list[Worker], count: int) -> None:
+        if self._ended:
+            return
         try:
             self._move(self, workers, count)
         except Ended:
