@@ -6,7 +6,7 @@ Method: each round gives each loader a new process, in an order that changes. Th
 included; makes the dataset, which is not counted; reads two epochs of a few batches, with the clock over `iter()` and
 one `next()`; and ends. The end is from its last batch until the process is gone, as its parent sees it. "auto" is
 rayloader as it is by default. For actors the parts of the first `iter()` are told too, as seconds that a thread of the
-program spends in each: they overlap, and do not add up. The ratio to torch's loader is the median of the rounds' ratios.
+program spends in each: they overlap, and do not add up. The ratio to torch's loader is the median over rounds.
 Cases: "small" has 64 samples; "arrays" 2 GB in one array, and "dicts" a million small dicts, of which 64 are read.
 Command: python benchmarks/cold_start.py [--rounds N] [--cases small,arrays,dicts] [--peers torch,auto,fork,ray]
 Results, where all cases and loaders are measured: benchmarks/results/cold_start.json.
