@@ -53,7 +53,7 @@ COSTS = {
     "ObjectRef._on_completed": "answers of Ray are awaited as futures, which takes a little longer",
     "_private.worker.global_worker.connected": _ASKED_OFTEN,
     "_private.worker.global_worker.node": _ASKED_OFTEN,
-    "_private.node.Node.session_name": _ASKED_OFTEN,
+    "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
     "_private.state.actors": _NOT_SEEN,
     "actor.ActorHandle._actor_id": _NOT_SEEN,
     "_private.state.state.get_draining_nodes": "workers on a node that will leave are replaced only when it has left",
