@@ -31,6 +31,11 @@ def actors_of(iterator):
     return list(iterator._fleet.actors)
 
 
+def pid_of_zygote(iterator):
+    """The process that forks its workers."""
+    return iterator._fleet._from.zygote.pid
+
+
 def pid_of(iterator, worker_id=0):
     """The process that hosts a worker."""
     fleet = iterator._fleet

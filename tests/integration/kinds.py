@@ -12,6 +12,7 @@ import dataclasses
 import decimal
 import enum
 import functools
+import gc
 import gzip
 import importlib.util
 import itertools
@@ -1027,6 +1028,7 @@ def an_object_that_removes_a_file_at_its_end(program):
     del dataset
     before = os.path.exists(owner.path)
     del owner
+    gc.collect()  # torch's loader may be in a cycle
     return epochs, before, gone.wait(END_LIMIT)
 
 
