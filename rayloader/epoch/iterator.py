@@ -420,6 +420,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         forks = Forks(functools.partial(forked.serve, replica), functools.partial(_prepared, replica))
         takeover = None
         if options.workers == "auto" and not standing.stays and session.may_start():
+            session.allow_background()
             move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
             takeover = Takeover(move, forks.zygote, self.position.lock, functools.partial(_note, standing))
         fleet = Fleet(forks, takeover, accelerator)
@@ -603,6 +604,7 @@ def _move(
     from rayloader.workers.pool import get_pool
 
     pool, target = get_pool(background=True), loader()
+    takeover.check()
     if target is not None:
         actors = Actors(pool, target, options, name, accelerator)
         del target  # it is not to live on for this thread

@@ -20,9 +20,11 @@ import logging
 import os
 import pickle
 import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,7 +83,8 @@ class BackgroundRay:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if at_once:
-            self._process.kill()  # and the kernel kills Ray's processes
+            with contextlib.suppress(OSError):  # it has ended
+                os.killpg(self._process.pid, signal.SIGKILL)  # with Ray's processes
 
     def close(self) -> None:
         """Closes the socket, after the waits have ended."""
@@ -97,6 +100,8 @@ class BackgroundRay:
 def keep(program: socket.socket, driver: int) -> None:
     """Starts Ray, and keeps it for the program."""
     options = pickle.loads(program.recv(_MOST_BYTES))
+    started = threading.Event()
+    threading.Thread(target=_end_with_program, args=(program, driver, started), daemon=True).start()
     with contextlib.suppress(ValueError):  # run by path, Ray must not import what lies beside this file
         sys.path.remove(str(Path(__file__).parent))
     try:
@@ -120,13 +125,26 @@ def keep(program: socket.socket, driver: int) -> None:
     with contextlib.suppress(OSError):
         answer = pickle.dumps((ray.get_runtime_context().gcs_address, ""))
         socket.send_fds(program, [answer], [] if descriptor is None else [descriptor])
+    started.set()
+    _wait_for_end(program, driver)
+    ray.shutdown()
+    server.close()
+
+
+def _wait_for_end(program: socket.socket, driver: int) -> None:
+    """Waits until the program closes the socket, or ends."""
     waits = select.poll()
     waits.register(program, select.POLLIN)
     with contextlib.suppress(OSError, AttributeError):
         waits.register(os.pidfd_open(driver), select.POLLIN)
     waits.poll()
-    ray.shutdown()
-    server.close()
+
+
+def _end_with_program(program: socket.socket, driver: int, started: threading.Event) -> None:
+    """In a thread: a program that ends while Ray starts leaves no process of that behind."""
+    _wait_for_end(program, driver)
+    if not started.is_set():
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

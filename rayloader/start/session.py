@@ -410,8 +410,14 @@ def started_here() -> bool:
     return _started is not None and current() == _started
 
 
+def allow_background() -> None:
+    """Ray may be started although the program has not asked for it."""
+    global _abandoned
+    _abandoned = False
+
+
 def abandon() -> None:
-    """Ends the start of a Ray that the program has not asked for, if it is in progress, and prevents it until `end`."""
+    """Ends the start of a Ray that the program has not asked for, and prevents it until `allow_background`."""
     global _abandoned
     _abandoned = True
     if _starter is not None and _in_background and not _starter.done:
@@ -420,8 +426,8 @@ def abandon() -> None:
 
 def end() -> None:
     """Shuts Ray down if it was started here."""
-    global _started, _asked, _abandoned
-    _asked = _abandoned = False
+    global _started, _asked
+    _asked = False
     if _starter is not None and not _starter.give_up():
         _starter.wait()  # as in `ensure`
     if started_here():

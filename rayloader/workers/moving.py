@@ -47,6 +47,7 @@ def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) 
     """
     offered = False
     try:
+        takeover.check()
         lent = actors.lend(count, fresh=False)
         actors.inherited = _inherited(takeover)
         takeover.until(lambda: all(map(_has_started, lent)))

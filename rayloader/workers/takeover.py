@@ -25,6 +25,7 @@ START_AFTER_S = 1.0
 # How often the thread looks for what it waits for, in seconds.
 TICK_S = 0.05
 
+_working: DaemonThread | None = None  # the one thread: the next takeover's begins after it
 _loaded_s = 0.0  # how long fleets of forks that have ended have worked, one after the other or at the same time
 
 
@@ -68,7 +69,9 @@ class Takeover:
     @property
     def has_news(self) -> bool:
         """Whether `step` has something to do; the question costs next to nothing."""
-        return self._ready is not None if self._thread is not None else time.monotonic() >= self._due
+        if self._thread is not None:
+            return self._ready is not None
+        return time.monotonic() >= self._due and (_working is None or not _working.is_alive())
 
     def step(self, workers: list[Worker], count: int) -> tuple[Actors, list[Any]] | None:
         """Starts the thread if it is time; returns the actors to which the workers are to move, if they are.
@@ -77,8 +80,9 @@ class Takeover:
             workers: of the fleet.
             count: of its processes.
         """
+        global _working
         if self._thread is None:
-            self._thread = DaemonThread(lambda: self._work(workers, count), "rayloader-takeover")
+            self._thread = _working = DaemonThread(lambda: self._work(workers, count), "rayloader-takeover")
         self._thread.start()
         ready, self._ready = self._ready, None
         return ready
@@ -89,9 +93,15 @@ class Takeover:
         Raises:
             Ended: the fleet has ended meanwhile.
         """
+        self.check()
         while not is_so():
-            if self._ended or self._closed.wait(TICK_S):
-                raise Ended
+            self._closed.wait(TICK_S)
+            self.check()
+
+    def check(self) -> None:
+        """Raises Ended if the fleet has ended meanwhile."""
+        if self._ended:
+            raise Ended
 
     def offer(self, actors: Actors, lent: list[Any]) -> None:
         """The workers are to move to these actors."""
@@ -111,9 +121,8 @@ class Takeover:
             ready[0].release(busy=False, reuse=True)
 
     def _work(self, workers: list[Worker], count: int) -> None:
-        if self._ended:
-            return
         try:
+            self.check()
             self._move(self, workers, count)
         except Ended:
             pass
