@@ -6,9 +6,14 @@ may raise anything while they are pickled: the error names the part at fault.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import mmap
 import os
+import types
 import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.managers import BaseManager, BaseProxy
 from typing import Any
@@ -18,7 +23,7 @@ import torch
 
 from rayloader.errors import add_note
 from rayloader.inherit.process_state import ProcessState
-from rayloader.namespaces import own_modules
+from rayloader.namespaces import is_own_name, own_modules
 from rayloader.protocol import Replica, carried
 from rayloader.random.generators import RECORDED
 from rayloader.random.search import walk
@@ -30,6 +35,10 @@ from rayloader.transport.memory_file import MemoryFile
 from rayloader.transport.pickler import Overlap
 
 logger = logging.getLogger("rayloader")
+
+# How deep objects that are shared with forks are looked for behind a global, and at how many parts of each object.
+DEPTH = 3
+MOST = 100
 
 
 def encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
@@ -65,8 +74,8 @@ def prepared(replica: Replica) -> tuple[str, list[int]]:
     torch.set_num_threads(1)  # its other threads are not in a fork
     for name, contents in own_modules(main=True):
         for key, value in list(contents.items()):
-            if _is_shared_with_forks(value):
-                return f"{name}.{key}, which may tell workers something, is shared with forks only", []
+            if not key.startswith("__") and any(map(_is_shared_with_forks, _reached(value, DEPTH))):
+                return f"{name}.{key}, which may tell workers something, or hear of them, is shared with forks only", []
     try:
         mappings = Mappings()
         with codec.no_collection():
@@ -81,12 +90,31 @@ def prepared(replica: Replica) -> tuple[str, list[int]]:
         return _explained(replica) or f"{type(error).__name__}: {error}", []
 
 
+def _reached(value: Any, depth: int) -> Iterator[Any]:
+    """What is reached from a global of the program's: through containers, its classes, and what its functions hold."""
+    yield value
+    parts: Iterable[Any] = ()
+    if type(value) in (list, tuple, set, deque):
+        parts = value
+    elif type(value) is dict:
+        parts = value.values()
+    elif isinstance(value, type) and is_own_name(value.__module__):
+        parts = vars(value).values()
+    elif isinstance(value, types.FunctionType) and is_own_name(value.__module__):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        parts = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *cells]
+    for part in itertools.islice(list(parts) if depth else (), MOST):
+        yield from _reached(part, depth - 1)
+
+
 def _is_shared_with_forks(value: object) -> bool:
     """Whether processes share it by a fork, so that another one that imports its module has another object."""
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.device.type == "cpu" and value.is_shared()
+    if isinstance(value, mmap.mmap):
+        return not memoryview(value).readonly
     return type(value).__module__.startswith(("multiprocessing.", "torch.multiprocessing.")) and not isinstance(
-        value, (BaseContext, BaseManager, BaseProxy)
+        value, (BaseContext, BaseManager, BaseProxy, types.ModuleType, type)
     )
 
 

@@ -150,11 +150,9 @@ class Standing:
     """What is known of a dataset, whichever loader has it.
 
     Attributes:
-        moves: actors have rebuilt batches of its forks, and they were the same.
         stays: it can only be with forks.
     """
 
-    moves: bool = False
     stays: bool = False
 
 
@@ -375,7 +373,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         elif self._options.workers == "fork" or standing.stays:
             forks = True
         else:
-            forks = not (session.is_wanted() or (standing.moves and self._has_actors()))
+            forks = not session.is_wanted()
         fleet = None if forks else self._with_actors(loader, standing)
         if fleet is None:
             fleet = self._forked(loader, standing)
@@ -427,11 +425,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
         fleet.lend(self._num_hosts)
         return fleet
 
-    def _has_actors(self) -> bool:
-        """Whether actors that a takeover has started are idle."""
-        pool = sys.modules.get("rayloader.workers.pool")
-        return pool is not None and pool.has_idle(self._options.ray_remote_args, self._num_hosts)
-
     def _with_actors(self, loader: Any, standing: Standing) -> Fleet | None:
         """A fleet of actors, which have the image of the replica that they will open.
 
@@ -449,7 +442,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         from rayloader.workers.pool import get_pool
 
         options = self._options
-        pool = get_pool(background=options.workers == "auto" and not session.is_wanted())
+        pool = get_pool()
         accelerator = self._delivery.accelerator
         actors = Actors(pool, loader, options, loader.label, accelerator)
         fleet = Fleet(actors, accelerator=accelerator)
@@ -612,10 +605,9 @@ def _move(
 
 
 def _note(standing: Standing, reason: str) -> None:
-    """Notes that a dataset moves to actors, or else why not."""
-    standing.moves, standing.stays = not reason, bool(reason)
-    if reason:
-        _tell_of_forks(reason)
+    """Notes why a dataset stays with forks."""
+    standing.stays = True
+    _tell_of_forks(reason)
 
 
 @functools.cache  # says it once

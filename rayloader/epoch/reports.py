@@ -19,7 +19,10 @@ logger = logging.getLogger("rayloader")
 
 def describe(task: Task, address: WorkerAddress | None) -> str:
     """Names batch, worker and indices; `address` is the worker's, if known."""
-    where = f" (pid {address.pid} on {address.hostname}, node {address.node_id})" if address is not None else ""
+    where = ""
+    if address is not None:
+        node = f", node {address.node_id}" if address.node_id else ""  # a fork has none
+        where = f" (pid {address.pid} on {address.hostname}{node})"
     of_what = f", indices {shown}" if (shown := indices_of(task)) else ""
     worker = f"worker {task.worker_id}" if task.is_assigned else "any worker"
     return f"batch {task.task_id} from {worker}{where}{of_what}"

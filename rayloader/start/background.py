@@ -54,6 +54,7 @@ class BackgroundRay:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # Ctrl-C in the terminal is for the program
                 )
+            self._process.wait()  # it has forked the one that stays, which the program need not wait for
 
     def address(self) -> tuple[str, int | None]:
         """Waits for Ray's address, and a descriptor of the reports of its fork server.
@@ -89,12 +90,10 @@ class BackgroundRay:
     def close(self) -> None:
         """Closes the socket, after the waits have ended."""
         self._socket.close()
-        self._process.returncode = self._process.poll() or 0  # it is waited for by nobody, and no warning follows
 
     def forget(self) -> None:
         """To be called in a forked child."""
         self._socket.close()
-        self._process.returncode = 0
 
 
 def keep(program: socket.socket, driver: int) -> None:
@@ -144,8 +143,10 @@ def _end_with_program(program: socket.socket, driver: int, started: threading.Ev
     """In a thread: a program that ends while Ray starts leaves no process of that behind."""
     _wait_for_end(program, driver)
     if not started.is_set():
-        os.killpg(os.getpid(), signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
     keep(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -19,7 +19,8 @@ NOTE [who starts Ray]
 The kernel kills Ray's daemons when the *thread* that forked them ends (`PR_SET_PDEATHSIG`), and an interrupt in the
 middle of `ray.init` leaves a Ray that is neither started nor ended. So a dedicated thread calls `ray.init`, whichever
 thread iterates, and lives until that Ray is shut down. An interrupt ends the wait for it; the next use of Ray waits
-again.
+again. If the program itself calls `ray.init`, a Ray that it has not asked for is ended first: Ray can be connected to
+one cluster only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -94,6 +95,7 @@ _in_background = False  # whether the last Ray was started although the program 
 _forked = is_forked_from_ray()  # whether this process was forked from one that was connected to Ray, or about to be
 logger = logging.getLogger("rayloader")
 _ray: ModuleType | None = None  # once it was needed
+give_way: Callable[[], object] = lambda: None  # noqa: E731  # ends what uses a Ray in the background; the pool's
 _importing = threading.RLock()
 _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
 
@@ -108,7 +110,7 @@ def imported() -> ModuleType:
 
             tell_lacks(ray)
             if _ray is None:
-                _wrap_shutdown(ray)
+                _wrap(ray)
             _ray = ray
     return _ray
 
@@ -426,13 +428,13 @@ def abandon() -> None:
 
 def end() -> None:
     """Shuts Ray down if it was started here."""
-    global _started, _asked
+    global _started, _asked, _in_background
     _asked = False
     if _starter is not None and not _starter.give_up():
         _starter.wait()  # as in `ensure`
     if started_here():
         _shut_down()
-    _started = None
+    _started, _in_background = None, False
     _let_starter_go()
 
 
@@ -447,8 +449,17 @@ def no_shutdown() -> contextlib.AbstractContextManager[Any]:
     return _shutdown_lock
 
 
-def _wrap_shutdown(ray: ModuleType) -> None:
-    shutdown = ray.shutdown
+def _wrap(ray: ModuleType) -> None:
+    """Makes Ray's functions know of our threads: see NOTE [our thread and Ray's shutdown] and NOTE [who starts Ray]."""
+    shutdown, init = ray.shutdown, ray.init
+
+    @functools.wraps(init)
+    def init_of_program(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is _starter:
+            return init(*args, **kwargs)
+        if _in_background and _starter is not None:
+            give_way()
+        return init(*args, **kwargs)
 
     @functools.wraps(shutdown)
     def waits_for_our_thread(*args: Any, **kwargs: Any) -> Any:
@@ -457,6 +468,7 @@ def _wrap_shutdown(ray: ModuleType) -> None:
         _let_starter_go()  # the fork server ends with its Ray
         return result
 
+    ray.init = init_of_program  # type: ignore[attr-defined]
     ray.shutdown = waits_for_our_thread  # type: ignore[attr-defined]
 
 

@@ -348,6 +348,9 @@ class Fleet:
         ready = takeover.step(self.workers, len(self.actors))
         if ready is None:
             return []
+        if not ready[0].usable:  # Ray was shut down meanwhile
+            self._takeover = None
+            return []
         forks, before = self._from, self.actors
         self._from, new = ready
         self._takeover = None

@@ -58,7 +58,6 @@ def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) 
         for actor in lent:
             if left_behind := _answer(takeover, actor.handle.stop.remote()):
                 raise Stays(f"it leaves something behind in its processes: {left_behind}")
-        takeover.told("")
         if seconds <= MOVE_S:
             offered = True
             takeover.offer(actors, lent)

@@ -126,12 +126,6 @@ class Pool:
         key = _key(remote_args)
         return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
 
-    def has_idle(self, remote_args: dict[str, Any], count: int) -> bool:
-        """Whether so many actors run and are idle, for loaders with these options."""
-        key = _key(remote_args)
-        idle = [actor for actor in self.actors if actor.key == key and actor.state is not ActorState.LENT]
-        return len([actor for actor in idle if actor.started_at is not None and not actor.stops]) >= count
-
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
 
@@ -315,11 +309,6 @@ def _key(remote_args: dict[str, Any]) -> bytes:
     return key
 
 
-def has_idle(remote_args: dict[str, Any], count: int) -> bool:
-    """`Pool.has_idle`, of the current pool if there is one."""
-    return _pool is not None and not _pool.closed and _pool.session_alive() and _pool.has_idle(remote_args, count)
-
-
 _pool: Pool | None = None
 _pool_lock = threading.Lock()
 _failure: BaseException | None = None  # of `init`, not yet raised
@@ -404,4 +393,5 @@ def _forget_after_fork() -> None:
 
 os.register_at_fork(after_in_child=_forget_after_fork)
 janitor.tidies.append(_tidy)
+session.give_way = shutdown
 ends_with_program("actors", shutdown)

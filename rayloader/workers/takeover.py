@@ -20,13 +20,12 @@ from rayloader.workers.worker import Worker
 if TYPE_CHECKING:
     from rayloader.workers.actors import Actors
 
-# Ray is started once the program has been loading with forks for so many seconds: a short one never pays for it.
+# Forks that have worked for so many seconds are to be taken over: short epochs never pay for it, or for Ray.
 START_AFTER_S = 1.0
 # How often the thread looks for what it waits for, in seconds.
 TICK_S = 0.05
 
 _working: DaemonThread | None = None  # the one thread: the next takeover's begins after it
-_loaded_s = 0.0  # how long fleets of forks that have ended have worked, one after the other or at the same time
 
 
 class Stays(Exception):
@@ -45,7 +44,7 @@ class Takeover:
             object, the workers of the fleet, and how many processes these have.
         zygote: of the forks; it makes what the actors inherit.
         lock: guards the workers' journals.
-        told: is told whether actors have rebuilt the batches, or else why the dataset stays with forks.
+        told: is told why the dataset stays with forks, if it does.
     """
 
     def __init__(
@@ -55,8 +54,7 @@ class Takeover:
         lock: threading.RLock,
         told: Callable[[str], None],
     ) -> None:
-        self._began = time.monotonic()
-        self._due = self._began + START_AFTER_S - _loaded_s
+        self._due = time.monotonic() + START_AFTER_S
         self._move = move
         self.zygote = zygote
         self.lock = lock
@@ -111,9 +109,6 @@ class Takeover:
 
     def close(self) -> None:
         """The fleet has ended. Callable more than once."""
-        global _loaded_s
-        if not self._ended:
-            _loaded_s += time.monotonic() - self._began
         self._ended = True
         self._closed.ring()
         ready, self._ready = self._ready, None
