@@ -45,11 +45,11 @@ def program(way: str) -> None:
     import torch
 
     import rayloader
-    from rayloader.start import session
+    from rayloader.start import fork_server
 
     if way != WAYS[0]:
-        session.ForkServer = NoForkServer  # type: ignore[assignment,misc]
-    options: dict[str, Any] = {"batch_size": 10, "num_workers": 2, "prefetch_factor": 2}
+        fork_server.can_choose_workers = lambda _: False
+    options: dict[str, Any] = {"batch_size": 10, "num_workers": 2, "prefetch_factor": 2, "workers": "ray"}
     loader = rayloader.DataLoader(torch.arange(2000), **options, fresh_processes=True)  # type: ignore[arg-type]
     first = [until_first(loader) for _ in range(4)]
     iterator = iter(loader)
@@ -75,23 +75,6 @@ def program(way: str) -> None:
     }
     rayloader.shutdown()
     print(json.dumps(answer))
-
-
-class NoForkServer:
-    """In place of one."""
-
-    worker_path = None
-
-    def __init__(self) -> None:
-        self.environment: dict[str, str] = {}
-
-    def check(self) -> None:
-        """Nothing is amiss."""
-
-    close = forget = check
-
-    def exit_status(self, pid: int) -> None:
-        """How a process has ended only Ray knows."""
 
 
 def until_first(loader: Any) -> float:

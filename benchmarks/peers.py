@@ -118,7 +118,8 @@ def _rayloader(job: Job) -> Iterable[Any]:
     lacking = sorted(set(job.case.rayloader) - set(inspect.signature(RayDataLoader).parameters))
     if lacking:
         raise Unavailable(f"this rayloader has no {', '.join(lacking)}")
-    return RayDataLoader(**job.arguments, **job.case.rayloader)
+    # Actors from the start: by default the first epochs would be those of forks, while Ray starts beside them.
+    return RayDataLoader(**{"workers": "ray", **job.arguments, **job.case.rayloader})
 
 
 def _spdl(job: Job) -> Iterable[Any]:

@@ -1,21 +1,30 @@
-"""Every private name of Ray that rayloader uses: where to look when a new version of it differs."""
+"""Every private name of Ray that rayloader uses: where to look when a new version of it differs.
+
+Promise: without any of them the loader works by Ray's public functions, more slowly or with less comfort, and a line in
+the log says so.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import operator
+import os
 import random
 import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rayloader.errors import private_names_of
+from rayloader.errors import TESTED
 
 # Ray's loggers that report at its start what is of no interest to a program that has not asked for Ray.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
@@ -24,48 +33,188 @@ DASHBOARD_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_
 # The ports of all agents of a node: the arguments of `services.start_raylet`, and the names of the files with them.
 AGENT_PORTS = "runtime_env_agent_port", *DASHBOARD_PORTS
 
+logger = logging.getLogger("rayloader")
 
-# What the functions here need, as paths from the module; they do without what is not listed.
-_NEEDED = (
-    "ObjectRef._on_completed",
-    "_private.worker.global_worker.connected",
-    "_private.worker.global_worker.node",
-    "_private.state.actors",
-    "_private.state.state.available_resources_per_node",
-    "_private.state.state.get_draining_nodes",
-    "_private.state.state.get_max_resources_from_cluster_config",
-    "_private.parameter.RayParams",
-    "_private.services.start_api_server",
-    "_private.services.start_raylet",
-    "_private.services.start_ray_process",
-    "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT",
+_ASKED_OFTEN = "each batch asks Ray's public functions which cluster this is, which takes longer"
+_NOT_SEEN = (
+    "workers count as without a place in the cluster until they run: if that takes longer than a minute, raise "
+    "RAYLOADER_START_TIMEOUT (seconds)"
 )
+_OWN_WORKERS = (
+    "new worker processes start slowly: each imports everything itself, and hashes strings in its own way; "
+    "and how one has ended is known from Ray alone"
+)
+_LATE_AGENTS = "on a busy machine a Ray that is started here may end before its agents run"
+_OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
+# What it costs that a version of Ray lacks a name; "" if nothing, because the versions without it do not need it. Names
+# are paths from the module: of an attribute, of an argument of a function, in parentheses, or of a file. Where modules
+# of Ray draw random numbers, and to which loggers they write, is looked up by their own names.
+COSTS = {
+    "ObjectRef._on_completed": "answers of Ray are awaited as futures, which takes a little longer",
+    "_private.worker.global_worker.connected": _ASKED_OFTEN,
+    "_private.worker.global_worker.node": _ASKED_OFTEN,
+    "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
+    "_private.state.actors": _NOT_SEEN,
+    "actor.ActorHandle._actor_id": _NOT_SEEN,
+    "_private.state.state.get_draining_nodes": "workers on a node that will leave are replaced only when it has left",
+    "_private.state.state.get_max_resources_from_cluster_config": (
+        "no cluster counts as one that can add nodes: workers share CPUs, or wait a minute for a place; set "
+        "ray_remote_args={'num_cpus': 1}, and RAYLOADER_START_TIMEOUT (seconds)"
+    ),
+    "_private.worker.print_to_stdstream": "Ray prints a line for each worker process that dies",
+    "_private.worker._changeproctitle": "`ps` and `top` do not show which loader a worker process works for",
+    "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
+        "workers wait for room on this node, and do not run on others meanwhile"
+    ),
+    "_private.parameter.RayParams.__init__(worker_path)": _OWN_WORKERS,
+    "_private/workers/default_worker.py": _OWN_WORKERS,
+    "_private.parameter.RayParams.__init__(no_monitor)": "a Ray that is started here runs a process for an autoscaler",
+    "_private.services.start_api_server": "a Ray that is started here waits for a process of its dashboard",
+    "_private.services.start_ray_process": "a process that is forked while Ray starts may keep it waiting",
+    "_private.services.start_raylet(session_dir)": _LATE_AGENTS,
+    "_private.services.start_raylet(node_id)": _LATE_AGENTS,
+    "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT": _LATE_AGENTS,
+    "_raylet.persist_port": "",
+    "_private.utils.get_dashboard_dependency_error": "",
+    "_private.authentication.authentication_token_setup.enable_token_auth_by_default": "",
+    _OF_TRAIN: "the state of a loader that Ray Train has prepared counts the batch that this draws ahead",
+}
 
 
-def check(ray: ModuleType) -> None:
-    """Raises an ImportError if this version of Ray lacks a name that is needed here."""
-    with private_names_of("ray"):
-        operator.attrgetter(*_NEEDED)(ray)
+def _found(ray: ModuleType, name: str, otherwise: Any = None) -> Any:
+    """What has this name of `COSTS`, or the last argument if this version of Ray lacks it."""
+    find, argument = _parsed(name)
+    try:
+        found = find(ray)
+    except AttributeError:
+        return otherwise
+    return otherwise if argument and argument not in inspect.signature(found).parameters else found
+
+
+@functools.cache
+def _parsed(name: str) -> tuple[Callable[[Any], Any], str]:
+    """A function that finds what has this name, and the argument that it must have."""
+    if "/" in name:
+        return functools.partial(_file, name), ""
+    attribute, _, argument = name.rstrip(")").partition("(")
+    return operator.attrgetter(attribute), argument
+
+
+def _file(name: str, ray: ModuleType) -> Path:
+    path = Path(str(ray.__file__)).parent / name
+    if not path.exists():
+        raise AttributeError(name)
+    return path
+
+
+def _member(owner: object, name: str) -> Any:
+    """What has this name, of a class, in one of its objects; None if that lacks it."""
+    return getattr(owner, name.rpartition(".")[2], None)
+
+
+def _replace(ray: ModuleType, name: str, by: Callable[[Any], Any]) -> Callable[[], None]:
+    """Lets `by` replace what has this name, if this version of Ray has it; returns a function that puts it back."""
+    before = _found(ray, name)
+    if before is None:
+        return lambda: None
+    owner, _, attribute = name.partition("(")[0].rpartition(".")
+    put = functools.partial(setattr, operator.attrgetter(owner)(ray), attribute)
+    put(by(before))
+    return functools.partial(put, before)
+
+
+@functools.cache  # says it once
+def tell_lacks(ray: ModuleType) -> None:
+    """Logs which of these names this version of Ray lacks, and what that costs."""
+    lacks = object()
+    for name in COSTS:
+        if name != _OF_TRAIN and _found(ray, name, lacks) is lacks:  # Ray imports Train when that is looked up
+            _tell(name)
+
+
+@functools.cache  # likewise
+def _tell(name: str) -> None:
+    if COSTS[name]:
+        logger.warning(
+            "rayloader: Ray %s lacks the private name %s, so %s. Tested were Ray %s",
+            importlib.metadata.version("ray"),
+            name,
+            COSTS[name],
+            TESTED["ray"],
+        )
 
 
 def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
     """Makes one of Ray's threads call this with the answer of a call, or with Ray's error."""
-    ref._on_completed(callback)
+    tell = _member(ref, "ObjectRef._on_completed")
+    if tell is not None:
+        tell(callback)
+    else:
+        ref.future().add_done_callback(lambda future: callback(_answer(future)))
+
+
+def _answer(future: Future[Any]) -> Any:
+    error = future.exception()
+    return future.result() if error is None else error
+
+
+class _Connection:
+    """In place of Ray's own object: the connection to a session, for a job."""
+
+    def __init__(self, session_name: str, job_id: str) -> None:
+        self.session_name = session_name
+
+
+_connection = functools.lru_cache(maxsize=1)(_Connection)  # the same object as long as the connection is the same
 
 
 def connection_of(ray: ModuleType | None) -> Any:
     """An object that represents this process's connection to a cluster, and ends with it; None if there is none.
 
-    There is none either while Ray is not imported, or only in part. The object's `session_name` is what newer versions
-    of Ray return from `get_runtime_context().get_session_name()`.
+    There is none either while Ray is not imported, or only in part.
     """
-    worker = getattr(getattr(getattr(ray, "_private", None), "worker", None), "global_worker", None)
-    return worker.node if worker is not None and worker.connected else None
+    if ray is None or not hasattr(ray, "is_initialized"):
+        return None
+    is_connected = _found(ray, "_private.worker.global_worker.connected")
+    node = _found(ray, "_private.worker.global_worker.node") if is_connected else None
+    if node is not None or is_connected is False:
+        return node
+    client = sys.modules.get("ray.util.client")
+    if not ray.is_initialized() or (client is not None and client.ray.is_connected()):
+        return None
+    context = ray.get_runtime_context()
+    try:
+        return _connection(context.get_session_name(), context.get_job_id())
+    except (RuntimeError, AttributeError):  # another thread shuts Ray down meanwhile
+        return None
+
+
+_parent_was_connected = False
+
+
+def _note_fork() -> None:
+    global _parent_was_connected
+    _parent_was_connected = connection_of(sys.modules.get("ray")) is not None
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def is_forked_from_ray() -> bool:
+    """Whether this process is a fork of one that was connected to a cluster: Ray takes it for connected, too."""
+    return _parent_was_connected
+
+
+def session_name_of(ray: ModuleType, connection: Any) -> str:
+    """The name of the session of such a connection."""
+    name = _member(connection, "_private.node.Node.session_name")
+    return str(ray.get_runtime_context().get_session_name() if name is None else name)
 
 
 def has_process(ray: ModuleType, actor: Any) -> bool:
-    """Whether Ray has found a place for an actor and a process there, which need not run the actor yet."""
-    return bool(ray._private.state.actors(actor._actor_id.hex()).get("Pid"))
+    """Whether Ray is known to have found a place for an actor and a process there, which need not run the actor yet."""
+    ask, actor_id = _found(ray, "_private.state.actors"), _member(actor, "actor.ActorHandle._actor_id")
+    return ask is not None and actor_id is not None and bool(ask(actor_id.hex()).get("Pid"))
 
 
 def said_of_end(text: str) -> str:
@@ -80,35 +229,37 @@ _DEATH = re.compile(r"A worker died or was killed while.*? Node ID: (\w+) .*? Wo
 
 def leave_out_deaths(ray: ModuleType, of: Callable[[tuple[str, int]], bool]) -> None:
     """Keeps Ray from printing in this process that certain processes have died: `of` is asked with node and pid."""
-    before = getattr(ray._private.worker, "print_to_stdstream", None)
-    if before is None:
-        return
 
-    @functools.wraps(before)
-    def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        deaths = [_DEATH.match(line) for line in data["lines"]] if data["pid"] == "raylet" else [None]
-        if not all(found is not None and of((found[1], int(found[2]))) for found in deaths):
-            before(data, *args, **options)
+    def others(print_all: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(print_all)
+        def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
+            deaths = [_DEATH.match(line) for line in data["lines"]] if data["pid"] == "raylet" else [None]
+            if not all(found is not None and of((found[1], int(found[2]))) for found in deaths):
+                print_all(data, *args, **options)
 
-    ray._private.worker.print_to_stdstream = print_others
+        return print_others
+
+    _replace(ray, "_private.worker.print_to_stdstream", others)
 
 
 def set_process_title(ray: ModuleType, title: str) -> None:
     """Sets what `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
-    change = getattr(ray._private.worker, "_changeproctitle", None)
+    change = _found(ray, "_private.worker._changeproctitle")
     if change is not None:
         with change(title, title):  # the function it calls has moved between versions
             pass
 
 
 def may_autoscale(ray: ModuleType) -> bool:
-    """Whether the cluster that Ray is connected to has an autoscaler."""
-    return ray._private.state.state.get_max_resources_from_cluster_config() is not None
+    """Whether the cluster that Ray is connected to is known to have an autoscaler."""
+    most = _found(ray, "_private.state.state.get_max_resources_from_cluster_config")
+    return most is not None and most() is not None
 
 
 def draining_nodes(ray: ModuleType) -> dict[str, int]:
-    """The nodes that will leave, and when, in milliseconds since 1970; 0 if that is open."""
-    nodes: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    """The nodes that are known to leave, and when, in milliseconds since 1970; 0 if that is open."""
+    ask = _found(ray, "_private.state.state.get_draining_nodes")
+    nodes: dict[str, int] = {} if ask is None else ask()
     return nodes
 
 
@@ -117,9 +268,10 @@ def node_first(ray: ModuleType, node_id: str) -> Any:
 
     Ray's public argument, `soft`, makes an actor wait for the node as long as it could ever have room.
     """
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    known = "_spill_on_unavailable" in inspect.signature(affinity).parameters
-    return affinity(node_id, soft=True, _spill_on_unavailable=True) if known else affinity(node_id, soft=True)
+    affinity = _found(ray, "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)")
+    if affinity is None:
+        return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
+    return affinity(node_id, soft=True, _spill_on_unavailable=True)
 
 
 def give_own_random(ray: ModuleType) -> None:
@@ -148,10 +300,15 @@ def authenticate(ray: ModuleType) -> None:
 
     In versions of Ray that do not enable token authentication by default, that is nothing.
     """
-    setup = getattr(getattr(ray._private, "authentication", None), "authentication_token_setup", None)
-    enable = getattr(setup, "enable_token_auth_by_default", None)
+    enable = _found(ray, "_private.authentication.authentication_token_setup.enable_token_auth_by_default")
     if enable is not None:
         enable()
+
+
+def can_choose_workers(ray: ModuleType) -> bool:
+    """Whether `own_start` can choose the script for worker processes, and that can run Ray's own one."""
+    names = "_private.parameter.RayParams.__init__(worker_path)", "_private/workers/default_worker.py"
+    return all(_found(ray, name) is not None for name in names)
 
 
 @contextlib.contextmanager
@@ -171,34 +328,51 @@ def own_start(
         A list for the sockets that reserve ports for the agents of that Ray, which may bind them much later. The
         code that ends that Ray closes them.
     """
-    parameters, services = ray._private.parameter.RayParams, ray._private.services
-    before, start_dashboard, start_raylet = parameters.__init__, services.start_api_server, services.start_raylet
-    start_process = services.start_ray_process
-    known = inspect.signature(before).parameters
-    wanted = {"worker_path": worker_path, "no_monitor": not dashboard}
-    parameters.__init__ = functools.partialmethod(before, **{key: wanted[key] for key in wanted if key in known})
-    if not dashboard:
-        services.start_api_server = lambda *_, **__: (None, None)
 
-    @functools.wraps(start_process)
-    def start_alone(*args: Any, **options: Any) -> Any:
-        with starting:
-            return start_process(*args, **options)
+    def start_alone(start_process: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(start_process)
+        def start(*args: Any, **options: Any) -> Any:
+            with starting:
+                return start_process(*args, **options)
 
-    services.start_ray_process = start_alone
+        return start
+
+    path, no_monitor = _with_default("worker_path", worker_path), _with_default("no_monitor", not dashboard)
     reserved: list[socket.socket] = []
-    if hasattr(ray._raylet, "persist_port"):  # versions without it do not wait for these files
-        services.start_raylet = functools.partial(_start_raylet_with_ports, ray, start_raylet, reserved)
-    try:
+    with contextlib.ExitStack() as put_back:
+        put_back.callback(_replace(ray, "_private.parameter.RayParams.__init__(worker_path)", path))
+        put_back.callback(_replace(ray, "_private.parameter.RayParams.__init__(no_monitor)", no_monitor))
+        put_back.callback(_replace(ray, "_private.services.start_ray_process", start_alone))
+        if not dashboard:
+            put_back.callback(
+                _replace(ray, "_private.services.start_api_server", lambda _: lambda *_, **__: (None, None))
+            )
+        needed = (
+            "_raylet.persist_port",  # versions without it do not wait for these files
+            "_private.services.start_raylet(node_id)",
+            "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT",
+        )
+        if all(_found(ray, name) is not None for name in needed):
+            with_ports = functools.partial(functools.partial, _start_raylet_with_ports, ray, reserved)
+            put_back.callback(_replace(ray, "_private.services.start_raylet(session_dir)", with_ports))
         yield reserved
-    finally:
-        parameters.__init__ = before
-        services.start_api_server, services.start_raylet = start_dashboard, start_raylet
-        services.start_ray_process = start_process
+
+
+def _with_default(argument: str, value: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives an argument of a function another default."""
+
+    def changed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            return function(*args, **{argument: value, **options})
+
+        return call
+
+    return changed
 
 
 def _start_raylet_with_ports(
-    ray: ModuleType, start_raylet: Callable[..., Any], reserved: list[socket.socket], *args: Any, **options: Any
+    ray: ModuleType, reserved: list[socket.socket], start_raylet: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     """Starts a node's raylet with ports for its agents, in the files in which it looks for them.
 
@@ -207,9 +381,10 @@ def _start_raylet_with_ports(
     """
     call = inspect.signature(start_raylet).bind(*args, **options)
     chosen = call.arguments
-    missing = getattr(ray._private.utils, "get_dashboard_dependency_error", lambda: None)
-    unused = DASHBOARD_PORTS if missing() is not None else ()
-    open_ = None, 0, ray._private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+    missing = _found(ray, "_private.utils.get_dashboard_dependency_error")
+    unused = DASHBOARD_PORTS if missing is not None and missing() is not None else ()
+    open_ = None, 0, _found(ray, "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT")
+    persist_port = _found(ray, "_raylet.persist_port")
     for name in AGENT_PORTS:
         if name not in unused and chosen.get(name) in open_:
             reserved.append(socket.socket())
@@ -217,11 +392,16 @@ def _start_raylet_with_ports(
             reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # agents bind with this option as well
             chosen[name] = reserved[-1].getsockname()[1]
         port = -1 if name in unused else chosen[name]  # what the dashboard's agent writes if its packages are missing
-        ray._raylet.persist_port(chosen["session_dir"], chosen["node_id"], name, port)
+        persist_port(chosen["session_dir"], chosen["node_id"], name, port)
     return start_raylet(*call.args, **call.kwargs)
 
 
 def wrapped_loader_classes() -> tuple[type, ...]:
     """The class of the loaders that Ray Train's `prepare_data_loader` returns, if that is imported."""
-    wrapped = getattr(sys.modules.get("ray.train.torch.train_loop_utils"), "_WrappedDataLoader", None)
+    module = sys.modules.get(f"ray.{_OF_TRAIN.rpartition('.')[0]}")
+    if module is None:
+        return ()
+    wrapped = _member(module, _OF_TRAIN)
+    if wrapped is None:
+        _tell(_OF_TRAIN)
     return () if wrapped is None else (wrapped,)

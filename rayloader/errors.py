@@ -18,7 +18,7 @@ Errors in the user's own code arrive as torch's loader raises them.
         └── ReplicaError
             └── ReplicaMemoryError
 
-Also the one error where a version of another package lacks a private name that rayloader uses; see `_compat*.py`.
+Also the one error where a version of another package lacks a private name that rayloader needs; see `_compat*.py`.
 """
 
 from __future__ import annotations

@@ -414,10 +414,10 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     def _forked(self, loader: Any, standing: Standing) -> Fleet:
         """A fleet of forks, which moves to actors where that is possible."""
-        from rayloader.host.forked import ForkedProcess  # which is imported here for the forks
+        from rayloader.host import forked  # which is imported here for the forks
 
         replica, options, accelerator = self._replica, self._options, self._delivery.accelerator
-        forks = Forks(ForkedProcess(replica).serve, functools.partial(_prepared, replica))
+        forks = Forks(functools.partial(forked.serve, replica), functools.partial(_prepared, replica))
         takeover = None
         if options.workers == "auto" and not standing.stays and session.may_start():
             move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
@@ -447,7 +447,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         from rayloader.workers.actors import Actors, Inherited
         from rayloader.workers.pool import get_pool
 
-        pool, options = get_pool(), self._options
+        options = self._options
+        pool = get_pool(background=options.workers == "auto" and not session.is_wanted())
         accelerator = self._delivery.accelerator
         actors = Actors(pool, loader, options, loader.label, accelerator)
         fleet = Fleet(actors, accelerator=accelerator)

@@ -16,30 +16,23 @@ from rayloader.transport.lanes import WorkerLane
 from rayloader.transport.local_line import LineAddress
 
 
-class ForkedProcess:
-    """The process of a fork.
+def serve(replica: Replica, address: LineAddress, early: list[bytes]) -> None:
+    """Serves a line until it ends.
 
     Args:
         replica: the driver's own objects, as they were when it forked.
+        address: of the line.
+        early: messages that come before those of the line.
     """
+    lane = WorkerLane()
+    hosting = Hosting(lane)
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        lane = WorkerLane()
-        self._hosting = Hosting(lane)
-        self._server = LineServer(self._hosting, lane, self._start)
-
-    def serve(self, address: LineAddress, early: list[bytes]) -> None:
-        """Serves the line until it ends; `early` are messages that come before those of the line."""
-        self._server.serve(address, early)
-        self._hosting.end()
-
-    def _start(self, setup: Setup, state: WorkerState | None) -> None:
-        """Becomes a worker, besides those that it is already."""
+    def start(setup: Setup, state: WorkerState | None) -> None:
+        """Becomes a worker, besides those that the process is already."""
         worker = HostedWorker(setup)
-        self._hosting.add(setup.worker_id, worker)
-        worker.start(self._opened, state)
-        self._hosting.begins()
+        hosting.add(setup.worker_id, worker)
+        worker.start(lambda: (replica, None), state)
+        hosting.begins()
 
-    def _opened(self) -> tuple[Replica, None]:
-        return self._replica, None
+    LineServer(hosting, lane, start).serve(address, early)
+    hosting.end()

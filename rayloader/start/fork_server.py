@@ -40,7 +40,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from rayloader._compat_ray import own_start
+from rayloader._compat_ray import can_choose_workers, own_start
 from rayloader.errors import RaySessionError
 from rayloader.start.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
 from rayloader.transport.line import LineError
@@ -79,6 +79,8 @@ def start_ray(ray: ModuleType, server: ForkServer, options: dict[str, Any]) -> N
                 f"Ray keeps its objects in {folder}, where this program may not write; mount it so that it may, or "
                 'name another folder, at some cost of speed: rayloader.init(_plasma_directory="/tmp")'
             )
+        if not can_choose_workers(ray):
+            server.give_up()
         with (
             with_variables(server.environment),
             own_start(
@@ -203,6 +205,11 @@ class ForkServer:
             lines = self._errors.read().decode(errors="replace").splitlines()
             _warn(lines[-1] if lines else f"it has died, with exit status {self._process.returncode}")
             self._end()
+
+    def give_up(self) -> None:
+        """Ends it before Ray starts, which then starts worker processes by its own script."""
+        self._end()
+        self.environment, self.worker_path = {}, None
 
     def close(self) -> None:
         """Ends it, and gives up the ports; its forks live on. Callable more than once."""

@@ -40,7 +40,15 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from rayloader._compat_ray import RAY_START_LOGGERS, authenticate, check, connection_of, give_own_random
+from rayloader._compat_ray import (
+    RAY_START_LOGGERS,
+    authenticate,
+    connection_of,
+    give_own_random,
+    is_forked_from_ray,
+    session_name_of,
+    tell_lacks,
+)
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread
 from rayloader.start.background import BackgroundRay
@@ -64,6 +72,8 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_gcs_server_port_wait_time_s": "300",
 }
 
+# With these, launchers tell a process that it is one of several: torchrun, Lightning, MPI and Slurm.
+RANKS_VARIABLES = "LOCAL_WORLD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
 # After this many seconds of waiting for Ray, a line in the log says so. On two cores Ray and the first workers take
@@ -79,8 +89,9 @@ _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last conne
 _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first use of a Ray until that Ray is shut down
 _asked = False  # whether the program has asked for Ray since the last one ended
+_abandoned = False  # whether no Ray is to be started that the program has not asked for
 _in_background = False  # whether the last Ray was started although the program had not asked for one
-_forked = False  # whether this process was forked from one that was connected to Ray, or about to be
+_forked = is_forked_from_ray()  # whether this process was forked from one that was connected to Ray, or about to be
 logger = logging.getLogger("rayloader")
 _ray: ModuleType | None = None  # once it was needed
 _importing = threading.RLock()
@@ -95,7 +106,7 @@ def imported() -> ModuleType:
             import ray
             import ray.util.client
 
-            check(ray)
+            tell_lacks(ray)
             if _ray is None:
                 _wrap_shutdown(ray)
             _ray = ray
@@ -113,7 +124,7 @@ def current() -> SessionName | None:
     connected = _connected
     if connected is not None and connected[0]() is connection:
         return connected[1]  # called for each batch: the rest takes Ray several microseconds
-    session = connection.session_name, imported().get_runtime_context().get_job_id()
+    session = session_name_of(imported(), connection), imported().get_runtime_context().get_job_id()
     _connected = weakref.ref(connection), session
     return session
 
@@ -127,8 +138,8 @@ def is_wanted() -> bool:
 
 def may_start() -> bool:
     """Whether Ray may be started in the background: not in one of several processes that others have started."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RUN_ID" in os.environ
-    return not _forked and not ranks and multiprocessing.parent_process() is None
+    is_rank = any(os.environ.get(variable, "1") != "1" for variable in RANKS_VARIABLES)
+    return not _forked and not is_rank and multiprocessing.parent_process() is None
 
 
 def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, background: bool = False) -> SessionName:
@@ -146,9 +157,11 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, backgr
     if _forked:
         raise RaySessionError(
             "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
-            "survive a fork; use num_workers=0 here, or start this process with the spawn method"
+            'survive a fork; use workers="fork" or num_workers=0 here, or start this process with the spawn method'
         )
     global _asked, _in_background
+    if background and _abandoned:
+        raise RaySessionError("the program has ended")
     _asked = _asked or not background
     if _starter is not None:
         _starter.wait()  # an interrupted use may have left it running
@@ -298,18 +311,22 @@ class _Starter(DaemonThread):
         finally:
             self.ending = False
 
+    def _check_not_left(self) -> None:
+        if self._is_left:
+            assert self._kept is not None
+            self._kept.end(at_once=True)
+            raise RaySessionError("the program has ended")
+
     def _start_in_background(self, options: dict[str, Any]) -> None:
         """Lets another process start Ray, and connects to it."""
-        if self._is_left:
-            raise RaySessionError("the program has ended")
         self._kept = BackgroundRay(options, starting)
+        self._check_not_left()
         ray = imported()
         give_own_random(ray)
         address, descriptor = self._kept.address()
         self.reports = ExitReports(descriptor)
         self._connects = True
-        if self._is_left:
-            raise RaySessionError("the program has ended")
+        self._check_not_left()
         authenticate(ray)
         ray.init(address=address)
 
@@ -394,15 +411,17 @@ def started_here() -> bool:
 
 
 def abandon() -> None:
-    """Ends the start of a Ray that the program has not asked for, if it is in progress."""
+    """Ends the start of a Ray that the program has not asked for, if it is in progress, and prevents it until `end`."""
+    global _abandoned
+    _abandoned = True
     if _starter is not None and _in_background and not _starter.done:
         _starter.abandon()
 
 
 def end() -> None:
     """Shuts Ray down if it was started here."""
-    global _started, _asked
-    _asked = False
+    global _started, _asked, _abandoned
+    _asked = _abandoned = False
     if _starter is not None and not _starter.give_up():
         _starter.wait()  # as in `ensure`
     if started_here():
@@ -443,7 +462,10 @@ def forget() -> None:
     if _starter is not None:
         _starter.forget()
     _started = _starter = None
-    _forked = connection_of(sys.modules.get("ray")) is not None or is_starting
+    _forked = is_forked_from_ray() or is_starting
+
+
+os.register_at_fork(after_in_child=forget)
 
 
 def exit_code(pid: int) -> int | None:

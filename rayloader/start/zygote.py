@@ -289,9 +289,9 @@ def _forked(control: socket.socket, name: str, work: Callable[[], int], *, colle
             control.close()
         # Not ignored, because what the user's code starts would ignore it too.
         signal.signal(signal.SIGINT, _nothing)
-        # Freed blocks are kept: fresh pages are a loader's main cost.
-        _libc.mallopt(_M_MMAP_MAX, 0)
-        _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        if hasattr(_libc, "mallopt"):  # of glibc: freed blocks are kept, for fresh pages are a loader's main cost
+            _libc.mallopt(_M_MMAP_MAX, 0)
+            _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         if collects:
             gc.enable()
         code = work()

@@ -19,7 +19,7 @@ import ctypes
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,8 +87,10 @@ class MemoryFile:
         file.fd, file.address = fd, address_of(fd, name)
         return file
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            close(fd)
 
     def seal(self, *, writes: bool) -> None:
         """Forbids further seals, and writing if `writes`, which fails while any process has it mapped for that."""

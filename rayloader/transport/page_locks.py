@@ -18,6 +18,7 @@ and gives it back. A locked arena is mapped until all its blocks are unlocked, e
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import contextlib
 import logging
@@ -39,6 +40,8 @@ logger = logging.getLogger("rayloader")
 # stays unused: what torch's own page-locked memory takes too, because it is rounded up to powers of two.
 BLOCKS = ((4 << 20, 4), (16 << 20, 4), (64 << 20, 8), (256 << 20, 8), (1 << 30, 8), (4 << 30, 12))
 _WAKE_S = 60.0  # how long the thread sleeps at most; a ring wakes it
+# How long the end of the program waits for the block that is being unlocked, in seconds.
+_END_S = 10.0
 
 _has_warned = False
 
@@ -135,6 +138,8 @@ class PageLocks:
         busy = {self._block(offset) for offset in in_use}
         with self._lock:
             for block in self._locked - busy:
+                if unlocker.ended:
+                    return
                 self.accelerator.unregister(self._start + block[0])
                 self._locked.remove(block)
 
@@ -184,9 +189,14 @@ class Retired(Protocol):
 
 
 class Unlocker:
-    """Unlocks the blocks of arenas whose workers have ended, in a thread that lives while there are some."""
+    """Unlocks the blocks of arenas whose workers have ended, in a thread that lives while there are some.
+
+    Attributes:
+        ended: the program ends, and the memory with the process: nothing more is unlocked.
+    """
 
     def __init__(self) -> None:
+        self.ended = False
         self._bell = Bell()  # a batch has died, or there is another arena
         self._lock = threading.Lock()
         self._retired: list[Retired] = []
@@ -199,6 +209,8 @@ class Unlocker:
     def retire(self, arena: Retired) -> None:
         """Takes over an arena with locked blocks."""
         with self._lock:
+            if self.ended:
+                return
             self._retired.append(arena)
             thread = self._thread = self._thread or DaemonThread(self._work, "rayloader-unlock")
         self._bell.ring()
@@ -208,7 +220,7 @@ class Unlocker:
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._retired:
+                if not self._retired or self.ended:
                     self._thread = None
                     return
                 arenas = self._retired.copy()
@@ -219,5 +231,15 @@ class Unlocker:
                 self._bell.wait(_WAKE_S)
             del arenas, done  # it keeps none mapped while it waits
 
+    def end(self) -> None:
+        """At the end of the program: a thread that is in C++ code when the interpreter ends would abort the process."""
+        with self._lock:
+            self.ended = True
+            thread = self._thread
+        self._bell.ring()
+        if thread is not None:
+            thread.join(_END_S)
+
 
 unlocker = Unlocker()
+atexit.register(unlocker.end)

@@ -19,7 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from rayloader.errors import RaySessionError, WorkerStartError
+from rayloader.errors import RaySessionError
 from rayloader.protocol import Source, WorkerAddress
 from rayloader.start.signals import exit_in_words
 from rayloader.start.zygote import Zygote
@@ -153,10 +153,6 @@ class Forks(Processes):
     @override
     def sources(self, others: list[Fork]) -> Callable[[Fork], Source | None]:
         return _nothing
-
-    @override
-    def start_error(self, processes: list[Fork], of: int) -> WorkerStartError:
-        return WorkerStartError("a worker could not be forked")
 
 
 def _nothing(*_: object) -> None:

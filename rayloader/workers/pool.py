@@ -400,7 +400,6 @@ def _forget_after_fork() -> None:
     global _pool, _pool_lock, _abandoned, _failure
     _abandoned = _pool  # kept: dropping its references would call Ray
     _pool, _pool_lock, _failure = None, threading.Lock(), None
-    session.forget()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -20,12 +20,12 @@ from rayloader.workers.worker import Worker
 if TYPE_CHECKING:
     from rayloader.workers.actors import Actors
 
-# Ray is started once the program has been loading for so many seconds: a short one never pays for it.
+# Ray is started once the program has been loading with forks for so many seconds: a short one never pays for it.
 START_AFTER_S = 1.0
 # How often the thread looks for what it waits for, in seconds.
 TICK_S = 0.05
 
-_first: float | None = None  # time.monotonic(): when this process has begun to load
+_loaded_s = 0.0  # how long fleets of forks that have ended have worked, one after the other or at the same time
 
 
 class Stays(Exception):
@@ -54,8 +54,8 @@ class Takeover:
         lock: threading.RLock,
         told: Callable[[str], None],
     ) -> None:
-        global _first
-        _first = _first or time.monotonic()
+        self._began = time.monotonic()
+        self._due = self._began + START_AFTER_S - _loaded_s
         self._move = move
         self.zygote = zygote
         self.lock = lock
@@ -68,9 +68,7 @@ class Takeover:
     @property
     def has_news(self) -> bool:
         """Whether `step` has something to do; the question costs next to nothing."""
-        if self._thread is None:
-            return _first is not None and time.monotonic() - _first >= START_AFTER_S
-        return self._ready is not None
+        return self._ready is not None if self._thread is not None else time.monotonic() >= self._due
 
     def step(self, workers: list[Worker], count: int) -> tuple[Actors, list[Any]] | None:
         """Starts the thread if it is time; returns the actors to which the workers are to move, if they are.
@@ -103,6 +101,9 @@ class Takeover:
 
     def close(self) -> None:
         """The fleet has ended. Callable more than once."""
+        global _loaded_s
+        if not self._ended:
+            _loaded_s += time.monotonic() - self._began
         self._ended = True
         self._closed.ring()
         ready, self._ready = self._ready, None
@@ -110,6 +111,8 @@ class Takeover:
             ready[0].release(busy=False, reuse=True)
 
     def _work(self, workers: list[Worker], count: int) -> None:
+        if self._ended:
+            return
         try:
             self._move(self, workers, count)
         except Ended:

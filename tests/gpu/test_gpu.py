@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rayloader
-from inside import actors_of, kill_worker, live_actor_pids
+from inside import kill_worker
 from rayloader import DataLoader
 from rayloader.transport import device as devices
 from rayloader.transport import page_locks
@@ -184,17 +184,30 @@ def test_without_workers_batches_are_on_the_device_too():
         assert large.eq(number).all()
 
 
-def test_workers_never_open_the_device():
+class Telling(Numbered):
+    """Samples that say whether their process has initialized CUDA."""
+
+    def __getitem__(self, index):
+        return *super().__getitem__(index), torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_workers_never_initialize_cuda(workers):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    iterator = iter(loader(device="cuda"))
-    next(iterator)
+    dataset = Telling(8)
+    if workers == "ray":
+        assert [told for *_, told in DataLoader(dataset, batch_size=None, num_workers=2, device="cuda")] == [False] * 8
+    else:  # what the fork has of the trainer says True, and no fork can use it
+        for number, (large, *_) in enumerate(DataLoader(dataset, None, num_workers=2, workers="fork", device="cuda")):
+            assert large.eq(number).all()
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible  # whatever Ray sets for its actors
-    for actor in actors_of(iterator):
-        names = [
-            os.readlink(f"/proc/{actor.address.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{actor.address.pid}/fd")
-        ]
-        assert [name for name in names if "/dev/nvidia" in name] == []
-    assert live_actor_pids()
+
+
+def test_forks_write_into_page_locked_arenas_too():
+    for number, (large, rest) in enumerate(loader(workers="fork", pin_memory=True)):
+        assert large.is_pinned()
+        assert in_an_arena(large)
+        assert (float(large[0]), int(rest["small"])) == (number, number)
 
 
 def see_all_devices(_):

@@ -892,7 +892,7 @@ def classes_made_at_run_time(program):
         BLUE = 2
 
     made = type("Made", (Owner,), {"double": lambda self: 2 * self.number})
-    pair = collections.namedtuple("pair", "one other")  # noqa: PYI024 - at run time
+    pair = collections.namedtuple("pair", "one other")
 
     def sample(self, index):
         local = pair(Local(index), self.made)  # no such object can leave torch's workers

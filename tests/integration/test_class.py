@@ -362,7 +362,7 @@ def test_an_iterator_refuses_to_be_pickled_with_torchs_type_of_error(ray_session
 
 def test_a_dataset_that_holds_an_iterator_of_its_loader_is_an_error_that_says_where(ray_session):
     dataset = Calls(as_is)
-    loader = DataLoader(dataset, num_workers=1)
+    loader = DataLoader(dataset, num_workers=1, workers="ray")
     dataset.live = iter(loader)
     with pytest.raises(NotImplementedError, match="cannot pickle EpochIterator") as caught:
         iter(loader)

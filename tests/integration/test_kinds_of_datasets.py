@@ -34,7 +34,7 @@ def results(programs):
     folder, programs = programs
     results = {}
     for side in SIDES:
-        output, errors = finish(programs[side])
+        _, errors = finish(programs[side])
         assert programs[side].returncode == 0, errors
         assert "Traceback" not in errors
         assert (folder / side / "ended").read_text() == "True\n"  # an `atexit` callback of the program's: there alone

@@ -28,7 +28,7 @@ PARITY = {
         "class::test_prefetch_factor_0_is_refused_by_iter_with_torchs_type",
     ],
     "every start method, by name and as an object": [
-        "scripts::test_without_workers_ray_is_never_imported_and_a_context_is_warned_about_once",
+        "scripts::test_without_workers_ray_is_never_imported_whatever_the_context",
     ],
     "attributes that may and may not be set": [
         "class::test_attributes_that_must_not_be_set_raise_torchs_error",

@@ -23,7 +23,7 @@ import rayloader
 from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
-from rayloader.epoch import iterator as iterator_module
+from rayloader.epoch import inherited as inherited_module
 from rayloader.workers.actor import Actor, RayAnswer
 from rayloader.workers.pool import get_pool
 
@@ -117,7 +117,7 @@ class Cached:
 
 
 def test_samples_that_are_kept_as_arrays_and_as_tensors_are_warned_of_if_they_are_large(caplog, monkeypatch):
-    monkeypatch.setattr(iterator_module, "_seen_overlaps", set())
+    monkeypatch.setattr(inherited_module, "_seen_overlaps", set())
     cached = Cached([np.full(19, float(number)) for number in range(3)])
     written = types.SimpleNamespace(counts=np.zeros(23), tensor=None)
     written.tensor = torch.from_numpy(written.counts)
@@ -129,7 +129,7 @@ def test_samples_that_are_kept_as_arrays_and_as_tensors_are_warned_of_if_they_ar
 
     assert not told(cached)
     assert len(told(written)) == 1
-    monkeypatch.setattr(iterator_module, "_MUCH", 3 * 19 * 8)
+    monkeypatch.setattr(inherited_module, "_MUCH", 3 * 19 * 8)
     assert len(told(cached)) == 1
     assert not told(cached)
 
@@ -359,7 +359,7 @@ def test_a_file_that_vanishes_before_a_worker_opens_it(tmp_path, monkeypatch):
 def test_a_pipe_in_the_dataset_is_refused():
     ours, theirs = Pipe()
     with ours, theirs, pytest.raises(TypeError, match="Connection") as caught:
-        iter(holding([theirs], as_is, 1))
+        iter(holding([theirs], as_is, 1, workers="ray"))
     assert "share_memory_()" in caught.value.__notes__[0]
 
 

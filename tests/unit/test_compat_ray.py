@@ -1,10 +1,24 @@
-"""What Ray says of the end of processes, and what of it reaches the user."""
+"""What Ray says of the end of processes, and what of it reaches the user; and a Ray that lacks a private name."""
 
-from types import SimpleNamespace
+import ast
+import contextlib
+import logging
+import re
+import socket
+import sys
+from concurrent.futures import Future
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import ray
+import ray.util.client
+from ray.exceptions import RayActorError
 
-from rayloader._compat_ray import leave_out_deaths, said_of_end
+from documents import ROOT
+from lacking import Changed, ray_without
+from rayloader import _compat_ray
+from rayloader._compat_ray import COSTS, leave_out_deaths, said_of_end
+from rayloader.start import fork_server
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
 DIED = "The actor died unexpectedly before finishing this task."
@@ -47,5 +61,230 @@ def test_that_a_process_of_ours_has_died_is_not_printed_and_everything_else_is()
     assert printed == others
 
 
-def test_without_the_private_name_ray_prints_all():
-    leave_out_deaths(SimpleNamespace(_private=SimpleNamespace(worker=SimpleNamespace())), lambda _: True)
+# --- a Ray that lacks a name
+
+SOURCE = (ROOT / "rayloader" / "_compat_ray.py").read_text()
+OF_TRAIN = _compat_ray._OF_TRAIN
+NODE = "0" * 56
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    yield
+    _compat_ray.tell_lacks.cache_clear()
+    _compat_ray._tell.cache_clear()
+
+
+def without(name):
+    return ray_without(ray, name)
+
+
+def test_all_names_that_the_file_uses_are_listed_and_used():
+    tree = ast.parse(SOURCE)
+    (table,) = (n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "COSTS")
+    outside = [node for statement in tree.body if statement is not table for node in ast.walk(statement)]
+    texts = {node.value for node in outside if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+[./(])?_(?!_)\w[\w./()]*", text)}
+    arguments = {text for text in texts if re.fullmatch(r"[\w.]+\(\w+\)", text)}
+    assert private | arguments == set(COSTS)
+    chains = {ast.unparse(node) for node in outside if isinstance(node, ast.Attribute)}
+    assert not {chain for chain in chains if re.match(r"(?!self\.)[\w.]+\._(?!_)", chain)}
+
+
+@pytest.mark.parametrize("name", COSTS.keys() - {OF_TRAIN})
+def test_what_this_ray_lacks_is_said_once(name, caplog):
+    _compat_ray.tell_lacks(ray)
+    assert caplog.messages == [], "this version has all of them"
+    lacking = without(name)
+    for _ in range(2):
+        _compat_ray.tell_lacks(lacking)
+    assert [name in message and COSTS[name] in message for message in caplog.messages] == [True] * bool(COSTS[name])
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+@pytest.mark.parametrize("outcome", [0, "an answer", RayActorError()], ids=["false", "true", "error"])
+def test_an_answer_comes_through_a_future(outcome):
+    future, came = Future(), []
+    _compat_ray.on_completed(SimpleNamespace(future=lambda: future), came.append)
+    assert came == []
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+    assert came == [outcome]
+
+
+def connected(job="01", session="session_1", **members):
+    """A Ray as `connection_of` sees it, and a function that shuts it down."""
+    context = SimpleNamespace(get_session_name=lambda: session, get_job_id=lambda: job)
+    worker = SimpleNamespace(connected=True, **members)
+    module = SimpleNamespace(
+        is_initialized=lambda: worker.connected,
+        get_runtime_context=lambda: context,
+        _private=SimpleNamespace(worker=SimpleNamespace(global_worker=worker)),
+    )
+
+    def shut_down():
+        worker.connected = False
+        if "node" in members:
+            worker.node = None
+
+    return module, shut_down
+
+
+NODES = [{"node": SimpleNamespace(session_name="session_1")}, {"node": SimpleNamespace()}, {}]
+
+
+@pytest.mark.parametrize("members", NODES, ids=["all", "no session name", "no node"])
+@pytest.mark.parametrize("path", ["", "_private.worker.global_worker.connected", "_private.worker.global_worker"])
+def test_a_connection_is_one_object_until_it_ends(members, path):
+    whole, shut_down = connected(**members)
+    module = Changed(whole, path) if path else whole
+    connection = _compat_ray.connection_of(module)
+    assert connection is not None
+    assert _compat_ray.connection_of(module) is connection
+    assert _compat_ray.session_name_of(module, connection) == "session_1"
+    shut_down()
+    assert _compat_ray.connection_of(module) is None
+
+
+@pytest.mark.parametrize("other", [{"job": "02"}, {"session": "session_2"}])
+def test_another_connection_is_another_object(other):
+    before, after = (_compat_ray.connection_of(connected(**one)[0]) for one in ({}, other))
+    assert before is not None
+    assert after is not before
+
+
+def test_a_connection_by_a_client_or_to_a_part_of_ray_is_none(monkeypatch):
+    module, _ = connected()
+    assert _compat_ray.connection_of(None) is None
+    assert _compat_ray.connection_of(ModuleType("ray")) is None
+    monkeypatch.setattr(ray.util.client, "ray", SimpleNamespace(is_connected=lambda: True))
+    assert _compat_ray.connection_of(Changed(module, "_private")) is None
+
+
+def test_a_connection_that_ends_meanwhile_is_none():
+    module, shut_down = connected()
+
+    def session_name():
+        shut_down()
+        raise RuntimeError("Ray has not been initialized")
+
+    module.get_runtime_context().get_session_name = session_name
+    assert _compat_ray.connection_of(module) is None
+
+
+def test_what_is_not_known_of_actors_nodes_and_the_cluster_is_no():
+    actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "1"))
+    state = SimpleNamespace(
+        actors=lambda _: {"Pid": 3},
+        state=SimpleNamespace(get_draining_nodes=lambda: {NODE: 7}, get_max_resources_from_cluster_config=lambda: {}),
+    )
+    whole = SimpleNamespace(_private=SimpleNamespace(state=state))
+    assert _compat_ray.has_process(whole, actor)
+    assert not _compat_ray.has_process(whole, SimpleNamespace())
+    assert not _compat_ray.has_process(Changed(whole, "_private.state.actors"), actor)
+    assert _compat_ray.draining_nodes(whole) == {NODE: 7}
+    assert _compat_ray.draining_nodes(Changed(whole, "_private.state.state.get_draining_nodes")) == {}
+    assert _compat_ray.may_autoscale(whole)
+    lacking = Changed(whole, "_private.state.state.get_max_resources_from_cluster_config")
+    assert not _compat_ray.may_autoscale(lacking)
+
+
+def test_what_is_only_comfort_is_left_out():
+    leave_out_deaths(without("_private.worker.print_to_stdstream"), lambda _: True)
+    _compat_ray.set_process_title(without("_private.worker._changeproctitle"), "a title")
+    _compat_ray.authenticate(without("_private.authentication.authentication_token_setup.enable_token_auth_by_default"))
+    assert _compat_ray.node_first(ray, NODE)._spill_on_unavailable
+
+
+def test_an_actor_waits_for_its_node_where_ray_knows_nothing_else():
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+
+    def public(node_id, soft):
+        return affinity(node_id, soft)
+
+    path = "util.scheduling_strategies.NodeAffinitySchedulingStrategy"
+    strategy = _compat_ray.node_first(Changed(ray, path, public), NODE)
+    assert strategy.soft
+    assert not strategy._spill_on_unavailable
+
+
+OF_THE_START = [
+    "_private.parameter.RayParams.__init__(worker_path)",
+    "_private/workers/default_worker.py",
+    "_private.parameter.RayParams.__init__(no_monitor)",
+    "_private.services.start_api_server",
+    "_private.services.start_ray_process",
+    "_private.services.start_raylet(session_dir)",
+    "_private.services.start_raylet(node_id)",
+    "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT",
+    "_raylet.persist_port",
+    "_private.utils.get_dashboard_dependency_error",
+]
+
+
+def replaced():
+    """What `own_start` may replace."""
+    services = ray._private.services
+    return {
+        "RayParams": ray._private.parameter.RayParams.__init__,
+        "start_api_server": services.start_api_server,
+        "start_ray_process": services.start_ray_process,
+        "start_raylet": services.start_raylet,
+    }
+
+
+@pytest.mark.parametrize("name", ["", *OF_THE_START])
+def test_a_start_does_without_what_is_missing_and_puts_back_the_rest(name):
+    before = replaced()
+    with _compat_ray.own_start(without(name) if name else ray, "a script", contextlib.nullcontext(), dashboard=False):
+        during = replaced()
+    assert replaced() == before
+    kept = {part for part in before if during[part] is before[part]}
+    ports = {"_private.services.start_raylet", "_private.ray_constants", "_raylet"}
+    lost = "start_raylet" if any(map(name.startswith, ports)) else name.rpartition(".")[2]
+    assert kept == {lost} & before.keys()
+
+
+@pytest.mark.parametrize("name", ["", *OF_THE_START])
+def test_a_ray_that_cannot_be_told_of_our_script_has_no_fork_server(name, monkeypatch):
+    given_up = []
+    server = SimpleNamespace(environment={}, worker_path=None, ports=None, give_up=lambda: given_up.append(True))
+    lacking = without(name) if name else ray
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    fork_server.start_ray(lacking, server, {})
+    assert given_up == [True] * (name in OF_THE_START[:2])
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_ports_are_written_whether_or_not_ray_tells_if_the_dashboards_packages_are_missing(lacks, monkeypatch):
+    written = []
+
+    def start_raylet(session_dir, node_id, metrics_agent_port=None):
+        return metrics_agent_port
+
+    monkeypatch.setattr(ray._raylet, "persist_port", lambda *place: written.append(place))
+    name = "_private.utils.get_dashboard_dependency_error"
+    module = without(name) if lacks else Changed(ray, name, lambda: None)
+    reserved: list[socket.socket] = []
+    port = _compat_ray._start_raylet_with_ports(module, reserved, start_raylet, "folder", NODE)
+    ports = {name: port for *_, name, port in written}
+    assert ports.keys() == set(_compat_ray.AGENT_PORTS)
+    assert sorted(ports.values()) == sorted(one.getsockname()[1] for one in reserved)
+    assert port == ports["metrics_agent_port"]
+    for one in reserved:
+        one.close()
+
+
+def test_that_ray_train_hides_its_loaders_is_said_when_one_might_be_read(monkeypatch, caplog):
+    module = f"ray.{OF_TRAIN.rpartition('.')[0]}"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert _compat_ray.wrapped_loader_classes() == ()
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(_WrappedDataLoader=int))
+    assert _compat_ray.wrapped_loader_classes() == (int,)
+    assert caplog.messages == []
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    for _ in range(2):
+        assert _compat_ray.wrapped_loader_classes() == ()
+    assert [OF_TRAIN in message for message in caplog.messages] == [True]

@@ -55,6 +55,15 @@ def test_what_a_fork_prints_of_its_arguments_is_what_the_process_would_print(ser
     assert (asked.stdout, asked.stderr) == (plain.stdout, plain.stderr)
 
 
+def test_one_that_is_given_up_has_ended_and_changes_nothing_of_ray():
+    server = ForkServer()
+    process = psutil.Process(server._process.pid)
+    server.give_up()
+    assert not process.is_running()
+    assert (server.environment, server.worker_path, server.reports.descriptor) == ({}, None, None)
+    server.close()
+
+
 def forks(server):
     return psutil.Process(server._process.pid).children()
 

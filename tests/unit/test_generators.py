@@ -25,7 +25,9 @@ def no_other_modules(monkeypatch):
     """The modules that are there already are none of the program's."""
     others = set(sys.modules)
     own = generators.own_modules
-    monkeypatch.setattr(generators, "own_modules", lambda: (one for one in own() if one[0] not in others))
+    monkeypatch.setattr(
+        generators, "own_modules", lambda **options: (one for one in own(**options) if one[0] not in others)
+    )
 
 
 def module_of(program, name, monkeypatch):
@@ -373,7 +375,7 @@ def test_a_module_that_is_not_imported_is_imported_for_its_generator(monkeypatch
     (tmp_path / "imported_to_restore.py").write_text("import random\nRNG = random.Random(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
     names = []
-    monkeypatch.setattr(generators, "own_modules", lambda: [(name, vars(sys.modules[name])) for name in names])
+    monkeypatch.setattr(generators, "own_modules", lambda **_: [(name, vars(sys.modules[name])) for name in names])
     (_, mine), (_, others) = two_workers(None)
     try:
         names.append(importlib.import_module("imported_to_restore").__name__)

@@ -1,4 +1,4 @@
-"""A version of another package that lacks a private name is done without, or is one error that says so.
+"""A version of another package that lacks a private name is one error that says so; for Ray's see test_compat_ray.py.
 
 Copies of the `_compat*.py` files are executed while each name that they take from a package is missing.
 """
@@ -15,31 +15,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
-import ray.util.scheduling_strategies
 import torch.utils.data
 
 from documents import ROOT
-from rayloader import _compat_datasets, _compat_ray
+from lacking import Changed
+from rayloader import _compat_datasets
 from rayloader.errors import TESTED
 
 LACKS = r"^rayloader does not work with {} [\d.]+\S*, which lacks a private name that it uses \(.*{}.*\); install a"
 # What the files call parts of torch.
 ALIASES = {"_storages": "torch.UntypedStorage", "shared_cache": "torch.multiprocessing.reductions.shared_cache"}
-
-
-class Lacking:
-    """An object without one of its attributes, which is given as a path of names."""
-
-    def __init__(self, whole: Any, path: str) -> None:
-        self._whole, (self._name, _, self._rest) = whole, path.partition(".")
-
-    def __getattr__(self, name: str) -> Any:
-        if name != self._name:
-            return getattr(self._whole, name)
-        if not self._rest:
-            raise AttributeError(f"module 'x' has no attribute '{name}'")
-        return Lacking(getattr(self._whole, name), self._rest)
 
 
 def taken(file: str) -> list[str]:
@@ -90,31 +75,11 @@ def test_a_name_that_is_missing_is_named_at_import(file: str, name: str, monkeyp
         monkeypatch.delattr(holder, attribute)
     else:  # a class, which may be one of C's, or an object
         above, _, place = owner.rpartition(".")
-        monkeypatch.setattr(pkgutil.resolve_name(above), place, Lacking(holder, attribute))
+        monkeypatch.setattr(pkgutil.resolve_name(above), place, Changed(holder, attribute))
     package = name.partition(".")[0]
     package = "Python" if package in sys.stdlib_module_names else package
     with pytest.raises(ImportError, match=LACKS.format(package, attribute)):
         executed(file)
-
-
-@pytest.mark.parametrize("path", _compat_ray._NEEDED)
-def test_what_ray_lacks_is_named_when_ray_is_first_used(path: str) -> None:
-    _compat_ray.check(ray)
-    with pytest.raises(ImportError, match=LACKS.format("ray", path.rpartition(".")[2])):
-        _compat_ray.check(Lacking(ray, path))  # type: ignore[arg-type]
-
-
-def test_of_rays_other_names_is_done_without_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See also `leave_out_deaths` in test_compat_ray.py."""
-    _compat_ray.set_process_title(Lacking(ray, "_private.worker._changeproctitle"), "a title")  # type: ignore[arg-type]
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    assert _compat_ray.node_first(ray, node := "0" * 56)._spill_on_unavailable
-
-    def public(node_id: str, *, soft: bool) -> Any:
-        return affinity(node_id, soft)
-
-    monkeypatch.setattr(ray.util.scheduling_strategies, "NodeAffinitySchedulingStrategy", public)
-    assert _compat_ray.node_first(ray, node).soft  # an actor then waits for its node while that might have room
 
 
 def test_a_stream_of_datasets_that_hides_its_position_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

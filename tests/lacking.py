@@ -1,0 +1,52 @@
+"""Packages without one of their names, for whom a test shows them to."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from typing import Any
+
+
+class Changed:
+    """An object in which an attribute, given as a path of names, is another one, or missing; others are set in it."""
+
+    def __init__(self, whole: Any, path: str, *new: Any) -> None:
+        name, _, rest = path.partition(".")
+        object.__setattr__(self, "parts", (whole, name, rest, new))
+
+    def __getattribute__(self, name: str) -> Any:
+        whole, changed, rest, new = object.__getattribute__(self, "parts")
+        if name != changed:
+            return getattr(whole, name)
+        if rest:
+            return Changed(getattr(whole, name), rest, *new)
+        if not new:
+            raise AttributeError(f"module 'x' has no attribute '{name}'")
+        return new[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        whole, changed, rest, new = object.__getattribute__(self, "parts")
+        is_put_back = name == changed and not rest and new and value is new[0]
+        setattr(whole, name, value.__wrapped__ if is_put_back else value)
+
+
+def ray_without(ray: Any, name: str) -> Any:
+    """Ray without one of the names of `rayloader._compat_ray.COSTS`."""
+    if "/" in name:
+        return Changed(ray, "__file__", "/nowhere/__init__.py")
+    attribute, _, argument = name.rstrip(")").partition("(")
+    return Changed(ray, attribute, *([_less(operator.attrgetter(attribute)(ray), argument)] if argument else []))
+
+
+def _less(function: Any, argument: str) -> Any:
+    """A function that shows one argument less."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    signature = inspect.signature(function)
+    shown = [parameter for parameter in signature.parameters.values() if parameter.name != argument]
+    call.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return call
