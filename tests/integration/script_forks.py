@@ -2,7 +2,7 @@
 
     python script_forks.py
 
-What is compared are the process's descriptors, its children, its mappings of our memory files, and shared memory.
+What is compared are the process's descriptors, its children, and its mappings of our memory files.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def left():
         with contextlib.suppress(OSError):  # that of the list itself
             descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
     children = [(child.pid, child.status()) for child in psutil.Process().children(recursive=True)]
-    mapped = sorted(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "rayloader" in line)
-    return descriptors, children, mapped, sorted(os.listdir("/dev/shm"))
+    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:rayloader" in line]
+    return descriptors, children, mapped
 
 
 def load(**options):
