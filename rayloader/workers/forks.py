@@ -92,6 +92,8 @@ class Forks(Processes):
         prepare: what one fork does for `Zygote.prepared`.
     """
 
+    host_several = False  # a fork has one dataset object, and no other can be made of it
+
     def __init__(
         self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
     ) -> None:

@@ -75,7 +75,7 @@ class Takeover:
 
         Args:
             workers: of the fleet.
-            count: of its processes.
+            count: of the actors that will host them.
         """
         if self._thread is None:
             self._thread = DaemonThread(lambda: self._work(workers, count), "rayloader-takeover")
