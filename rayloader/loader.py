@@ -529,6 +529,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     def resize(self, num_workers: int) -> None:
         """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.
 
+        Workers that are forks keep a process each, because a fork has one dataset object; the number counts once they
+        move to actors.
+
         Args:
             num_workers: at least 1. More than the loader was created with bring no benefit.
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
-
-import psutil
 
 EXIT_LIMIT = 30.0  # seconds for a process that was killed to end; on expiry the test fails
 
@@ -44,9 +43,10 @@ def pid_of(iterator, worker_id=0):
 
 def kill_worker(iterator, worker_id=0):
     """Kills the process that hosts a worker, and waits until it has ended."""
-    process = psutil.Process(pid_of(iterator, worker_id))
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(EXIT_LIMIT)
+    process = os.pidfd_open(pid_of(iterator, worker_id))
+    signal.pidfd_send_signal(process, signal.SIGKILL)
+    assert select.select([process], [], [], EXIT_LIMIT)[0]  # even if its parent has not waited for it
+    os.close(process)
 
 
 def tasks_of(iterator):

@@ -299,8 +299,8 @@ class Engine:
 
     def resize(self, count: int) -> None:
         """Changes the number of processes that host the same workers."""
-        self._tally.processes = count
         self._move_workers(count)
+        self._tally.processes = len(self.fleet.actors)
         self._revive()
         self.flush()
 

@@ -310,7 +310,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         assert self._fleet is not None
         position, options = self.position, self._options
         depth = None if plan.elastic or options.dynamic else options.prefetch_factor
-        self._tally = loader._recorder.begins(self, self._num_workers, self._num_hosts, depth)
+        self._tally = loader._recorder.begins(self, self._num_workers, len(self._fleet.actors), depth)
         if plan.elastic and plan.goes_on:
             self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
             self._sampler_iter.skipped(position.next_task)
@@ -422,7 +422,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
             move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
             takeover = Takeover(move, forks.zygote, self.position.lock, functools.partial(_note, standing))
         fleet = Fleet(forks, takeover, accelerator)
-        fleet.lend(self._num_hosts)
+        fleet.lend(self._num_workers)
+        fleet.resize(self._num_hosts)
         return fleet
 
     def _with_actors(self, loader: Any, standing: Standing) -> Fleet | None:

@@ -115,11 +115,18 @@ class Zygote:
                 pass
             return self._control is not None
 
-    def status(self, pid: int) -> int | None:
-        """How a fork has ended, as `os.waitpid` says; None if nobody knows. Its line has ended."""
-        self._tell(("status", pid))
+    def status(self, pid: int, *, wait: bool = True) -> int | None:
+        """How a fork has ended, as `os.waitpid` says; None if nobody knows, or if it lives.
+
+        Args:
+            pid: of the fork.
+            wait: for a moment, because its line has ended.
+        """
         until = time.monotonic() + ANSWER_SECONDS
         with self._lock:
+            if self._statuses.get(pid) is None:
+                self._statuses.pop(pid, None)
+                self._tell(("status", pid, wait))
             while pid not in self._statuses and self._read(until - time.monotonic()):
                 pass
             return self._statuses.get(pid)
@@ -161,6 +168,7 @@ class Zygote:
                 self._prepared = content, files
             case ("forked", name, pid):
                 self.forked[name] = pid
+                self._statuses.pop(pid, None)  # of an earlier process of that number
             case ("failed", name, reason):
                 self.failed[name] = reason
         return True
@@ -177,20 +185,6 @@ class Zygote:
 
     def __del__(self) -> None:
         self.close()
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a fork has ended; until its zygote has waited for it, nobody else has its number."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except OSError:  # an old kernel, or no descriptor is left: nobody knows
-        return False
-    try:
-        return poll(process, select.POLLIN, 0)
-    finally:
-        os.close(process)
 
 
 _live: weakref.WeakSet[Zygote] = weakref.WeakSet()
@@ -265,8 +259,8 @@ def _serve(
                 case ("kill", pid):
                     if pid in forks:
                         os.kill(pid, signal.SIGKILL)
-                case ("status", pid):
-                    status = _status(pid) if pid in forks else None
+                case ("status", pid, wait):
+                    status = _status(pid, wait) if pid in forks else None
                     if status is not None:
                         forks.remove(pid)
                     control.sendall(pickle.dumps(("status", pid, status)))
@@ -315,12 +309,13 @@ def _prepare(control: socket.socket, prepare: Callable[[], tuple[Any, list[int]]
     return 0
 
 
-def _status(pid: int) -> int | None:
-    """How a fork has ended; waits for a moment: its line has."""
-    with contextlib.suppress(OSError):
-        process = os.pidfd_open(pid)
-        poll(process, select.POLLIN, 1000)
-        os.close(process)
+def _status(pid: int, wait: bool) -> int | None:
+    """How a fork has ended; None: it lives. `wait`: for a moment, because its line has ended."""
+    if wait:
+        with contextlib.suppress(OSError):
+            process = os.pidfd_open(pid)
+            poll(process, select.POLLIN, 1000)
+            os.close(process)
     found, status = os.waitpid(pid, os.WNOHANG)
     return status if found else None
 

@@ -62,6 +62,7 @@ class Fleet:
         self._mailbox = Mailbox()
         self.actors: list[Any] = []
         self.workers: list[Worker] = []
+        self._goal = 0  # of forks: to how many actors the workers will move
         self._notice_at = time.monotonic() + NOTICE_S  # when to say what the program waits for
         # Requested while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Any, tuple[list[Worker], int]] = {}
@@ -345,7 +346,7 @@ class Fleet:
 
     def _hand_over(self, takeover: Takeover) -> list[Worker]:
         """Moves all workers from forks to actors, if these are ready."""
-        ready = takeover.step(self.workers, len(self.actors))
+        ready = takeover.step(self.workers, self._goal)
         if ready is None:
             return []
         if not ready[0].usable:  # Ray was shut down meanwhile
@@ -390,12 +391,17 @@ class Fleet:
         return moved
 
     def resize(self, count: int) -> list[Worker]:
-        """Changes the number of actors that host the same workers.
+        """Changes the number of processes that host the same workers.
+
+        Forks stay as they are: it is the number of actors to which the workers will move.
 
         Returns:
             The workers that move; they are away now.
         """
         self.check_session()
+        if not self._from.host_several:
+            self._goal = count
+            return []
         while self._coming:
             self._from.give_back(self._coming.popitem()[0])
         self._replaced.clear()

@@ -22,7 +22,7 @@ from typing_extensions import override
 from rayloader.errors import RaySessionError
 from rayloader.protocol import Source, WorkerAddress
 from rayloader.start.signals import exit_in_words
-from rayloader.start.zygote import Zygote, has_ended
+from rayloader.start.zygote import Zygote
 from rayloader.transport.local_line import DriverLine, LineAddress
 from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, ForkCalls, Mailbox
@@ -52,7 +52,8 @@ class Fork(Process):
             return "the process that forks workers was killed"
         if self.line.name in self.zygote.failed:  # type: ignore[union-attr]
             return f"no process could be forked: {self.zygote.failed[self.line.name]}"  # type: ignore[union-attr]
-        return "" if self.pid is None or not has_ended(self.pid) else self.cause(None)
+        # Its zygote is asked, for which no descriptor is needed: perhaps none is left.
+        return "" if self.pid is None or self.zygote.status(self.pid, wait=False) is None else self.cause(None)
 
     @property
     def pid(self) -> int | None:
@@ -90,6 +91,8 @@ class Forks(Processes):
         work: what a fork does with its line, and with messages that come before those of the line.
         prepare: what one fork does for `Zygote.prepared`.
     """
+
+    host_several = False  # a fork has one dataset object, and no other can be made of it
 
     def __init__(
         self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]

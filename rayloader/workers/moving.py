@@ -39,7 +39,7 @@ def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) 
         actors: of the same loader; none of them is lent.
         takeover: of the fleet.
         workers: of the fleet.
-        count: of its processes.
+        count: of the actors.
 
     Raises:
         Ended: the fleet has ended meanwhile.

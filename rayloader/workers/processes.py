@@ -33,12 +33,13 @@ class Processes(ABC):
         most_unanswered: how many tasks of one worker may be unanswered, beyond those that torch's would have.
         leased_bytes: bytes of memory outside arenas in which batches lie.
         all_are_near: all processes are known to run on this machine, before they have reported where.
+        host_several: each may host several workers, with a dataset object for each.
     """
 
     uses_store = copies = False
     most_unanswered: float = float("inf")
     leased_bytes = 0
-    all_are_near = True
+    all_are_near = host_several = True
 
     @abstractmethod
     def check(self) -> None:

@@ -76,7 +76,7 @@ class Takeover:
 
         Args:
             workers: of the fleet.
-            count: of its processes.
+            count: of the actors that will host them.
         """
         global _working
         if self._thread is None:

@@ -2,7 +2,7 @@
 
     python script_forks.py
 
-What is compared are the process's descriptors, its children, its mappings of our memory files, and shared memory.
+What is compared are the process's descriptors, its children, and its mappings of our memory files.
 """
 
 import contextlib
@@ -49,8 +49,10 @@ def left():
         with contextlib.suppress(OSError):  # that of the list itself
             descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
     children = [(child.pid, child.status()) for child in psutil.Process().children(recursive=True)]
-    mapped = sorted(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "rayloader" in line)
-    return descriptors, children, mapped, sorted(os.listdir("/dev/shm"))
+    mapped = [
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:rayloader" in line
+    ]
+    return descriptors, children, mapped
 
 
 def load(**options):
@@ -124,10 +126,12 @@ def interrupted(**options):
 
 
 def worker_killed(**options):
-    for number, (indices, _, pids) in enumerate(load(sampler=range(12), **options)):
-        assert indices.tolist() == [2 * number, 2 * number + 1]
+    for number, batch in enumerate(rayloader.DataLoader(range(40), 2, num_workers=2, workers="fork", **options)):
+        assert batch.tolist() == [2 * number, 2 * number + 1]
         if number == 2:
-            os.kill(int(pids[0]), signal.SIGKILL)
+            forks = [child for child in psutil.Process().children(recursive=True) if child.ppid() != os.getpid()]
+            assert len(forks) == 2
+            forks[1].kill()
 
 
 def thread_that_ends_first(**options):

@@ -1,0 +1,409 @@
+"""Workers that are forks of the program: whatever ends first, nothing is lost, and nothing is left.
+
+See also script_forks.py; Ctrl-C and the death of the program in test_scripts.py; what a dataset may hold in
+test_kinds_of_datasets.py.
+"""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import rayloader
+from inside import kill_worker, pid_of, pid_of_zygote
+from latches import Gate
+from probes import oversubscribed
+from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
+from rayloader.start import zygote
+from test_scripts import finish, start
+
+pytestmark = [oversubscribed, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+
+EXIT_LIMIT = 30.0  # seconds for a process to end; on expiry the test fails
+
+
+class Drawing(Dataset):
+    """Samples that depend on the worker's random stream and on how often its dataset was asked."""
+
+    length = 24
+
+    def __init__(self):
+        self.calls = 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.calls += 1
+        return torch.tensor([index, float(torch.rand(())), self.calls])
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        worker = get_worker_info()
+        for index in range(worker.id, Drawing.length, worker.num_workers):
+            yield torch.tensor([index, float(torch.rand(()))])
+
+
+KINDS = {"map-style": Drawing, "stream": Stream}
+
+
+def load(dataset, *, torchs=False, workers="fork", **options):
+    torch.manual_seed(7)
+    if torchs:
+        return torch.utils.data.DataLoader(dataset, 2, num_workers=2, **options)
+    return DataLoader(dataset, 2, num_workers=2, workers=workers, **options)
+
+
+def taken(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def torchs(kind, epochs=1, **options):
+    loader = load(KINDS[kind](), torchs=True, **options)
+    return [taken(loader) for _ in range(epochs)]
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "rayloader"]
+
+
+# ---- ends
+
+
+@pytest.fixture(scope="module")
+def ends():
+    script = start("script_forks.py")
+    yield script
+    finish(script)
+
+
+def test_nothing_is_left_however_an_epoch_ends(ends):
+    output, errors = finish(ends)
+    assert (ends.returncode, output[-1:]) == (0, ["the end"]), errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_killed_worker_is_replaced(kind, persistent, caplog):
+    loader = load(KINDS[kind](), prefetch_factor=2, persistent_workers=persistent)
+    epochs = []
+    for at in (1, 3):
+        epochs.append([])
+        for number, batch in enumerate(iterator := iter(loader)):
+            epochs[-1].append(batch.tolist())
+            if number == at:
+                kill_worker(iterator, 1)
+    assert epochs == torchs(kind, 2, prefetch_factor=2, persistent_workers=persistent)
+    assert len(lines(caplog)) == 2
+    assert all("worker 1 is lost and gets another process: killed by signal" in line for line in lines(caplog))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("also_workers", [False, True])
+def test_a_killed_zygote_takes_its_forks_along_and_all_are_replaced(kind, also_workers, caplog):
+    batches = []
+    for number, batch in enumerate(iterator := iter(load(KINDS[kind](), prefetch_factor=2))):
+        batches.append(batch.tolist())
+        if number == 2:
+            pids = [pid_of(iterator, worker_id) for worker_id in (0, 1)]
+            processes = [psutil.Process(pid) for pid in pids]
+            for pid in pids if also_workers else ():
+                os.kill(pid, signal.SIGKILL)
+            os.kill(pid_of_zygote(iterator), signal.SIGKILL)
+            assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
+    assert [batches] == torchs(kind, prefetch_factor=2)
+    told = [line for line in lines(caplog) if "the process that forks workers was killed" in line]
+    assert len(told) == 1
+
+
+class Killing(Drawing):
+    """One sample ends its process in some way."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.end = end
+
+    def __getitem__(self, index):
+        if index == 9:
+            self.end()
+        return super().__getitem__(index)
+
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (kill_itself, "killed by signal: Killed"),
+        (lambda: os._exit(3), "exit code 3"),
+        (lambda: sys.exit(4), "exit code 4"),
+    ],
+    ids=["SIGKILL", "_exit", "exit"],
+)
+def test_a_batch_that_ends_its_worker_again_and_again_is_an_error(end, cause, caplog):
+    loader = load(Killing(end), max_worker_restarts=2, prefetch_factor=1)
+    batches = []
+    with pytest.raises(WorkerDiedError) as error:
+        batches.extend(loader)
+    assert taken(batches) == torchs("map-style")[0][:4]
+    assert str(error.value).startswith("DataLoader worker (pid(s) ")
+    assert cause in str(error.value)
+    assert "[8, 9]" in "".join(error.value.__notes__)
+
+
+# ---- what goes on elsewhere
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("begins", ["fork", "ray"])
+@pytest.mark.parametrize("processes", [2, 1])
+def test_a_state_of_forks_goes_on_in_actors_and_the_other_way_round(ray_session, kind, begins, processes):
+    loader = load(KINDS[kind](), workers=begins)
+    iterator = iter(loader)
+    before = [next(iterator).tolist() for _ in range(5)]
+    state = loader.state_dict()
+    del iterator
+    goes_on = DataLoader(KINDS[kind](), 2, num_workers=processes, workers="ray" if begins == "fork" else "fork")
+    goes_on.load_state_dict(state)
+    assert before + taken(goes_on) == torchs(kind)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resize(kind):
+    """A fork has one dataset object, so each worker keeps a fork of its own."""
+    loader = load(KINDS[kind](), prefetch_factor=2, persistent_workers=True)
+    batches = []
+    for count in (1, 2):
+        batches.append([])
+        for number, batch in enumerate(iterator := iter(loader)):
+            batches[-1].append(batch.tolist())
+            if number == 3:
+                loader.resize(count)
+                assert len({pid_of(iterator, worker_id) for worker_id in (0, 1)}) == loader.stats().processes == 2
+    assert batches == torchs(kind, 2, prefetch_factor=2, persistent_workers=True)
+
+
+def test_a_fork_beside_a_running_ray_sees_nothing_of_it(ray_session):
+    import ray
+
+    class Asking(Drawing):
+        def __getitem__(self, index):
+            return threading.active_count(), os.getppid()
+
+    assert ray.is_initialized()
+    iterator = iter(load(Asking()))
+    zygote_pid = pid_of_zygote(iterator)
+    assert list(pairs(iterator)) == [(1, zygote_pid)] * 24
+    assert ray.get(ray.put(7)) == 7
+
+
+def pairs(batches):
+    for threads, parents in batches:
+        yield from zip(threads.tolist(), parents.tolist(), strict=True)
+
+
+def test_a_fork_in_a_program_with_threads():
+    """Which hold locks, and use torch, all the time."""
+    ends, lock = threading.Event(), threading.Lock()
+
+    def work():
+        while not ends.is_set():
+            with lock:
+                torch.ones(1000).sum()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert [taken(load(Drawing())) for _ in range(3)] == torchs("map-style", 1) * 3
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+
+
+# ---- options
+
+
+class Waiting(Drawing):
+    """One sample waits until the test opens a gate."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    def __getitem__(self, index):
+        if index == 4:
+            self.gate.wait()
+        return super().__getitem__(index)
+
+
+def test_a_timeout_is_an_error_and_the_batch_may_still_come(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    iterator = iter(load(Waiting(gate), timeout=0.5))
+    batches = [next(iterator).tolist() for _ in range(2)]
+    with pytest.raises(BatchTimeoutError, match="timed out after 0.5 seconds"):
+        next(iterator)
+    gate.open()
+    assert batches + taken(iterator) == torchs("map-style")[0]
+
+
+def test_a_worker_that_hangs_is_restarted(tmp_path, caplog):
+    hung = tmp_path / "hung"
+
+    class Hanging(Drawing):
+        def __getitem__(self, index):
+            if index == 4 and not hung.exists():
+                hung.touch()
+                threading.Event().wait()
+            return super().__getitem__(index)
+
+    assert [taken(load(Hanging(), timeout=1, on_timeout="restart"))] == torchs("map-style")
+    assert len([line for line in lines(caplog) if "worker 0 is lost and gets another process" in line]) == 1
+
+
+def test_without_order_each_batch_comes_once():
+    batches = [batch.tolist() for batch in load(range(24), in_order=False)]
+    assert sorted(batches) == [[index, index + 1] for index in range(0, 24, 2)]
+
+
+class Broken(Drawing):
+    def __getitem__(self, index):
+        if index in (4, 5, 8):
+            raise ValueError(f"sample {index} is broken")
+        return super().__getitem__(index)
+
+
+def test_samples_that_raise_are_skipped():
+    loader = load(Broken(), on_error="skip")
+    indices = [int(sample[0]) for batch in taken(loader) for sample in batch]
+    assert indices == [index for index in range(24) if index not in (4, 5, 8)]
+    assert loader.skipped == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_persistent_workers_over_three_epochs(kind):
+    loader = load(KINDS[kind](), persistent_workers=True)
+    assert [taken(loader) for _ in range(3)] == torchs(kind, 3, persistent_workers=True)
+
+
+def test_what_a_loader_tells_of_its_forks(tmp_path):
+    loader = load(Drawing())
+    with loader.trace(tmp_path / "trace.json"):
+        taken(loader)
+    stats = loader.stats()
+    assert (stats.num_workers, stats.processes, stats.epoch.batches, stats.epoch.build.count) == (2, 2, 12, 12)
+    assert [worker.worker_id for worker in stats.epoch.workers] == [0, 1]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["trainer", "worker 0", "worker 1"]
+    assert len([event for event in events if event["name"] == "fetch"]) == 12
+
+
+# ---- limits
+
+
+def test_too_few_processes(monkeypatch):
+    """The zygote cannot be forked; then it cannot fork. `ulimit -u` does not bind the superuser."""
+
+    def refuse():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    fork = os.fork
+    monkeypatch.setattr(zygote.os, "fork", refuse)
+    with pytest.raises(WorkerStartError, match=r"could not be forked: .*temporarily unavailable.*ulimit -u"):
+        iter(load(Drawing()))
+    forks = itertools.chain([fork], itertools.repeat(refuse))
+    monkeypatch.setattr(zygote.os, "fork", lambda: next(forks)())
+    with pytest.raises(rayloader.RayloaderError, match="temporarily unavailable"):
+        taken(load(Drawing()))
+    monkeypatch.undo()
+    assert [taken(load(Drawing()))] == torchs("map-style")
+
+
+def test_too_few_descriptors():
+    """Whatever is missing, there is an error or there are the batches, and no hang."""
+    program = (
+        "import os, resource, torch\n"
+        "from rayloader import DataLoader\n"
+        "list(DataLoader(range(8), 2, num_workers=2, workers='fork'))\n"
+        "used, ways = os.open('/dev/null', os.O_RDONLY), set()\n"
+        "os.close(used)\n"
+        "for more in range(0, 18, 3):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "    try:\n"
+        "        batches = [b.tolist() for b in DataLoader(range(8), 2, num_workers=2, workers='fork')]\n"
+        "        assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]], batches\n"
+        "        ways.add('batches')\n"
+        "    except (OSError, RuntimeError) as error:\n"
+        "        ways.add('error')\n"
+        "        print(type(error).__name__, error)\n"
+        "print(sorted(ways))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "['batches', 'error']", done.stdout
+
+
+# ---- which workers
+
+
+@pytest.mark.parametrize("value", ["forks", "", None, 1, True, "Ray"])
+def test_a_kind_of_workers_that_does_not_exist(value):
+    with pytest.raises(ValueError, match="workers must be 'auto', 'ray' or 'fork', got "):
+        load(Drawing(), workers=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"ray_remote_args": {"num_cpus": 1}}, "ray_remote_args are options of actors"),
+        ({"arenas": False}, "arenas are switched off"),
+        ({"multiprocessing_context": "spawn"}, "asks for 'spawn'"),
+    ],
+    ids=["ray_remote_args", "arenas", "context"],
+)
+def test_what_forks_cannot_do(options, why):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a context has no other effect
+        with pytest.raises(ValueError, match=f'workers="fork" makes workers forks of this process, but .*{why}.*; use'):
+            iter(load(Drawing(), **options))
+
+
+def test_the_kind_of_workers_is_an_attribute_and_a_default_of_patch():
+    loader = load(Drawing(), workers="auto")
+    assert loader.workers == "auto"
+    loader.workers = "fork"
+    iterator = iter(loader)
+    assert psutil.Process(pid_of_zygote(iterator)).ppid() == os.getpid()
+    del iterator
+    loader.workers = "thread"
+    with pytest.raises(ValueError, match="workers must be"):
+        iter(loader)
+    program = (
+        "import os, sys, torch, rayloader\n"
+        "rayloader.patch(workers='fork')\n"
+        "loader = torch.utils.data.DataLoader(range(4), 2, num_workers=2)\n"
+        "assert type(loader) is rayloader.DataLoader and loader.workers == 'fork'\n"
+        "print([batch.tolist() for batch in loader], 'ray' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[[0, 1], [2, 3]] False\n"), done.stderr
