@@ -86,16 +86,12 @@ def lines(caplog):
 # ---- ends
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def ends():
+    """The program runs beside the tests."""
     script = start("script_forks.py")
     yield script
     finish(script)
-
-
-def test_nothing_is_left_however_an_epoch_ends(ends):
-    output, errors = finish(ends)
-    assert (ends.returncode, output[-1:]) == (0, ["the end"]), errors
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,7 +256,7 @@ def test_a_timeout_is_an_error_and_the_batch_may_still_come(tmp_path):
     gate = Gate(tmp_path / "gate")
     iterator = iter(load(Waiting(gate), timeout=0.5))
     batches = [next(iterator).tolist() for _ in range(2)]
-    with pytest.raises(BatchTimeoutError, match="timed out after 0.5 seconds"):
+    with pytest.raises(BatchTimeoutError, match=r"timed out after 0\.5 seconds"):
         next(iterator)
     gate.open()
     assert batches + taken(iterator) == torchs("map-style")[0]
@@ -407,3 +403,9 @@ def test_the_kind_of_workers_is_an_attribute_and_a_default_of_patch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[[0, 1], [2, 3]] False\n"), done.stderr
+
+
+def test_nothing_is_left_however_an_epoch_ends(ends):
+    """See the script. This test is the last one: the program has had the time of the others."""
+    output, errors = finish(ends)
+    assert (ends.returncode, output[-1:]) == (0, ["the end"]), errors
