@@ -130,9 +130,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     Arguments of rayloader alone:
         workers: "fork": the workers are forks of this process, on this machine; Ray is not started. "ray": they are Ray
             actors, on any machine of the cluster; the dataset, `collate_fn` and `worker_init_fn` must be picklable.
-            "auto": actors if the program uses Ray; otherwise forks, while Ray is started in the background if the
-            program loads later than a second after its first `iter()`. The workers move to actors when these have
-            rebuilt batches of theirs, and the batches were the same. What cannot be pickled, or not be rebuilt, stays
+            "auto": actors if the program uses Ray; otherwise forks. Once an epoch has lasted a second, Ray is started
+            in the background, and the workers move to actors when these have rebuilt batches of theirs, and the
+            batches were the same. What cannot be pickled, or not be rebuilt, stays
             with forks, and the log says so at level INFO. Ranks of torchrun, and children of `multiprocessing`, start
             no Ray in the background.
         ray_remote_args: options of the worker actors, which the workers then are from the start: `num_cpus` (per

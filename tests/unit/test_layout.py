@@ -197,6 +197,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/resume/checkpoint.py", "_dataset_kind"): "likewise",
     ("rayloader/start/forking.py", "_exit"): "documented, of os",
     ("rayloader/start/zygote.py", "_exit"): "documented, of os",
+    ("rayloader/start/background.py", "_exit"): "documented, of os",
     ("rayloader/host/hosting.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
     ("rayloader/transport/pickler.py", "_length_"): "likewise",

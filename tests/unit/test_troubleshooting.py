@@ -45,7 +45,6 @@ NOT_ON_THE_PAGE = {
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
     "the dataset holds memory that it shares": "goes on after `rayloader: the workers stay forks`",
     "the program has ended": "an error that ends a thread at the end of the program",
-    "a worker could not be forked": "never raised: forks wait for no place",
     "... on node ... is another file": "goes on after `The dataset refers to`",
     "... does not reach node": "goes on after `The dataset refers to`",
     "... node ... does not have": "goes on after `The dataset refers to`",
