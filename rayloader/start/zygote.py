@@ -27,6 +27,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -85,7 +86,7 @@ class Zygote:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         flush_streams()  # or each fork would print what is in their buffers
         try:
-            self.pid = os.fork()
+            self.pid = _fork()
             if self.pid == 0:
                 _serve(theirs, self._driver, work, prepare, blocked)
         except OSError as error:
@@ -185,6 +186,13 @@ class Zygote:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _fork() -> int:
+    """`os.fork`, also in a program with threads, which torch's loader forks too; Python 3.12 and later warn of that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
 
 
 _live: weakref.WeakSet[Zygote] = weakref.WeakSet()
