@@ -584,7 +584,7 @@ def an_open_raster(program):
             return taken(program.load(Holding(lambda self, index: int(self.image.read(1)[0, index]), image=image), 1))
 
 
-@kind(Refused("dataset.image", "tifffile.tifffile.TiffFile"), needs=("tifffile",))
+@kind(Refused("dataset.image", "_io.BufferedReader"), needs=("tifffile",))
 def an_open_tiff_file(program):
     import tifffile
 

@@ -1,6 +1,7 @@
 """Kinds of datasets that real programs hold, by torch's workers, by forks and by actors: see kinds.py.
 
-Each side is a program of its own; torch's and that of forks never import Ray. They run side by side.
+Each side is a program of its own; torch's and that of forks never import Ray, and that of actors joins the tests'. They
+run side by side.
 """
 
 import json
@@ -15,12 +16,15 @@ SIDES = "torch", "fork", "ray"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
+def programs(ray_session, tmp_path_factory):
     """The programs, by their names; those of the sides with the files that they write."""
     folder = tmp_path_factory.mktemp("kinds")
     for side in (*SIDES, "moving"):
         (folder / side).mkdir()
-    programs = {side: start("script_kinds.py", side, folder / f"{side}.pickle", folder / side) for side in SIDES}
+    programs = {
+        side: start("script_kinds.py", side, folder / f"{side}.pickle", folder / side, joined=side == "ray")
+        for side in SIDES
+    }
     programs["moving"] = start("script_moving.py", folder / "moving")
     yield folder, programs
     for program in programs.values():
