@@ -108,6 +108,11 @@ class Actors(Processes):
     def lend(self, count: int, *, fresh: bool = True) -> list[Actor]:
         return self._pool.lend(self._check(), self._remote_args, count, fresh=fresh)
 
+    def are_ready(self, count: int) -> bool:
+        """Whether so many run and may be lent; has those that are missing created."""
+        self._check()
+        return self._pool.has_ready(self._remote_args, count)
+
     @override
     def kill(self, process: Actor) -> None:
         self._pool.kill(process)

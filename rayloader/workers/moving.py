@@ -47,7 +47,8 @@ def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) 
     """
     offered = False
     try:
-        takeover.check()
+        # Those of a fleet that ends while they start would be ended too, and the next one would start others.
+        takeover.until(lambda: actors.are_ready(count))
         lent = actors.lend(count, fresh=False)
         actors.inherited = _inherited(takeover)
         takeover.until(lambda: all(map(_has_started, lent)))

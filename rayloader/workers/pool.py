@@ -163,6 +163,20 @@ class Pool:
         """Creates actors in advance, for the next loaders that need them; does not wait until they run."""
         self._create(None, remote_args, count, _key(remote_args))
 
+    def has_ready(self, remote_args: dict[str, Any], count: int) -> bool:
+        """Whether so many actors run and may be lent, to loaders with these options; creates those that are missing."""
+        key = _key(remote_args)
+        spare = [actor for actor in self.actors if actor.key == key and actor.state is not ActorState.LENT]
+        if len(spare) < count:
+            self.prepare(remote_args, count - len(spare))
+        ready = 0
+        for actor in spare:
+            try:
+                ready += actor.has_started() and not actor.stops
+            except NeverStarts:
+                self.kill(actor)
+        return ready >= count
+
     def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
         """Ends a lease. Not for finalizers, nor under a lock.
 
