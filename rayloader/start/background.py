@@ -84,8 +84,7 @@ class BackgroundRay:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if at_once:
-            with contextlib.suppress(OSError):  # it has ended
-                os.killpg(self._process.pid, signal.SIGKILL)  # with Ray's processes
+            kill_session(self._process.pid)
 
     def close(self) -> None:
         """Closes the socket, after the waits have ended."""
@@ -94,6 +93,19 @@ class BackgroundRay:
     def forget(self) -> None:
         """To be called in a forked child."""
         self._socket.close()
+
+
+def kill_session(session: int) -> None:
+    """Kills the processes of a session: this one, Ray's, and those that Ray has started in process groups of their own.
+
+    The caller last, if it is one of them.
+    """
+    for pid in {*map(int, filter(str.isdigit, os.listdir("/proc")))} - {os.getpid()}:
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)
+    if os.getsid(0) == session:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def keep(program: socket.socket, driver: int) -> None:
@@ -143,7 +155,7 @@ def _end_with_program(program: socket.socket, driver: int, started: threading.Ev
     """In a thread: a program that ends while Ray starts leaves no process of that behind."""
     _wait_for_end(program, driver)
     if not started.is_set():
-        os.killpg(0, signal.SIGKILL)
+        kill_session(os.getsid(0))
 
 
 if __name__ == "__main__":
