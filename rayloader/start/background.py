@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-NICENESS = 10
+NICENESS = 5
 _MOST_BYTES = 1 << 16
 
 

@@ -19,13 +19,12 @@ SIDES = "torch", "fork", "ray"
 def programs(ray_session, tmp_path_factory):
     """The programs, by their names; those of the sides with the files that they write."""
     folder = tmp_path_factory.mktemp("kinds")
-    for side in (*SIDES, "moving"):
+    for side in SIDES:
         (folder / side).mkdir()
     programs = {
         side: start("script_kinds.py", side, folder / f"{side}.pickle", folder / side, joined=side == "ray")
         for side in SIDES
     }
-    programs["moving"] = start("script_moving.py", folder / "moving")
     yield folder, programs
     for program in programs.values():
         kill_group(program)
@@ -60,8 +59,9 @@ def test_forks_give_what_torchs_workers_give_and_actors_the_same_or_a_clear_erro
     kind.actors.check(torchs, actors)
 
 
-def test_workers_move_to_actors_unless_the_dataset_cannot_be_pickled_which_the_log_says_once(programs):
-    output, errors = finish(program := programs[1]["moving"])
+def test_workers_move_to_actors_unless_the_dataset_cannot_be_pickled_which_the_log_says_once(results, tmp_path):
+    assert results  # the programs that use all cores have ended
+    output, errors = finish(program := start("script_moving.py", tmp_path))
     assert program.returncode == 0, errors
     found = json.loads(output[-1])
     ((name, level, line),) = found["lines"]
@@ -69,5 +69,6 @@ def test_workers_move_to_actors_unless_the_dataset_cannot_be_pickled_which_the_l
     assert "the workers stay forks of this process" in line
     assert "dataset.epoch: multiprocessing.sharedctypes.Synchronized can't be sent to a worker" in line
     assert found["kinds"]["Numbers"][0] == ["fork"] * 2
-    assert found["kinds"]["Numbers"][-2:] == [["actor"] * 2] * 2
+    assert ["actor"] * 2 in found["kinds"]["Numbers"]
+    assert found["kinds"]["Numbers"][-2:] == [["fork"] * 2] * 2  # each epoch begins with forks, and these are short
     assert set(map(tuple, found["kinds"]["Signalled"])) == {("fork",) * 2}
