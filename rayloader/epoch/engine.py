@@ -316,9 +316,9 @@ class Engine:
         their first tasks, and `Worker.dropped` says which tasks must be undone.
         """
         self._end(resuming)
-        ahead, self._ahead, self._preparation = self._ahead, None, None  # it refers to this object
-        if ahead is not None:
-            ahead.close(wait=wait)
+        if (ahead := self._ahead) is not None:
+            ahead.close(wait=wait)  # first: after an interrupt here, the next call does it
+        self._ahead = self._preparation = None  # it refers to this object
         self._copies.close()
         self.fleet.ring()
 

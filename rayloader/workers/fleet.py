@@ -97,7 +97,7 @@ class Fleet:
     def release(self, *, busy: bool, reuse: bool = True) -> None:
         """Gives the processes back; callable more than once. Not for finalizers.
 
-        An interrupt within gives them back too: no reference to their loan is left then.
+        After an interrupt within, the next call goes on.
 
         Args:
             busy: calls may be unanswered.
@@ -105,12 +105,11 @@ class Fleet:
         """
         if os.getpid() != self._pid:
             return
-        released, self._released = self._released, True
-        if not released:
-            if self._takeover is not None:
-                self._takeover.close()
-            self._mailbox.close()
-            self._from.release(busy=busy, reuse=reuse)
+        self._released = True
+        if self._takeover is not None:
+            self._takeover.close()
+        self._mailbox.close()
+        self._from.release(busy=busy, reuse=reuse)
 
     def settle_output(self) -> None:
         """Waits until all log records that the workers have sent so far are handled."""
