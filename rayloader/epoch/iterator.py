@@ -368,12 +368,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
         standing = datasets.of(self._dataset)
-        if not self._options.may_fork:
-            forks = False
-        elif self._options.workers == "fork" or standing.stays:
-            forks = True
-        else:
-            forks = not session.is_wanted()
+        options = self._options
+        forks = options.may_fork and (options.workers == "fork" or standing.stays or not session.is_wanted())
         fleet = None if forks else self._with_actors(loader, standing)
         if fleet is None:
             fleet = self._forked(loader, standing)

@@ -43,12 +43,11 @@ class BackgroundRay:
 
     def __init__(self, options: dict[str, Any], starting: contextlib.AbstractContextManager[Any]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._driver = os.getpid()
         with theirs:
             self._socket.sendall(pickle.dumps(options))
             with starting:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno()), str(self._driver)],
+                    [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -87,11 +86,7 @@ class BackgroundRay:
             kill_session(self._process.pid)
 
     def close(self) -> None:
-        """Closes the socket, after the waits have ended."""
-        self._socket.close()
-
-    def forget(self) -> None:
-        """To be called in a forked child."""
+        """Closes the socket, after the waits have ended; in a forked child at once."""
         self._socket.close()
 
 

@@ -278,7 +278,7 @@ class _Starter(DaemonThread):
         if self.fork_server is not None:
             self.fork_server.forget()
         if self._kept is not None:
-            self._kept.forget()
+            self._kept.close()
 
     def _serve(self) -> None:
         """Starts Ray, then waits for its end."""

@@ -76,7 +76,6 @@ class Zygote:
         self._lock = threading.RLock()
         self._statuses: dict[int, int] = {}
         self._prepared: tuple[Any, list[int]] | None = None
-        self._is_preparing = False
         self.forked: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self.pid = 0
@@ -134,15 +133,13 @@ class Zygote:
 
     def prepare(self) -> None:
         """Lets it do what it prepares, in a fork of its own."""
-        if not self._is_preparing:
-            self._is_preparing = True
-            self._tell(("prepare",))
+        self._tell(("prepare",))
 
-    def prepared(self, timeout: float) -> tuple[Any, list[int]] | None:
-        """Waits for what it has prepared: the message and descriptors, which belong to the caller; None: not yet."""
+    def prepared(self) -> tuple[Any, list[int]] | None:
+        """What it has prepared: the message and descriptors, which belong to the caller; None: it has not come yet."""
         with self._lock:
             if self._prepared is None:
-                self._read(timeout)
+                self._read()
             prepared, self._prepared = self._prepared, None
             return prepared
 

@@ -27,8 +27,8 @@ from rayloader.workers.process import NeverStarts
 from rayloader.workers.takeover import Ended, Stays, Takeover
 from rayloader.workers.worker import Worker
 
-# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else the next epoch
-# begins with actors.
+# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else they stay
+# with forks.
 MOVE_S = 0.5
 
 
@@ -80,7 +80,7 @@ def _inherited(takeover: Takeover) -> Inherited:
     come: list[tuple[Any, list[int]]] = []
 
     def has_come() -> bool:
-        prepared = takeover.zygote.prepared(0.0)
+        prepared = takeover.zygote.prepared()
         if prepared is None and not takeover.zygote.lives:
             raise Ended
         come.extend([] if prepared is None else [prepared])
@@ -147,8 +147,6 @@ def _rebuilt(
         if answer.result is not None:
             return "a batch that an actor was to build again has ended its process"
         (done, total), again, wires = answer.replay, [], []
-        if total == 0:
-            break
     failure: str = _answer(takeover, handle.failure.remote(worker_id))
     handle.leave.remote(worker_id)
     return failure

@@ -123,8 +123,12 @@ class Pool:
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
+        return len(self._spare(remote_args)) >= count
+
+    def _spare(self, remote_args: dict[str, Any]) -> list[Actor]:
+        """The actors that are not lent, and suit loaders with these options."""
         key = _key(remote_args)
-        return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
+        return [actor for actor in self.actors if actor.key == key and actor.state is not ActorState.LENT]
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
@@ -165,8 +169,7 @@ class Pool:
 
     def has_ready(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors run and may be lent, to loaders with these options; creates those that are missing."""
-        key = _key(remote_args)
-        spare = [actor for actor in self.actors if actor.key == key and actor.state is not ActorState.LENT]
+        spare = self._spare(remote_args)
         if len(spare) < count:
             self.prepare(remote_args, count - len(spare))
         ready = 0
