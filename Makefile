@@ -71,8 +71,10 @@ clean: ## remove build output and caches; keeps .venv
 	@find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # The output of a process comes in one piece when its tests have ended. All run whatever the first ones say, so that one
-# run shows every failure.
+# run shows every failure. The sources are compiled once, not in each of the thousand processes of the tests, where
+# Python is told to write no bytecode.
 define run_tests
+@$(PY) -m compileall -q rayloader tests
 @$(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target $(PARTS) SIDE_BY_SIDE=1 SELECTED="$(1)"
 endef
 

@@ -7,6 +7,7 @@ Nothing here needs more than the standard library, except `ray_workers` (psutil)
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -216,7 +217,9 @@ def _positive(text: str) -> int:
 def options(
     doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("rich",), workers: int = 2, busy: bool = False
 ) -> Options:
-    """Reads the command line of a benchmark, and looks for what it will need at its end.
+    """Reads the command line of a benchmark, looks for what it will need at its end, and compiles the library.
+
+    pip compiles what it installs, so the peers are compiled; this tree may not be, where Python is told to write none.
 
     Args:
         doc: the benchmark's docstring.
@@ -240,6 +243,7 @@ def options(
     lacking = [package for package in needs if importlib.util.find_spec(package) is None]
     if lacking:
         sys.exit(f"this needs {', '.join(lacking)}, of the extra `bench`: pip install -c constraints.txt -e '.[bench]'")
+    compileall.compile_dir(ROOT / "rayloader", quiet=1)
     return Options(**{**arguments, "rounds": arguments["rounds"] or (2 if arguments["quick"] else 5)})
 
 
