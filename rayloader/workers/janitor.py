@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.start import session, zygote
@@ -40,10 +41,15 @@ class Janitor:
 
     def __init__(self, *tidies: Callable[[], float | None]) -> None:
         self.tidies = list(tidies)
-        self.forget()
+        self._abandoned: Any = None
+        self._begin()
 
     def forget(self) -> None:
         """To be called in a forked child: the jobs and the thread are its parent's."""
+        self._abandoned = self._jobs, self._thread, self._abandoned  # kept: dropping the references would call Ray
+        self._begin()
+
+    def _begin(self) -> None:
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[Job | DaemonThread] = queue.SimpleQueue()  # a thread: the one that ends here
         self._thread: DaemonThread | None = None

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import threading
+import weakref
 
 import pytest
 
@@ -128,3 +129,19 @@ def test_one_that_was_told_twice_to_end_does_not_end_the_next_one():
     janitor.do(lambda: done.append(2))
     assert done == [1, 2]
     janitor.end()
+
+
+def test_a_fork_keeps_what_its_parents_jobs_hold():
+    """It may be Ray's, which must not be called there."""
+
+    class Held:
+        pass
+
+    held = Held()
+    alive = weakref.ref(held)
+    janitor = Janitor()
+    janitor.later(functools.partial(id, held))
+    del held
+    janitor.forget()
+    janitor.forget()  # a fork of the fork
+    assert alive() is not None
