@@ -1,9 +1,11 @@
 """torch's DataLoader with workers that are forks or Ray actors: change the import, keep the training script."""
 
+from rayloader.data.cached import CachedDataset, cached
 from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.data.shared_list import SharedList
 from rayloader.errors import (
     BatchTimeoutError,
+    CacheError,
     ConsumerDroppedError,
     RayloaderError,
     RaySessionError,
@@ -19,11 +21,14 @@ from rayloader.errors import (
 from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
 from rayloader.observe.progress_bar import progress
-from rayloader.observe.stats import LoaderStats
+from rayloader.observe.stats import CacheStats, LoaderStats
 from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
 __all__ = [
     "BatchTimeoutError",
+    "CacheError",
+    "CacheStats",
+    "CachedDataset",
     "Consumer",
     "ConsumerDroppedError",
     "DataLoader",
@@ -42,6 +47,7 @@ __all__ = [
     "StateError",
     "WorkerDiedError",
     "WorkerStartError",
+    "cached",
     "get_shard_info",
     "init",
     "patch",

@@ -13,6 +13,7 @@ Errors in the user's own code arrive as torch's loader raises them.
         ├── ReplayError
         ├── StateError
         ├── SkipLimitError
+        ├── CacheError
         ├── ShareError
         │   └── ConsumerDroppedError
         └── ReplicaError
@@ -74,6 +75,10 @@ class StateError(RayloaderError):
 
 class SkipLimitError(RayloaderError):
     """More samples raised than `max_skipped` allows the loader to skip."""
+
+
+class CacheError(RayloaderError):
+    """A sample can't be kept in a cache because it is another one each time, or a cache has no room or no place."""
 
 
 class ShareError(RayloaderError):

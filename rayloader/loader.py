@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
+from rayloader.data.cached import cache_in
 from rayloader.errors import StateError, shorten
 from rayloader.observe.recorder import Recorder, cpus
 from rayloader.observe.stats import LoaderStats, verdict
@@ -417,6 +418,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             in_order=bool(self.in_order),
             iterable=isinstance(self.dataset, IterableDataset),
             prefetch_factor=epoch.depth,
+            cache=cache_in(self.dataset),
         )
         return replace(stats, verdict=verdict(stats))
 

@@ -145,6 +145,36 @@ class Period:
 
 
 @dataclass(frozen=True)
+class CacheStats:
+    """What the cache of a node holds, and how often it has served; over all processes and loaders of that node."""
+
+    samples: int = 0  #: of the dataset.
+    present: int = 0  #: samples that are in the cache.
+    nbytes: int = 0  #: that these take.
+    max_bytes: int = 0  #: that they may take, or could be had.
+    hits: int = 0  #: samples that were read from it.
+    built: int = 0  #: samples that were built, because they were not there.
+    full: bool = False  #: whether a sample has found no room.
+
+    @property
+    def missing(self) -> int:
+        """Samples that are not there yet, or find no room."""
+        return self.samples - self.present
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of all samples, from 0 to 1, that were read and not built."""
+        return _share(self.hits, self.built)
+
+    def __str__(self) -> str:
+        full = ", full" if self.full else ""
+        return (
+            f"{self.present:,} of {self.samples:,} samples in {nbytes(self.nbytes)}{full}; {self.hits:,} were read and "
+            f"{self.built:,} built: {self.hit_rate:.0%}"
+        )
+
+
+@dataclass(frozen=True)
 class LoaderStats:
     """A loader's measurements: see `DataLoader.stats()`. Its `str()` is a table for reading."""
 
@@ -167,6 +197,7 @@ class LoaderStats:
     in_order: bool = True  #: whether batches are delivered in order.
     iterable: bool = False  #: whether the dataset is iterable-style.
     prefetch_factor: int | None = None  #: batches of each worker that may be under way; None if the depth is automatic.
+    cache: CacheStats | None = None  #: of `rayloader.cached`, if the dataset is one, or holds one.
     verdict: str = ""  #: whether the loader or the trainer is the bottleneck, and what to do, in one sentence.
 
     def __str__(self) -> str:
@@ -186,6 +217,8 @@ class LoaderStats:
             waiting = f"{nbytes(self.bytes_under_way)} of batches wait for the trainer"
             held = f"; it still holds {nbytes(self.bytes_held)} of those it was given" if self.bytes_held else ""
             lines.append(("memory", waiting + held))
+        if self.cache is not None:
+            lines.append(("cache", str(self.cache)))
         if self.cpu_use is not None:
             lines.append(("CPUs", f"{self.cpu_use:.0%} of {self.cpus:g} in use"))
         if self.total.restarts or self.total.skipped:
@@ -241,8 +274,18 @@ def verdict(stats: LoaderStats) -> str:
     period = next((period for period in (stats.epoch, stats.total) if period.wait.count >= enough), None)
     if period is None:
         return f"too little to say: only {_count(stats.total.batches, 'batch', 'batches')} so far"
-    said = _said(stats, period)
+    said = _said(stats, period) + _of_cache(stats.cache, period)
     return said if period is stats.epoch else f"{said} (over all epochs)"
+
+
+def _of_cache(cache: CacheStats | None, period: Period) -> str:
+    """What a cache could do for a trainer that waits."""
+    if cache is None or not cache.full or period.wait_share < WAIT_SHARE:
+        return ""
+    return (
+        f"; the cache is full, and {cache.missing / cache.samples:.0%} of the samples are built each time: raise its "
+        "max_bytes"
+    )
 
 
 def _said(stats: LoaderStats, period: Period) -> str:

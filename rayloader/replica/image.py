@@ -35,14 +35,23 @@ import torch
 from rayloader.errors import ReplicaError, add_note
 from rayloader.transport import codec
 from rayloader.transport.mapped import Held, Mappings, Region, is_written, open_region, open_storage
-from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, check_room, open_file
+from rayloader.transport.memory_file import (
+    FileAddress,
+    MemoryFile,
+    MemoryFileError,
+    address_of_buffer,
+    address_range,
+    check_room,
+    libc,
+    map_over,
+    open_file,
+)
 from rayloader.transport.raw import memory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _PAGE = mmap.PAGESIZE
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux, the same on all its common machines
 _ALIGN = 64  # bytes; as the codec's spans
 _CHUNK = 1 << 20  # bytes copied or compared at a time
 _THREADED = 1 << 23  # bytes from which two threads are worth their start
@@ -51,9 +60,6 @@ _OLDER_FILES = 8  # how many an updated image keeps: each is a descriptor here a
 
 _Numbers = np.ndarray[Any, Any]  # int64
 
-libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-libc.mmap.restype = ctypes.c_void_p
 libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -101,7 +107,7 @@ def open_image(
     starts = [0, *np.cumsum([-(-size // _PAGE) * _PAGE for size in sizes]).tolist()]
     # One range of addresses for everything, which is freed with the last reference. Mappings that replace parts of it
     # need no descriptor.
-    whole = memoryview(mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | _MAP_NORESERVE))
+    whole = address_range(starts[-1])
     base = address_of_buffer(whole)
     parts = []
     storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of a part: it, and its start in the region
@@ -115,13 +121,18 @@ def open_image(
                     storages[number] = storage
                 else:
                     writable = region.writable or not region.shared
-                    _map(fd, base + start, region.nbytes, region.offset, region.shared, writable)
+                    shared = region.shared
+                    map_over(fd, base + start, region.nbytes, region.offset, shared=shared, writable=writable)
+            except OSError as error:
+                raise ReplicaError(f"the dataset refers to a file that can't be mapped: {error}") from error
             finally:
                 os.close(fd)
         elif contents is None:
             fd = open_file(address.files[number], writable=False)
             try:
-                _map(fd, base + start, size, 0, False, True)
+                map_over(fd, base + start, size, 0, shared=False, writable=True)
+            except OSError as error:
+                raise ReplicaError(f"the dataset can't be mapped: {error}") from error
             finally:
                 os.close(fd)
         else:
@@ -167,20 +178,6 @@ def _cut_storage(
     if (offset, nbytes) == (start, storage.nbytes()):
         return storage
     return memoryview(memory(storage.data_ptr() + offset - start, nbytes, storage))
-
-
-def _map(fd: int, address: int, nbytes: int, offset: int, shared: bool, writable: bool) -> None:
-    """Maps a file over the memory at an address."""
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED | _MAP_NORESERVE
-    if libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
-        raise ReplicaError(f"can't map {nbytes} bytes of the dataset: {os.strerror(ctypes.get_errno())}")
-
-
-def address_of_buffer(buffer: Any) -> int:
-    """The address of a buffer's memory; 0 for an empty one."""
-    view = np.frombuffer(buffer, np.uint8)
-    return int(view.__array_interface__["data"][0]) if view.size else 0
 
 
 class Image:

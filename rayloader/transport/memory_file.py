@@ -17,17 +17,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rayloader.errors import RayloaderError, ReplicaMemoryError
 
 _PR_GET_DUMPABLE = 3
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux, the same on all its common machines
 # Smaller sizes are not checked: the check would cost more than it is worth.
 _SMALL = 1 << 24
+
+libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.mmap.restype = ctypes.c_void_p
 
 
 class MemoryFileError(RayloaderError):
@@ -137,7 +146,7 @@ def open_file(address: FileAddress, *, writable: bool) -> int:
 
 def others_may_open() -> bool:
     """Whether the kernel lets other processes of the same user open this one's descriptors."""
-    return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
+    return bool(libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
 def this_machine() -> str:
@@ -147,6 +156,44 @@ def this_machine() -> str:
             return f"boot {file.read().strip()}, {os.readlink('/proc/self/ns/pid')}"
     except OSError as error:
         raise MemoryFileError(f"a memory file needs /proc: {error}") from error
+
+
+# ---- mappings of parts of files, which need no descriptor
+
+
+def address_range(nbytes: int) -> memoryview:
+    """Addresses for mappings, which end with the last reference to it; until something is mapped there, zeros."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE))
+
+
+def map_over(fd: int, address: int, nbytes: int, offset: int, *, shared: bool, writable: bool) -> None:
+    """Maps a file over the memory at an address.
+
+    Raises:
+        OSError: it can't be.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED | _MAP_NORESERVE
+    if libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
+        raise OSError(ctypes.get_errno(), f"can't map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+def map_private(fd: int, offset: int, nbytes: int) -> memoryview:
+    """A range of a file, private and writable.
+
+    Raises:
+        OSError: it can't be mapped.
+    """
+    before = offset % mmap.PAGESIZE
+    view = address_range(before + nbytes)
+    map_over(fd, address_of_buffer(view), before + nbytes, offset - before, shared=False, writable=True)
+    return view[before:]
+
+
+def address_of_buffer(buffer: Any) -> int:
+    """The address of a buffer's memory; 0 for an empty one."""
+    view = np.frombuffer(buffer, np.uint8)
+    return int(view.__array_interface__["data"][0]) if view.size else 0
 
 
 # ---- room for them

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "": {"cli", "data", "epoch", "inherit", "observe", "random", "replica", "resume", "sharing"}
     | {"transport", "workers"},
     "cli": {"", "observe", "start", "transport", "workers"},
-    "data": {"", "transport"},
+    "data": {"", "observe", "random", "resume", "transport"},
     "epoch": {"", "data", "inherit", "observe", "random", "replica", "resume", "start", "transport", "workers"},
     "host": {"", "data", "inherit", "observe", "random", "replica", "resume", "start", "transport"},
     "inherit": {"", "random", "transport"},

@@ -1,0 +1,357 @@
+"""`rayloader.cached`: a dataset whose samples are built once per node, and read from shared memory or a file later.
+
+Promise: batches are those without the cache, or there is an error. A sample that draws from a random generator is
+refused, and so is one that comes out differently when it is built again: the first samples that a process builds, the
+first that it reads, and a share of all others are compared. Nothing is ever removed: with a random order no other rule
+keeps more of what will be asked for. This module does not import Ray; any thread and any fork may call.
+
+NOTE [Which file]. In memory, the file belongs to the process that has made the cache, and ends with it. Forks have it;
+other processes of the node open it through `/proc`, and those of another node have one of their own, which belongs to
+all of them: each looks for it among the files that processes there have open, and the first one makes it. In a folder,
+the name of the file says of what its samples are: see fingerprint.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import Dataset, IterableDataset
+
+from rayloader.data.fingerprint import fingerprint_of
+from rayloader.data.sample_store import ABSENT, SampleStore, size_of
+from rayloader.errors import CacheError, add_note
+from rayloader.namespaces import own_modules
+from rayloader.observe.stats import CacheStats, nbytes
+from rayloader.random.random_state import RandomState
+from rayloader.random.search import search, walk
+from rayloader.resume.digest import digest
+from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger("rayloader")
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# Of the samples that a process builds, so many at first and then one in so many are built twice.
+_FIRST_BUILT, _BUILT = 2, 128
+# Of those that it reads, the first and then one in so many are built too.
+_READ = 1024
+_TURN_S = 0.01  # between looks at whether another process has made the node's file
+
+
+def cached(
+    dataset: Dataset[_T],
+    max_bytes: int | str = "20GB",
+    where: str | os.PathLike[str] = "memory",
+    *,
+    fingerprint: str | Iterable[str | os.PathLike[str]] | None = None,
+) -> CachedDataset[_T]:
+    """The same dataset, of which each sample is built once per node, and then read.
+
+    All workers of a node share the samples, whatever loader they belong to, in all epochs: those of rayloader and of
+    torch's own loader, and also the program itself with `num_workers=0`. Wrap what is always the same, such as decoding
+    and resizing, and apply random augmentation outside, to the samples of the cache::
+
+        decoded = rayloader.cached(Photos(paths))  # reads, decodes, resizes
+        loader = rayloader.DataLoader(Augmented(decoded), batch_size=64, num_workers=8)
+
+    Samples are whatever workers can send: tensors and arrays, also within other objects. Each time that one is read
+    it is a new object, in memory of its own, which the program may write to.
+
+    Args:
+        dataset: map-style, with `__len__`; it is asked for numbers from 0 on. Its `__getitems__`, if there is one, must
+            return a list.
+        max_bytes: that the samples may take on a node, in all: a number, or one with a unit, such as "500MB" or
+            "20GiB". Memory or disk is taken as samples come; the cache ends earlier where there is too little. What
+            finds no room is built each time.
+        where: "memory": the samples exist as long as this object. Otherwise a folder on a local disk, in which later
+            runs find the samples again, each node by itself, and which the ranks of a machine share; `/dev/shm` is one
+            in memory.
+        fingerprint: for a folder: what the samples depend on, besides the dataset's own attributes and the code of its
+            classes and functions, which always count: the paths of the files that they are built from, of which size
+            and time of modification count. Or a text that stands for everything: samples of another one are not used.
+
+    Raises:
+        TypeError: it is not a map-style dataset, or can't be described for a folder.
+        ValueError: a value of an argument.
+        CacheError: there is no room for the cache's own tables. From `__getitem__`: a sample draws from a random
+            generator, or differs when it is built again.
+    """
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise TypeError(
+            f"cached() needs a map-style dataset, with __getitem__ and __len__, got {type(dataset).__name__}; cache "
+            "what an iterable dataset reads from instead"
+        )
+    count, limit = len(dataset), _bytes_of(max_bytes)
+    if where != "memory":
+        identity = fingerprint_of(dataset, fingerprint)
+        return CachedDataset(dataset, _InFolder(Path(where).absolute(), identity), count, limit)
+    if fingerprint is not None:
+        raise ValueError("fingerprint= is of a folder: a cache in memory ends with the program; leave it out")
+    try:
+        file = MemoryFile(f"cache-{secrets.token_hex(8)}", size_of(count, limit))
+    except MemoryFileError as error:
+        raise CacheError(f"there is no room for a cache of {count} samples: {error}") from error
+    return CachedDataset(dataset, _InMemory(file.address, file), count, limit)
+
+
+def _bytes_of(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
+    if match is not None and match[2] in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"max_bytes must be a number of bytes >= 1, or such as '500MB' or '20GiB', got {size!r}")
+    return size
+
+
+class CachedDataset(Dataset[_T], Generic[_T]):
+    """A dataset with a cache, from `cached`.
+
+    Attributes:
+        dataset: the one that builds the samples.
+    """
+
+    def __init__(self, dataset: Dataset[_T], place: _InMemory | _InFolder, count: int, max_bytes: int) -> None:
+        self.dataset = dataset
+        self._place, self._count, self._max_bytes = place, count, max_bytes
+        try:
+            self._store = place.open(count, max_bytes)
+        except (OSError, ValueError) as error:
+            raise CacheError(f"the cache {place} can't be used: {error}; name another folder, or make room") from error
+        self._begin()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dataset, self._place, self._count, self._max_bytes)
+
+    def __len__(self) -> int:
+        if (now := len(self.dataset)) != self._count:  # type: ignore[arg-type]
+            raise CacheError(f"the cached dataset had {self._count} samples and has {now} now; make a new cache")
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"cached({self.dataset!r}, {str(self._place)!r})"
+
+    def __getitem__(self, index: int) -> _T:
+        number = self._number(index)
+        sample = self._store.read(number)
+        if sample is ABSENT:
+            sample = self._built_now([number])[0]
+        elif self._is_to_be_compared():
+            self._compare(number, sample)
+        return sample  # type: ignore[no-any-return]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[_T]:
+        """The samples of a batch."""
+        numbers = [self._number(index) for index in indices]
+        samples = list(map(self._store.read, numbers))
+        missing = [place for place, sample in enumerate(samples) if sample is ABSENT]
+        for number, sample in zip(numbers, samples, strict=True):
+            if sample is not ABSENT and self._is_to_be_compared():
+                self._compare(number, sample)
+        if missing:
+            built = self._built_now([numbers[place] for place in missing])
+            for place, sample in zip(missing, built, strict=True):
+                samples[place] = sample
+        return samples
+
+    def _is_to_be_compared(self) -> bool:
+        """Whether a sample that was read is; counts it."""
+        if self._pid != os.getpid():
+            self._begin()
+        self._read += 1
+        return self._read % _READ == 1
+
+    def _begin(self) -> None:
+        """In a process that was forked, or has just got the dataset."""
+        self._pid = os.getpid()
+        self._built = self._read = 0  # samples
+        self._generators: list[Any] = []  # that building could draw from
+
+    def _number(self, index: int) -> int:
+        try:
+            number = operator.index(index)
+        except TypeError:
+            raise TypeError(f"a cached dataset is asked for whole numbers from 0 on, got {index!r}") from None
+        if number < 0:
+            number += self._count
+        if not 0 <= number < self._count:
+            raise IndexError(f"index {index} is out of range for {self._count} samples")
+        return number
+
+    def _built_now(self, numbers: list[int]) -> list[_T]:
+        """Samples that are not there: built, and kept."""
+        if self._pid != os.getpid():
+            self._begin()
+        samples = self._build(numbers)
+        for number, sample in zip(numbers, samples, strict=True):
+            if self._built < _FIRST_BUILT or self._built % _BUILT == 0:
+                self._compare(number, sample)
+            self._built += 1
+            if self._store.write(number, sample):
+                self._say_full()
+        return samples
+
+    def _say_full(self) -> None:
+        stats = self.stats()
+        logger.warning(
+            "rayloader: the cache %s is full with %d of %d samples, %s; the others are built each time. Raise max_bytes "
+            "where there is more room, or cache smaller samples",
+            str(self._place),  # a handler may keep what is logged
+            stats.present,
+            stats.samples,
+            nbytes(stats.nbytes),
+        )
+
+    def _compare(self, number: int, sample: _T) -> None:
+        try:
+            again = self._build([number])[0]
+        except Exception as error:
+            add_note(error, f"a share of a cache's samples is built again to be compared; this was sample {number}")
+            raise
+        if digest(sample) != digest(again):
+            raise CacheError(
+                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, so that "
+                f"the cache {self._place} would give other batches. Something it depends on has changed (an attribute, "
+                "a file, the time): make a new cache, or apply what changes to the samples of the cache"
+            )
+
+    def _build(self, numbers: list[int]) -> list[_T]:
+        """Builds samples, which must not draw from any generator."""
+        if self._built <= _FIRST_BUILT:  # some are created with the first sample
+            found = search({"dataset": self.dataset}, own_modules(main=True))
+            self._generators = [one.generator for one in found]
+        before = RandomState.capture(self._generators)
+        samples: Any = None
+        if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
+            samples = self.dataset.__getitems__(numbers)  # type: ignore[attr-defined]
+            if not isinstance(samples, list) or len(samples) != len(numbers):
+                raise CacheError(
+                    f"__getitems__ of the cached {type(self.dataset).__name__} must return a list of {len(numbers)} "
+                    f"samples, got {type(samples).__name__}; cache a dataset that gives samples one by one"
+                )
+        else:
+            samples = [self.dataset[number] for number in numbers]
+        if not RandomState.capture(self._generators, before).equals(before):
+            which = f"sample {numbers[0]}" if len(numbers) == 1 else f"one of samples {numbers[:8]}"
+            raise CacheError(
+                f"{which} of the cached {type(self.dataset).__name__} draws from a random generator, so that it is "
+                "another one each time; cache what comes before the random part, and apply that to the samples of the "
+                "cache"
+            )
+        return samples  # type: ignore[no-any-return]
+
+    def stats(self) -> CacheStats:
+        """What the cache of this node holds, and how often it has served, over all processes."""
+        return self._store.stats()
+
+
+def cache_in(dataset: Any) -> CacheStats | None:
+    """What the cache of a dataset has measured, or that of one which it holds; None if there is none."""
+    for _, part in walk([((), dataset)]):
+        if isinstance(part, CachedDataset):
+            return part.stats()
+    return None
+
+
+_here: dict[str, MemoryFile] = {}  # of caches of other nodes, by name; they live as long as a process that uses them
+
+
+class _InMemory:
+    """Where a cache in memory is: in a file of the process that made it, or in one of this node."""
+
+    def __init__(self, address: FileAddress, file: MemoryFile | None = None) -> None:
+        self._address, self._file = address, file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._address,)
+
+    def __str__(self) -> str:
+        return "in memory"
+
+    def open(self, count: int, max_bytes: int) -> SampleStore:
+        """Opens the file, in a process that has it not."""
+        if self._file is None:
+            try:
+                self._file = MemoryFile.received(open_file(self._address, writable=True), self._address.name)
+            except MemoryFileError:
+                self._file = self._of_this_node(count, max_bytes)
+        return SampleStore(self._file.fd, count, max_bytes, in_memory=True)
+
+    def _of_this_node(self, count: int, max_bytes: int) -> MemoryFile:
+        """The file that processes of this node share, whose name begins like the original's; made if there is none."""
+        kind = self._address.name.split("-")[2]
+        if kind in _here:
+            return _here[kind]
+        with socket.socket(socket.AF_UNIX) as turn:  # its name is taken while the first one looks and makes
+            while not _bound(turn, f"\0rayloader-cache-{kind}"):
+                time.sleep(_TURN_S)
+            if (file := _found(f"rayloader-cache-{kind}-")) is None:
+                file = MemoryFile(f"cache-{kind}", size_of(count, max_bytes))
+                SampleStore(file.fd, count, max_bytes, in_memory=True)
+        return _here.setdefault(kind, file)
+
+
+def _bound(turn: socket.socket, name: str) -> bool:
+    try:
+        turn.bind(name)
+    except OSError:
+        return False
+    return True
+
+
+def _found(prefix: str) -> MemoryFile | None:
+    """A memory file that a process of this node has open."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(link)
+            if prefix in target:
+                fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+                return MemoryFile.received(fd, target.removeprefix("/memfd:").removesuffix(" (deleted)"))
+        except OSError:  # of another user, or closed meanwhile
+            continue
+    return None
+
+
+class _InFolder:
+    """Where a cache in a folder is."""
+
+    def __init__(self, folder: Path, identity: bytes) -> None:
+        self._folder, self._identity = folder, identity
+
+    def __str__(self) -> str:
+        return f"in {self._folder}"
+
+    def open(self, count: int, max_bytes: int) -> SampleStore:
+        """Opens this node's file; its name is the identity."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{self._identity.hex()[:32]}-{os.uname().nodename}.rayloader-cache"
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        in_memory = os.fstat(self._fd).st_dev == _device_of("/dev/shm")
+        return SampleStore(self._fd, count, max_bytes, in_memory=in_memory, identity=self._identity)
+
+    _fd = -1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._folder, self._identity)
+
+    def __del__(self, close: Any = os.close) -> None:
+        if self._fd >= 0:
+            close(self._fd)
+            self._fd = -1
+
+
+def _device_of(path: str) -> int:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return -1

@@ -1,0 +1,289 @@
+"""The shared file of a cache: samples that one process has written once, and that all processes of a node read.
+
+Promise: a read takes no lock, and sees a whole sample or none, also when its writer was killed in the middle. What is
+read is private: whoever writes to it changes nobody else's. Room is allocated before it is written to, so that a full
+disk or too little memory is an answer, and no crash. Without Ray; any thread and any fork may call.
+
+The file is a header, a count of hits for each process that has opened it, an index with the offset of each sample, and
+the records of the samples. It is sparse: it takes the room of what was written.
+
+NOTE [Publishing]. A writer reserves room and counts under the lock, writes the record, and only then, again under the
+lock, enters its offset in the index, with one store of eight aligned bytes. A writer that is killed before leaves an
+unused range. The lock is the kernel's, of a file description that each process opens for itself: it ends with the
+process.
+
+NOTE [After a crash of the machine]. Processes that die leave a file in a folder whole, for the kernel has it; but when
+the machine dies, the index may have reached the disk, and a record not. So the header names the boot in which the file
+was written. Whoever opens it in a later one marks all its entries as doubtful, and a doubtful record is compared with
+its checksum when it is first read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rayloader.observe.stats import CacheStats
+from rayloader.transport import codec
+from rayloader.transport.memory_file import available, map_private
+from rayloader.transport.raw import new_memory
+
+FORMAT = 0x7261_796C_6F61_6401  # of the file, with its version in the last byte
+ABSENT = object()  # instead of a sample
+_CLOSED = -1
+
+# The header's fields, of eight bytes each.
+_FORMAT, _COUNT, _END, _USED, _ALLOCATED, _PRESENT, _NBYTES, _BUILT, _FULL, _PROCESSES = range(10)
+_IDENTITY, _BOOT = slice(96, 128), slice(128, 164)
+_HEADER = 4096
+_SLOTS = 4096  # of counts of hits; further processes share them
+_DOUBTFUL = 1 << 63  # in an index entry
+_RECORD = struct.Struct("<QQIII4x")  # bytes, number of the sample, bytes of the skeleton, buffers, checksum of the rest
+_ALIGN = 64  # bytes; as the codec's spans
+_CHUNK = 1 << 24  # bytes that are allocated at a time
+_SPARE = 1 << 29  # bytes of memory that a cache leaves free
+_MAPPED = 1 << 20  # bytes; larger records are mapped, because copying them costs more
+
+
+def _aligned(nbytes: int, unit: int = _ALIGN) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def size_of(count: int, max_bytes: int) -> int:
+    """The size of a file for so many samples, which take at most `max_bytes`."""
+    return _data(count) + _aligned(max_bytes, mmap.PAGESIZE)
+
+
+def _data(count: int) -> int:
+    return _aligned(_HEADER + 8 * (_SLOTS + count), mmap.PAGESIZE)
+
+
+class SampleStore:
+    """An open file of samples.
+
+    Args:
+        fd: of the file, readable and writable; the caller keeps it open as long as this object is used.
+        count: samples.
+        max_bytes: that they may take in all.
+        in_memory: the file takes memory, of which some must remain.
+        identity: what the samples are of, 32 bytes.
+
+    Raises:
+        OSError: there is no room for the index.
+        ValueError: the file is of another format, number of samples or identity.
+    """
+
+    def __init__(self, fd: int, count: int, max_bytes: int, *, in_memory: bool, identity: bytes = bytes(32)) -> None:
+        self._fd, self._count, self._in_memory = fd, count, in_memory
+        self._mutex, self._pid, self._own = threading.Lock(), os.getpid(), _CLOSED
+        with self._locked():
+            is_new = os.fstat(fd).st_size < _HEADER or not any(os.pread(fd, 8, 0))
+            if is_new:
+                os.ftruncate(fd, size_of(count, max_bytes))
+                os.posix_fallocate(fd, 0, _data(count))
+            self._map()
+            if is_new:
+                self._header[_COUNT], self._header[_END] = count, size_of(count, max_bytes)
+                self._header[_USED] = self._header[_ALLOCATED] = _data(count)
+                self._bytes[_IDENTITY], self._bytes[_BOOT] = identity, _boot()
+                self._header[_FORMAT] = FORMAT
+            elif (self._header[_FORMAT], self._header[_COUNT]) != (FORMAT, count):
+                raise ValueError(f"it is of another format, or of {self._header[_COUNT]} samples instead of {count}")
+            elif bytes(self._bytes[_IDENTITY]) != identity:
+                raise ValueError("it is of another dataset")
+            else:
+                self._adopt(max_bytes)
+            self._slot = self._next_slot()
+
+    def _map(self) -> None:
+        self._bytes = memoryview(mmap.mmap(self._fd, os.fstat(self._fd).st_size))
+        self._header = self._bytes[:_HEADER].cast("Q")
+        self._hits = self._bytes[_HEADER : _HEADER + 8 * _SLOTS].cast("Q")
+        index = _HEADER + 8 * _SLOTS
+        self._index = self._bytes[index : index + 8 * self._count].cast("Q")
+
+    def _adopt(self, max_bytes: int) -> None:
+        """Prepares a file that was there before; see NOTE [After a crash of the machine]."""
+        end = max(size_of(self._count, max_bytes), self._header[_USED])
+        if end > len(self._bytes):
+            os.ftruncate(self._fd, end)
+            self._map()
+        if end != self._header[_END]:
+            self._header[_END], self._header[_FULL] = end, 0
+        if bytes(self._bytes[_BOOT]) != _boot():
+            used = self._header[_USED]
+            for number, entry in enumerate(self._index):
+                if entry:
+                    self._index[number] = entry | _DOUBTFUL if entry & ~_DOUBTFUL < used else 0
+            self._header[_PRESENT] = sum(map(bool, self._index))
+            self._bytes[_BOOT] = _boot()
+
+    # ---- each process, forks included, has a lock and a count of its own
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One thread of one process at a time."""
+        self._after_fork()
+        with self._mutex:
+            if self._own == _CLOSED:  # a fork shares the locks of descriptions that it has from its parent
+                self._own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(self._own, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._own, fcntl.LOCK_UN)
+
+    def _after_fork(self) -> None:
+        if self._pid != (pid := os.getpid()):
+            own, self._own = self._own, _CLOSED
+            self._mutex, self._pid, self._slot = threading.Lock(), pid, None
+            if own != _CLOSED:
+                os.close(own)
+
+    def _next_slot(self) -> int:
+        self._header[_PROCESSES] += 1
+        return self._header[_PROCESSES] % _SLOTS
+
+    _slot: int | None = None
+
+    # ---- samples
+
+    def read(self, number: int) -> Any:
+        """A sample, in memory of its own; ABSENT if it is not there."""
+        entry = self._index[number]
+        if entry & _DOUBTFUL:
+            entry = self._examined(number, entry & ~_DOUBTFUL)
+        if not entry or entry + _RECORD.size > len(self._bytes):
+            return ABSENT
+        nbytes, of, skeleton, count, _ = _RECORD.unpack_from(self._bytes, entry)
+        if of != number or entry + nbytes > len(self._bytes):  # written by a process that has a larger file
+            return ABSENT
+        view = self._private(entry, nbytes)
+        sizes = view[_RECORD.size : _RECORD.size + 8 * count].cast("Q")
+        start = _RECORD.size + 8 * count + skeleton
+        buffers = []
+        for size in sizes:
+            start = _aligned(start)
+            buffers.append(view[start : start + size])
+            start += size
+        sample = codec.decode(view[_RECORD.size + 8 * count : _RECORD.size + 8 * count + skeleton], buffers)
+        if self._slot is None or self._pid != os.getpid():
+            with self._locked():
+                self._slot = self._next_slot()
+        self._hits[self._slot] += 1
+        return sample
+
+    def _private(self, start: int, nbytes: int) -> memoryview:
+        if nbytes >= _MAPPED:
+            with contextlib.suppress(OSError):  # the kernel's limit of mappings, when very many samples are kept
+                return map_private(self._fd, start, nbytes)
+        view = new_memory(nbytes)
+        view[:] = self._bytes[start : start + nbytes]
+        return view
+
+    def _examined(self, number: int, entry: int) -> int:
+        """The entry, if its record is whole; otherwise 0, and the sample will be built again."""
+        if entry + _RECORD.size <= len(self._bytes):
+            nbytes, of, *_, checksum = _RECORD.unpack_from(self._bytes, entry)
+            is_inside = _RECORD.size <= nbytes <= len(self._bytes) - entry
+            content = self._bytes[entry + _RECORD.size : entry + nbytes]
+            if of == number and is_inside and zlib.crc32(content) == checksum:
+                self._index[number] = entry
+                return entry
+        with self._locked():
+            if self._index[number]:
+                self._index[number] = 0
+                self._header[_PRESENT] -= 1
+        return 0
+
+    def write(self, number: int, sample: Any) -> bool:
+        """Keeps a sample that was built, if there is room.
+
+        Returns:
+            Whether this is the first one that finds no room.
+
+        Raises:
+            Exception: it can't be pickled.
+        """
+        encoded = codec.encode(sample, known_classes=True)
+        sizes = [buffer.nbytes for buffer in encoded.buffers]
+        starts = [_RECORD.size + 8 * len(sizes) + len(encoded.skeleton)]
+        for size in sizes:
+            starts[-1] = _aligned(starts[-1])
+            starts.append(starts[-1] + size)
+        nbytes = starts[-1]
+        with self._locked():
+            self._header[_BUILT] += 1
+            if self._index[number]:
+                return False
+            at = self._header[_USED]
+            if not self._has_room(at + _aligned(nbytes)):
+                was_full, self._header[_FULL] = self._header[_FULL], 1
+                return not was_full
+            self._header[_USED] = at + _aligned(nbytes)
+        record = self._bytes[at : at + nbytes]
+        head = struct.pack(f"<{len(sizes)}Q", *sizes) + encoded.skeleton
+        record[_RECORD.size : _RECORD.size + len(head)] = head
+        for start, buffer in zip(starts, encoded.buffers, strict=False):
+            record[start : start + buffer.nbytes] = buffer
+        checksum = 0 if self._in_memory else zlib.crc32(record[_RECORD.size :])
+        _RECORD.pack_into(record, 0, nbytes, number, len(encoded.skeleton), len(sizes), checksum)
+        with self._locked():
+            if not self._index[number]:
+                self._index[number] = at
+                self._header[_PRESENT] += 1
+                self._header[_NBYTES] += nbytes
+        return False
+
+    def _has_room(self, end: int) -> bool:
+        """Allocates what is missing up to there; what can't be had is not asked for again."""
+        if end > self._header[_END]:
+            return False
+        allocated = self._header[_ALLOCATED]
+        if end <= allocated:
+            return True
+        more = min(max(_CHUNK, end - allocated), self._header[_END] - allocated)
+        try:
+            if self._in_memory and (free := available()) is not None and free < more + _SPARE:
+                raise OSError("too little memory")
+            os.posix_fallocate(self._fd, allocated, more)
+        except OSError:  # also a full disk, or a limit on the size of files
+            self._header[_END] = allocated
+            return False
+        self._header[_ALLOCATED] = allocated + more
+        return True
+
+    # ---- numbers
+
+    def stats(self) -> CacheStats:
+        """What it holds, and how often it has served."""
+        header = self._header
+        return CacheStats(
+            samples=self._count,
+            present=header[_PRESENT],
+            nbytes=header[_NBYTES],
+            max_bytes=header[_END] - _data(self._count),
+            hits=sum(self._hits),
+            built=header[_BUILT],
+            full=bool(header[_FULL]),
+        )
+
+    def __del__(self, close: Any = os.close, getpid: Any = os.getpid) -> None:
+        if self._own != _CLOSED and self._pid == getpid():
+            close(self._own)
+            self._own = _CLOSED
+
+    _own = _CLOSED  # for `__del__`, if the constructor was interrupted
+    _pid = 0
+
+
+def _boot() -> bytes:
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()[:36].ljust(36)

@@ -1,0 +1,178 @@
+"""Loaders of a cached dataset: the batches of the uncached one, built once, whoever the workers are and who dies."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import inside
+import rayloader
+from inside import kill_worker
+from rayloader import CacheError, DataLoader, cached
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+COUNT = 60
+HANG_LIMIT = 120.0  # seconds; on expiry the test fails
+
+
+class Decoded(Dataset):
+    """What is always the same."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return torch.arange(100).roll(index), index
+
+
+class Augmented(Dataset):
+    """Random augmentation of the samples of another dataset, which it writes to."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        image, label = self.samples[index]
+        image += int(torch.randint(10, ()))
+        return image * random.random(), label
+
+
+def epochs(loader, count=3):
+    torch.manual_seed(0)
+    random.seed(0)
+    return [[(images.tolist(), labels.tolist()) for images, labels in loader] for _ in range(count)]
+
+
+def reference(**options):
+    return epochs(DataLoader(Augmented(Decoded()), 4, shuffle=True, **options))
+
+
+WAYS = {
+    "no workers": {"num_workers": 0},
+    "forks": {"num_workers": 2, "workers": "fork"},
+    "actors": {"num_workers": 2, "workers": "ray"},
+    "persistent": {"num_workers": 2, "workers": "ray", "persistent_workers": True},
+    "dynamic": {"num_workers": 2, "workers": "fork", "seeding": "batch", "scheduling": "dynamic"},
+}
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_are_those_without_a_cache_and_samples_are_built_once(way, where, tmp_path):
+    kept = cached(Decoded(), where=where if where == "memory" else tmp_path)
+    loader = DataLoader(Augmented(kept), 4, shuffle=True, **WAYS[way])
+    assert epochs(loader) == reference(**WAYS[way])
+    stats = loader.stats().cache
+    assert stats == kept.stats()
+    assert (stats.present, stats.built, stats.hits) == (COUNT, COUNT, 2 * COUNT)
+
+
+TORCHS = """
+import torch
+from torch.utils.data import DataLoader
+from test_cached_loaders import COUNT, Augmented, Decoded, cached, epochs
+
+kept = cached(Decoded())
+options = {"batch_size": 4, "shuffle": True, "num_workers": 2}
+assert epochs(DataLoader(Augmented(kept), **options)) == epochs(DataLoader(Augmented(Decoded()), **options))
+stats = kept.stats()
+assert (stats.present, stats.hits + stats.built) == (COUNT, 3 * COUNT), stats
+assert stats.built == COUNT, stats
+"""
+
+
+def test_torchs_forked_workers_share_the_samples():
+    """In a process without Ray, whose threads a fork would lack."""
+    path = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(inside.__file__)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", TORCHS], check=True, timeout=HANG_LIMIT, env=environment)
+
+
+def test_several_loaders_of_all_kinds_read_the_same_samples():
+    kept = cached(Decoded())
+    for workers in ("ray", "fork", "ray"):
+        assert len(list(DataLoader(kept, 4, num_workers=2, workers=workers))) == 15
+    assert [kept[index][1] for index in range(COUNT)] == list(range(COUNT))
+    assert (kept.stats().built, kept.stats().hits) == (COUNT, 3 * COUNT)
+
+
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_a_worker_that_is_killed_costs_no_sample(workers):
+    kept = cached(Decoded())
+    options = {"num_workers": 2, "workers": workers}
+    expected = reference(**options)
+    loader = DataLoader(Augmented(kept), 4, shuffle=True, **options)
+    torch.manual_seed(0)
+    found = []
+    for _ in range(3):
+        iterator = iter(loader)
+        found.append([])
+        for number, (images, labels) in enumerate(iterator):
+            found[-1].append((images.tolist(), labels.tolist()))
+            if number == 5:
+                kill_worker(iterator)
+        del iterator
+    assert found == expected
+    assert kept.stats().present == COUNT
+
+
+def test_a_state_goes_on_with_a_cache_and_without():
+    options = {"num_workers": 2, "workers": "fork"}
+    whole = reference(**options)[0]
+    for first, second in [(cached(Decoded()), Decoded()), (Decoded(), cached(Decoded()))]:
+        loader = DataLoader(Augmented(first), 4, shuffle=True, **options)
+        torch.manual_seed(0)
+        iterator = iter(loader)
+        for _ in range(6):
+            next(iterator)
+        state = loader.state_dict()
+        del iterator
+        other = DataLoader(Augmented(second), 4, shuffle=True, **options)
+        other.load_state_dict(state)
+        assert [(images.tolist(), labels.tolist()) for images, labels in other] == whole[6:]
+
+
+class Noisy(Decoded):
+    def __getitem__(self, index):
+        return torch.rand(3)
+
+
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_a_sample_that_draws_is_an_error_of_the_loader(workers):
+    loader = DataLoader(cached(Noisy()), 4, num_workers=1, workers=workers)
+    with pytest.raises(CacheError, match="draws from a random generator"):
+        list(loader)
+
+
+class Changing(Decoded):
+    shift = 0
+
+    def __getitem__(self, index):
+        return torch.arange(4) + self.shift
+
+
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_a_dataset_that_changes_between_epochs_is_an_error(workers):
+    kept = cached(Changing())
+    loader = DataLoader(kept, 4, num_workers=1, workers=workers)
+    list(loader)
+    kept.dataset.shift = 1
+    with pytest.raises(CacheError, match="differs when it is built again"):
+        list(loader)
+
+
+def test_a_shared_loader_reads_from_a_cache():
+    kept = cached(Decoded())
+    shared = rayloader.share(DataLoader(kept, 4, num_workers=1), consumers=1)
+    try:
+        assert sum(len(labels) for _, labels in shared.consumer(0)) == COUNT
+    finally:
+        shared.close()
+    assert kept.stats().present == COUNT

@@ -1,0 +1,754 @@
+"""`rayloader.cached`: the same samples as without it, from memory or a folder, or an error; here without workers."""
+
+import collections
+import copy
+import dataclasses
+import errno
+import functools
+import gc
+import logging
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import rayloader
+from rayloader import CacheError, CacheStats, cached
+from rayloader.data import cached as module
+from rayloader.data import fingerprint, sample_store
+from rayloader.observe.stats import LoaderStats, Period, Times, verdict
+from rayloader.transport import memory_file
+from rayloader.transport.pickler import dumps_by_value
+
+HANG_LIMIT = 60.0  # seconds; on expiry the test fails
+Pair = collections.namedtuple("Pair", "image label")
+
+
+@dataclasses.dataclass
+class Box:
+    lower: torch.Tensor
+    name: str
+
+
+class Numbers(Dataset):
+    """Sample `i` is `make(i)`; counts how often it was asked."""
+
+    def __init__(self, make, count=20):
+        self.make, self.count, self.asked = make, count, 0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return self.make(index)
+
+
+def labelled(index):
+    return torch.full((3, 4), index, dtype=torch.uint8), index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+KINDS = {
+    "labelled": labelled,
+    "tensors": lambda i: (torch.arange(i + 1.0), torch.tensor(i)),
+    "dict": lambda i: {"ids": np.arange(i), "text": f"sample {i}", "none": None, "nested": [{"x": torch.ones(i, 2)}]},
+    "strided": lambda i: torch.arange(24).reshape(4, 6)[:, i % 6],
+    "transposed": lambda i: np.arange(24.0).reshape(4, 6).T + i,
+    "bfloat16": lambda i: torch.full((5,), i, dtype=torch.bfloat16),
+    "named tuple": lambda i: Pair(torch.tensor([i]), i),
+    "dataclass": lambda i: Box(torch.tensor([i]), str(i)),
+    "large": lambda i: torch.full((1 << 20,), i, dtype=torch.int32),
+    "large and small": lambda i: (np.full(1 << 21, i, np.uint8), torch.tensor(i), b"x"),
+    "number": lambda i: i,
+    "empty": lambda i: (torch.empty(0, 3), np.empty((0,)), "", [], {}),
+    "text": lambda i: "word " * i,
+    "shared": lambda i: [torch.arange(4)] * 2,
+    "structured": lambda i: np.array([(i, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    "sparse": lambda i: torch.eye(3).mul(i).to_sparse(),
+}
+
+
+def same(one, other):
+    """Whether two samples are equal: types, data types, shapes, strides, values."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)
+        assert one.layout is not torch.strided or one.stride() == other.stride()
+        assert torch.equal(one.to_dense(), other.to_dense()) if one.layout is not torch.strided else one.equal(other)
+    elif isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape, one.flags.writeable) == (other.dtype, other.shape, other.flags.writeable)
+        assert one.size == 0 or one.strides == other.strides
+        assert np.array_equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            same(a, b)
+    elif dataclasses.is_dataclass(one):
+        same(vars(one), vars(other))
+    else:
+        assert one == other
+    return True
+
+
+@pytest.fixture(params=["memory", "folder"])
+def where(request, tmp_path):
+    return "memory" if request.param == "memory" else tmp_path / "cache"
+
+
+def another(kept):
+    """The same cache, as another process gets it."""
+    return pickle.loads(dumps_by_value(kept))
+
+
+def fork(work):
+    """Begins it in a forked process; returns that process's number."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)  # a fork has none of the others
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def end_of(pid):
+    """The exit status of a forked process, 0 if its work has returned; minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_fork(work):
+    """Does it in a forked process; returns that one's exit status."""
+    return end_of(fork(work))
+
+
+# ---- the same samples
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_those_of_the_dataset(kind, where):
+    dataset = Numbers(KINDS[kind])
+    kept = cached(dataset, where=where)
+    for _ in range(3):
+        for index in random.Random(0).sample(range(20), 20):
+            assert same(kept[index], KINDS[kind](index))
+    stats = kept.stats()
+    assert (stats.samples, stats.present, stats.built, stats.hits) == (20, 20, 20, 40)
+    assert dataset.asked == 20 + 2 + 1  # the first two that were built, and the first that was read, are compared
+
+
+def test_what_is_written_to_a_sample_stays_there(where):
+    kept = cached(Numbers(KINDS["large and small"]), where=where)
+    for _ in range(3):
+        array, number, _ = kept[7]
+        assert array[5] == 7
+        array[:], number[...] = 99, 99
+    again = another(kept)
+    assert same(again[7], KINDS["large and small"](7))
+
+
+def test_a_sample_outlives_the_cache(where):
+    kept = cached(Numbers(KINDS["large"]), where=where)
+    samples = [kept[3], kept[3]]
+    del kept
+    gc.collect()
+    assert all(same(sample, KINDS["large"](3)) for sample in samples)
+
+
+def test_batches_are_read_at_once_and_missing_samples_built_at_once():
+    class AtOnce(Numbers):
+        def __getitems__(self, indices):
+            self.batches.append(list(indices))
+            return [self.make(index) for index in indices]
+
+    dataset = AtOnce(labelled)
+    dataset.batches = []
+    kept = cached(dataset)
+    assert [label for _, label in kept.__getitems__([3, 1])] == [3, 1]
+    assert [label for _, label in kept.__getitems__([1, 5, 3, 5, 6])] == [1, 5, 3, 5, 6]
+    assert dataset.batches == [[3, 1], [5, 5, 6]]
+    dataset.__class__.__getitems__ = lambda self, indices: torch.tensor(indices)
+    with pytest.raises(CacheError, match=r"must return a list of 2 samples, got Tensor"):
+        kept.__getitems__([8, 9])
+
+
+def test_indices_are_those_of_a_sequence():
+    kept = cached(Numbers(labelled))
+    assert kept[-1][1] == 19
+    assert kept[np.int64(4)][1] == 4
+    assert kept[torch.tensor(4)][1] == 4
+    assert [label for _, label in kept] == list(range(20))
+    with pytest.raises(IndexError, match="index 20 is out of range for 20 samples"):
+        kept[20]
+    with pytest.raises(TypeError, match="whole numbers from 0 on, got 'a'"):
+        kept["a"]
+    kept.dataset.count = 21
+    with pytest.raises(CacheError, match="had 20 samples and has 21 now; make a new cache"):
+        len(kept)
+
+
+def test_an_error_of_a_sample_is_raised_and_nothing_is_kept():
+    def make(index):
+        if index == 3:
+            raise LookupError("no such file")
+        return index
+
+    kept = cached(Numbers(make))
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no such file"):
+            kept[3]
+    assert kept.stats().present == 0
+
+
+# ---- or an error
+
+HELD = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: random.random(),
+        lambda: torch.rand(1),
+        lambda: np.random.rand(),
+        lambda: HELD.random(),
+        lambda: random.seed(3),
+    ],
+)
+def test_a_sample_that_draws_is_refused(draw, where):
+    kept = cached(Numbers(lambda index: (index, draw())), where=where, **named(where))
+    with pytest.raises(CacheError, match=r"sample 4 of the cached Numbers draws from a random generator"):
+        kept[4]
+    assert kept.stats().present == 0
+
+
+def named(where):
+    """A folder's fingerprint for a dataset that holds a generator, which has no value that lasts."""
+    return {} if where == "memory" else {"fingerprint": "samples that draw"}
+
+
+def test_a_sample_that_draws_from_a_generator_of_its_dataset_is_refused():
+    class Noisy(Numbers):
+        def __getitem__(self, index):
+            if not hasattr(self, "generator"):  # first used in the worker
+                self.generator = torch.Generator().manual_seed(0)
+            return torch.rand(1, generator=self.generator)
+
+    with pytest.raises(CacheError, match="draws from a random generator"):
+        cached(Noisy(None))[0]
+
+
+def test_a_generator_of_a_sample_s_own_is_no_draw():
+    kept = cached(Numbers(lambda index: np.random.default_rng(index).random(3)))
+    assert all(same(kept[i], np.random.default_rng(i).random(3)) for i in (1, 2, 1, 2))
+
+
+def test_a_sample_that_differs_each_time_is_refused():
+    calls = iter(range(100))
+    kept = cached(Numbers(lambda index: next(calls)))
+    with pytest.raises(CacheError, match=r"sample 4 of the cached Numbers differs when it is built again"):
+        kept[4]
+
+
+def test_samples_of_a_dataset_that_has_changed_are_not_given(where):
+    dataset = Numbers(functools.partial(torch.full, (4,)))
+    kept = cached(dataset, where=where)
+    kept[2]
+    dataset.make = functools.partial(torch.full, (5,))
+    with pytest.raises(CacheError, match=r"sample 2 .* differs .* make a new cache"):
+        another(kept)[2]
+
+
+def test_a_share_of_all_that_is_read_is_compared(monkeypatch):
+    monkeypatch.setattr(module, "_READ", 10)
+    dataset = Numbers(labelled)
+    kept = cached(dataset)
+    for _ in range(31):
+        kept[0]
+    assert dataset.asked == 1 + 1 + 3
+
+
+def test_a_comparison_that_fails_says_that_it_was_one():
+    def make(index):
+        if asked:
+            raise FileNotFoundError("gone")
+        asked.append(index)
+        return index
+
+    asked = []
+    with pytest.raises(FileNotFoundError, match="gone") as caught:
+        cached(Numbers(make))[3]
+    assert "to be compared; this was sample 3" in str(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (([], 0), ValueError, "max_bytes must be a number of bytes >= 1, or such as '500MB' or '20GiB', got 0"),
+        (([], "5 apples"), ValueError, "got '5 apples'"),
+        (([], True), ValueError, "got True"),
+        ((Stream(),), TypeError, "needs a map-style dataset, with __getitem__ and __len__, got Stream"),
+        ((object(),), TypeError, "got object"),
+    ],
+)
+def test_arguments_are_checked(arguments, error, words):
+    with pytest.raises(error, match=words):
+        cached(*arguments)
+
+
+def test_sizes_have_units():
+    sizes = [cached([1], size).stats().max_bytes for size in (4096, "4096", "8.192kB", "1MB", "2 MiB", "20GB")]
+    assert sizes == [4096, 4096, 8192, 1_003_520, 2 << 20, 20_000_002_048]
+
+
+# ---- room
+
+
+def test_what_finds_no_room_is_built_each_time(where, caplog):
+    dataset = Numbers(lambda i: torch.full((10_000,), i, dtype=torch.uint8))
+    kept = cached(dataset, 50_000, where)
+    with caplog.at_level(logging.WARNING, "rayloader"):
+        for _ in range(2):
+            assert all(same(kept[i], dataset.make(i)) for i in range(20))
+    stats = kept.stats()
+    assert (stats.present, stats.built, stats.hits, stats.full) == (5, 35, 5, True)
+    assert stats.missing == 15
+    assert stats.nbytes <= stats.max_bytes == 53_248
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "is full with 5 of 20 samples, 50.6 kB; the others are built each time. Raise max_bytes" in said
+
+
+def test_memory_is_left_for_others(monkeypatch, caplog):
+    monkeypatch.setattr(sample_store, "available", lambda: 1 << 30)
+    kept = cached(Numbers(KINDS["large"]))
+    kept[0]
+    monkeypatch.setattr(sample_store, "available", lambda: 1 << 28)
+    assert all(same(kept[i], KINDS["large"](i)) for i in range(20))
+    stats = kept.stats()
+    assert stats.full
+    assert stats.nbytes <= stats.max_bytes == sample_store._CHUNK
+    assert caplog.text.count("is full with 3 of 20 samples") == 1
+
+
+def test_a_full_disk_ends_the_cache_and_no_more(tmp_path, monkeypatch):
+    allocate, room = os.posix_fallocate, 1 << 16
+
+    def on_a_small_disk(fd, start, nbytes):
+        if start + nbytes > room:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        allocate(fd, start, nbytes)
+
+    monkeypatch.setattr(sample_store, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(os, "posix_fallocate", on_a_small_disk)
+    kept = cached(Numbers(lambda i: b"%04d" % i * 2000), where=tmp_path)
+    for _ in range(2):
+        assert [bytes(kept[i]) for i in range(20)] == [b"%04d" % i * 2000 for i in range(20)]
+    assert kept.stats().full
+    assert 0 < kept.stats().present < 20
+    room = 0
+    with pytest.raises(CacheError, match=r"the cache in .* can't be used: .*no space left"):
+        cached(Numbers(labelled), where=tmp_path / "other")
+
+
+def test_a_limit_of_the_size_of_files_is_like_a_full_disk(tmp_path):
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        with pytest.raises(CacheError, match=r"can't be used: .*File too large"):
+            cached(Numbers(labelled), where=tmp_path)
+        kept = cached(Numbers(labelled), 900_000, tmp_path)
+        assert all(same(kept[i], labelled(i)) for i in range(20))
+
+    assert in_fork(work) == 0
+
+
+def test_the_verdict_counts_a_full_cache():
+    busy = Period(batches=100, step=Times(100, 1.0), wait=Times(100, 9.0))
+    full = CacheStats(samples=100, present=60, full=True)
+    for stats, said in [
+        (LoaderStats(epoch=busy, cache=full), True),
+        (LoaderStats(epoch=busy, cache=dataclasses.replace(full, full=False)), False),
+        (LoaderStats(epoch=busy), False),
+        (LoaderStats(epoch=dataclasses.replace(busy, wait=Times(100, 0.01)), cache=full), False),
+    ]:
+        assert ("the cache is full, and 40% of the samples are built each time" in verdict(stats)) == said
+
+
+def test_the_statistics_of_a_loader_tell_of_a_cache_within_its_dataset():
+    class Doubled(Dataset):
+        def __init__(self, samples):
+            self.samples = samples
+
+        def __len__(self):
+            return len(self.samples)
+
+        def __getitem__(self, index):
+            return self.samples[index] * 2
+
+    loader = rayloader.DataLoader(Doubled(cached(Numbers(torch.tensor))), batch_size=4)
+    assert sum(len(batch) for _ in range(2) for batch in loader) == 40
+    assert loader.stats().cache == loader.dataset.samples.stats()
+    assert loader.stats().cache.hit_rate == 0.5
+    assert "20 of 20 samples" in str(loader.stats())
+    assert rayloader.DataLoader([1]).stats().cache is None
+
+
+# ---- processes and threads
+
+
+def test_all_processes_share_the_samples(where):
+    kept = cached(Numbers(labelled, 200), where=where)
+
+    def work(seed):
+        for _ in range(2):
+            for index in random.Random(seed).sample(range(200), 200):
+                assert same(kept[index], labelled(index))
+
+    pids = [fork(functools.partial(work, seed)) for seed in range(4)]
+    assert list(map(end_of, pids)) == [0] * 4
+    stats = kept.stats()
+    assert stats.present == 200
+    assert stats.hits + stats.built == 4 * 2 * 200
+    assert all(same(kept[i], labelled(i)) for i in range(200))
+    assert kept.stats().built == stats.built
+
+
+def test_all_threads_share_the_samples():
+    kept = cached(Numbers(KINDS["tensors"], 200))
+    failed = []
+
+    def work(seed):
+        try:
+            for index in random.Random(seed).sample(range(200), 200):
+                assert same(kept[index], KINDS["tensors"](index))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_LIMIT)
+    assert not failed
+    assert kept.stats().present == 200
+
+
+def test_a_writer_that_is_killed_leaves_nothing_half(where, monkeypatch):
+    kept = cached(Numbers(KINDS["large"]), where=where)
+    kept[0]
+
+    class Killed:
+        size, unpack_from = sample_store._RECORD.size, sample_store._RECORD.unpack_from
+
+        def pack_into(*_):  # the record is there, except for its first bytes
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work():
+        monkeypatch.setattr(sample_store, "_RECORD", Killed)
+        kept[1]
+
+    assert in_fork(work) == -signal.SIGKILL
+    assert (kept.stats().present, kept.stats().built) == (1, 2)
+    assert same(kept[1], KINDS["large"](1))
+    assert kept.stats().built == 3
+
+
+def test_a_writer_that_is_killed_with_the_lock_stops_nobody(where):
+    kept = cached(Numbers(labelled), where=where)
+
+    def work():
+        with kept._store._locked():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_fork(work) == -signal.SIGKILL
+    assert same(kept[1], labelled(1))
+
+
+def test_copies_in_other_processes_read_the_same_samples(tmp_path):
+    kept = cached(torch.arange(10))
+    assert [int(kept[i]) for i in range(10)] == list(range(10))
+    run(f"kept = pickle.loads({pickle.dumps(kept)!r}); assert kept[3] == 3; assert kept.stats().built == 10")
+    assert kept.stats().hits == 1
+
+
+def program(*lines):
+    return [sys.executable, "-c", "\n".join(["import pickle, sys", "from rayloader import CachedDataset", *lines])]
+
+
+def run(*lines):
+    subprocess.run(program(*lines), check=True, timeout=HANG_LIMIT)
+
+
+def test_the_processes_of_another_node_share_a_file_of_their_own():
+    kept = cached(torch.arange(10))
+    kept[3]
+    there = dataclasses.replace(kept._place._address, name="rayloader-cache-of-another-node", machine="another one")
+    made = f"kept = CachedDataset(*pickle.loads({pickle.dumps((kept.dataset, module._InMemory(there), 10, 1000))!r}))"
+    first = subprocess.Popen(
+        program(
+            made,
+            "assert [int(kept[i]) for i in range(10)] == list(range(10))",
+            "assert pickle.loads(pickle.dumps(kept)).stats().present == 10",
+            "print('ready', flush=True)",
+            "sys.stdin.read()",
+        ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert first.stdout.readline() == b"ready\n"
+        run(made, "assert kept[3] == 3 and kept.stats().present == kept.stats().built == 10, kept.stats()")
+    finally:
+        first.communicate(timeout=HANG_LIMIT)
+    assert first.returncode == 0
+    assert kept.stats().present == 1
+    run(made, "assert kept.stats().present == 0")  # it has ended with its last process
+
+
+def test_nothing_is_left_of_a_cache_that_is_dropped(where):
+    def files():
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("rayloader-cache")
+
+    gc.collect()
+    before = files()
+    kept = cached(Numbers(KINDS["large"]), where=where)
+    copied = copy.deepcopy(kept)
+    sample = kept[0], kept[0], copied[0]
+    del kept, copied, sample
+    gc.collect()
+    assert files() == before
+
+
+# ---- in a folder
+
+
+class Files(Dataset):
+    """Reads files, and adds a number."""
+
+    def __init__(self, paths, plus=0):
+        self.paths, self.plus = paths, plus
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return int(self.paths[index].read_text()) + self.plus
+
+
+@pytest.fixture
+def paths(tmp_path):
+    found = [tmp_path / f"{number}.txt" for number in range(5)]
+    for number, path in enumerate(found):
+        path.write_text(str(number))
+    return found
+
+
+def caches_in(folder):
+    return sorted(folder.glob("*.rayloader-cache"))
+
+
+def test_a_later_run_finds_the_samples(paths, tmp_path):
+    folder = tmp_path / "cache"
+    assert [*cached(Files(paths), where=folder, fingerprint=paths)] == [0, 1, 2, 3, 4]
+    again = cached(Files(paths), where=folder, fingerprint=paths)
+    assert [*again] == [0, 1, 2, 3, 4]
+    assert (again.stats().built, again.stats().hits) == (5, 5)
+    assert len(caches_in(folder)) == 1
+
+
+def test_samples_of_something_else_are_not_used(paths, tmp_path):
+    folder = tmp_path / "cache"
+    first = [*cached(Files(paths), where=folder, fingerprint=paths)]
+    assert [*cached(Files(paths, plus=1), where=folder, fingerprint=paths)] == [1, 2, 3, 4, 5]
+    paths[2].write_text("22")
+    assert [*cached(Files(paths), where=folder, fingerprint=paths)] == [0, 1, 22, 3, 4]
+    assert [*cached(Files(paths[:3]), where=folder, fingerprint=paths)] == [0, 1, 22]
+    assert [*cached(Files(paths), where=folder, fingerprint="by hand")] == [0, 1, 22, 3, 4]
+    assert first == [0, 1, 2, 3, 4]
+    assert len(caches_in(folder)) == 5
+
+
+def test_samples_that_do_not_fit_the_dataset_any_more_are_an_error(paths, tmp_path):
+    first = cached(Files(paths), where=tmp_path)
+    assert [*first] == [0, 1, 2, 3, 4]
+    for path in paths:
+        path.write_text("7")
+    with pytest.raises(CacheError, match="sample 1 of the cached Files differs when it is built again"):
+        cached(Files(paths), where=tmp_path)[1]
+
+
+def test_the_machine_may_die(paths, tmp_path, monkeypatch):
+    """The index of a file may have reached the disk, and a record not."""
+    kept = cached(Files(paths), where=tmp_path)
+    assert [*kept] == [0, 1, 2, 3, 4]
+    kept._store._bytes[kept._store._index[3] + sample_store._RECORD.size + 2] ^= 1
+    kept._store._bytes[kept._store._index[4] :][:64] = bytes(64)
+    del kept
+    monkeypatch.setattr(sample_store, "_boot", lambda: b"x" * 36)
+    for built in (7, 7):
+        again = cached(Files(paths), where=tmp_path)
+        assert [*again] == [0, 1, 2, 3, 4]
+        assert (again.stats().built, again.stats().present) == (built, 5)
+
+
+def test_a_record_that_is_beyond_the_header_s_end_is_not_used(paths, tmp_path, monkeypatch):
+    kept = cached(Files(paths), where=tmp_path)
+    assert [*kept] == [0, 1, 2, 3, 4]
+    kept._store._header[sample_store._USED] = kept._store._index[3]
+    del kept
+    monkeypatch.setattr(sample_store, "_boot", lambda: b"x" * 36)
+    again = cached(Files(paths), where=tmp_path)
+    assert again.stats().present == 3
+    assert [*again] == [0, 1, 2, 3, 4]
+
+
+def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(paths, tmp_path, monkeypatch):
+    def work():
+        monkeypatch.setattr(sample_store, "_boot", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        cached(Files(paths), where=tmp_path)
+
+    assert in_fork(work) == -signal.SIGKILL
+    assert [*cached(Files(paths), where=tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_file_of_another_kind_is_not_written_over(paths, tmp_path):
+    cached(Files(paths), where=tmp_path)
+    (file,) = caches_in(tmp_path)
+    file.write_bytes(b"important " * 10_000)
+    with pytest.raises(CacheError, match="can't be used: it is of another format"):
+        cached(Files(paths), where=tmp_path)
+    assert file.read_bytes() == b"important " * 10_000
+
+
+def test_a_cache_may_grow(tmp_path):
+    dataset = Numbers(lambda i: b"%04d" % i * 1000)
+    small = cached(dataset, 20_000, tmp_path, fingerprint="numbers")
+    for i in range(20):
+        assert small[i] == dataset.make(i)
+    assert small.stats().full
+    large = cached(dataset, "1MB", tmp_path, fingerprint="numbers")
+    assert not large.stats().full
+    for i in range(20):
+        assert large[i] == dataset.make(i)
+    assert large.stats().present == 20
+    for i in range(20):  # one that has the small file goes on
+        assert small[i] == dataset.make(i)
+    smaller = cached(dataset, 5_000, tmp_path, fingerprint="numbers")
+    assert smaller.stats().present == 20
+    assert [smaller[i] for i in range(20)] == [dataset.make(i) for i in range(20)]
+
+
+def test_fingerprints_are_of_memory_no_matter():
+    with pytest.raises(ValueError, match="fingerprint= is of a folder"):
+        cached([1], fingerprint="x")
+
+
+def test_a_dataset_that_can_t_be_described_needs_a_fingerprint(tmp_path):
+    dataset = Numbers(labelled)
+    dataset.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"can't be described .* pass fingerprint='a text"):
+        cached(dataset, where=tmp_path)
+    assert same(cached(dataset, where=tmp_path, fingerprint="1")[2], labelled(2))
+
+
+SIZE = 3
+
+
+def sized(index):
+    return index * SIZE
+
+
+def test_fingerprints_see_values_code_and_what_the_code_uses(monkeypatch):
+    def of(dataset):
+        return fingerprint.fingerprint_of(dataset, None)
+
+    def made(body, **globals_):
+        names = {"Dataset": Dataset, "__name__": "__main__", **globals_}
+        exec(f"class Made(Dataset):\n def __getitem__(self, i):\n  {body}", names)
+        return names["Made"]()
+
+    different = [
+        of(dataset)
+        for dataset in [
+            Numbers(sized),
+            Numbers(sized, 21),
+            Numbers(lambda i: i),
+            Numbers(lambda i: i + 1),
+            Numbers(functools.partial(sized)),
+            torch.arange(5),
+            torch.arange(6),
+            torch.arange(5.0),
+            np.arange(5),
+            np.arange(5)[::-1],
+            ["a", "b"],
+            [{"a"}, "b"],
+            made("return i"),
+            made("return i + 1"),
+            made("return i + LIMIT", LIMIT=1),
+            made("return i + LIMIT", LIMIT=2),
+        ]
+    ]
+    assert len(set(different)) == len(different)
+    before = of(Numbers(sized))
+    assert of(Numbers(sized)) == before
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", 4)
+    assert of(Numbers(sized)) != before
+
+
+def test_fingerprints_are_the_same_in_each_run(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch, numpy as np\n" + "\n" * int("3") + "LIMIT = {'b', 'a', 'c'}\n"
+        "class Photos(torch.utils.data.Dataset):\n"
+        "    size = {'x', 'y', 'z'}\n"
+        "    def __init__(self): self.names, self.t, self.f = {'p', 'q', 'r'}, torch.arange(9), lambda i: i in LIMIT\n"
+        "    def __getitem__(self, i): return i in {'k', 'l', 'm'}\n"
+        "from rayloader.data.fingerprint import fingerprint_of\n"
+        "print(fingerprint_of(Photos(), None).hex())\n"
+    )
+    outputs = set()
+    for seed in ("1", "2", "3"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        outputs.add(subprocess.run([sys.executable, program], env=environment, capture_output=True, check=True).stdout)
+    assert len(outputs) == 1
+
+
+def test_checksums_of_records_are_of_their_whole_content(tmp_path):
+    kept = cached([b"x" * 100], where=tmp_path)
+    kept[0]
+    at = kept._store._index[0]
+    nbytes, *_, checksum = sample_store._RECORD.unpack_from(kept._store._bytes, at)
+    assert zlib.crc32(kept._store._bytes[at + sample_store._RECORD.size : at + nbytes]) == checksum
+
+
+def test_a_file_can_be_mapped_in_part(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    with path.open("r+b") as file:
+        view = memory_file.map_private(file.fileno(), 5000, 600)
+    assert bytes(view) == (bytes(range(256)) * 64)[5000:5600]
+    view[:] = bytes(600)
+    assert path.read_bytes() == bytes(range(256)) * 64
+    with pytest.raises(OSError, match="can't map"):
+        memory_file.map_private(-1, 0, 10)
