@@ -472,7 +472,7 @@ class Engine:
         behind = len(self.schedule.untaken) > len(self.schedule.deliverable)
         if self._ahead is not None:
             began = time.perf_counter()
-            came = self._ahead.wait(timeout)
+            came = self._ahead.wait(timeout) and bool(self.schedule.deliverable)  # it also rings when it has waited
             waited = time.perf_counter() - began
         else:
             came = self.receive(timeout)
