@@ -171,7 +171,8 @@ def rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
     """A batch in which tensors and other objects with a method `to` are changed; the rest is as it was.
 
     Mappings and sequences are treated as torch's `pin_memory` treats them; so they keep their types, if these can be
-    copied or made of their items.
+    copied or made of their items. But items are set one by one, because the `update` of a type may do something else:
+    it adds in a Counter, and raises in the outputs of Transformers' models.
     """
     if isinstance(data, (str, bytes, type)):
         return data
@@ -180,8 +181,7 @@ def rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(data, Mapping):
         return _rebuilt_mapping(data, {key: rebuilt(value, change) for key, value in data.items()})
     if isinstance(data, tuple):
-        items = [rebuilt(item, change) for item in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+        return _rebuilt_tuple(data, [rebuilt(item, change) for item in data])
     if isinstance(data, Sequence):
         return _rebuilt_sequence(data, [rebuilt(item, change) for item in data])
     if dataclasses.is_dataclass(data):
@@ -197,10 +197,18 @@ def _rebuilt_mapping(data: Any, items: dict[Any, Any]) -> Any:
         if not isinstance(data, MutableMapping):
             return type(data)(items)
         clone = copy.copy(data)
-        clone.update(items)
+        for key, item in items.items():
+            clone[key] = item
     except TypeError:
         return items
     return clone
+
+
+def _rebuilt_tuple(data: Any, items: list[Any]) -> Any:
+    try:
+        return data._make(items) if hasattr(data, "_make") else type(data)(items)  # `_make`: a namedtuple
+    except TypeError:
+        return tuple(items)
 
 
 def _rebuilt_sequence(data: Any, items: list[Any]) -> Any:
