@@ -85,15 +85,18 @@ def device_of(options: Options) -> tuple[torch.device, Accelerator] | None:
     accelerator = devices.current()
     found = torch.accelerator.current_accelerator() if accelerator is not None else None
     if accelerator is None or found is None or found.type != device.type:
-        here = "no accelerator" if found is None else f"{found.type!r}"
+        here = "none" if found is None else repr(found.type)
         raise ValueError(
-            f"device must be one of this machine's, got {options.device!r}, and torch finds {here} here; leave it out, "
-            'or pass "cpu", to keep batches in main memory'
+            f"device must be an accelerator that torch finds here, got {options.device!r}, and torch finds {here}; "
+            'leave it out, or pass "cpu", to keep batches in main memory'
         )
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:
-        raise ValueError(f"device must be one of this machine's {count}, got {options.device!r}; they count from 0")
+        raise ValueError(
+            f"device must have a number below {count}, got {options.device!r}; torch finds so many devices here, and "
+            "counts them from 0"
+        )
     return torch.device(device.type, index), accelerator
 
 
