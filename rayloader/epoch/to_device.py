@@ -85,15 +85,18 @@ def device_of(options: Options) -> tuple[torch.device, Accelerator] | None:
     accelerator = devices.current()
     found = torch.accelerator.current_accelerator() if accelerator is not None else None
     if accelerator is None or found is None or found.type != device.type:
-        here = "no accelerator" if found is None else f"{found.type!r}"
+        here = "none" if found is None else repr(found.type)
         raise ValueError(
-            f"device must be one of this machine's, got {options.device!r}, and torch finds {here} here; leave it out, "
-            'or pass "cpu", to keep batches in main memory'
+            f"device must be an accelerator that torch finds here, got {options.device!r}, and torch finds {here}; "
+            'leave it out, or pass "cpu", to keep batches in main memory'
         )
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:
-        raise ValueError(f"device must be one of this machine's {count}, got {options.device!r}; they count from 0")
+        raise ValueError(
+            f"device must have a number below {count}, got {options.device!r}; torch finds so many devices here, and "
+            "counts them from 0"
+        )
     return torch.device(device.type, index), accelerator
 
 
@@ -171,7 +174,8 @@ def rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
     """A batch in which tensors and other objects with a method `to` are changed; the rest is as it was.
 
     Mappings and sequences are treated as torch's `pin_memory` treats them; so they keep their types, if these can be
-    copied or made of their items.
+    copied or made of their items. But items are set one by one, because the `update` of a type may do something else:
+    it adds in a Counter, and raises in the outputs of Transformers' models.
     """
     if isinstance(data, (str, bytes, type)):
         return data
@@ -180,8 +184,7 @@ def rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(data, Mapping):
         return _rebuilt_mapping(data, {key: rebuilt(value, change) for key, value in data.items()})
     if isinstance(data, tuple):
-        items = [rebuilt(item, change) for item in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+        return _rebuilt_tuple(data, [rebuilt(item, change) for item in data])
     if isinstance(data, Sequence):
         return _rebuilt_sequence(data, [rebuilt(item, change) for item in data])
     if dataclasses.is_dataclass(data):
@@ -197,10 +200,18 @@ def _rebuilt_mapping(data: Any, items: dict[Any, Any]) -> Any:
         if not isinstance(data, MutableMapping):
             return type(data)(items)
         clone = copy.copy(data)
-        clone.update(items)
+        for key, item in items.items():
+            clone[key] = item
     except TypeError:
         return items
     return clone
+
+
+def _rebuilt_tuple(data: Any, items: list[Any]) -> Any:
+    try:
+        return data._make(items) if hasattr(data, "_make") else type(data)(items)  # `_make`: a namedtuple
+    except TypeError:
+        return tuple(items)
 
 
 def _rebuilt_sequence(data: Any, items: list[Any]) -> Any:

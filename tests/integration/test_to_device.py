@@ -245,14 +245,14 @@ def test_on_the_cpu_nothing_is_done(monkeypatch):
 def test_a_device_that_is_not_there_is_an_error_that_says_so(num_workers):
     loader = DataLoader(range(4), num_workers=num_workers, device="cuda")
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"one of this machine's, got 'cuda', and torch finds no accelerator here"):
+    with pytest.raises(ValueError, match=r"that torch finds here, got 'cuda', and torch finds none; leave it out"):
         iter(loader)
     assert torch.get_rng_state().equal(before)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_workers):
-    with pytest.raises(ValueError, match=r"one of this machine's 1, got 'cuda:7'; they count from 0"):
+    with pytest.raises(ValueError, match=r"a number below 1, got 'cuda:7'; torch finds so many devices here"):
         iter(DataLoader(range(4), num_workers=num_workers, device="cuda:7"))
 
 

@@ -23,6 +23,33 @@ class Frozen:
     name: str = "name"
 
 
+class Twice(Pair):
+    """A namedtuple whose constructor takes other arguments than its fields."""
+
+    def __new__(cls, both: Any) -> Any:
+        return super().__new__(cls, both, both)
+
+
+class Couple(tuple):  # type: ignore[type-arg]
+    """A tuple that cannot be made of its items."""
+
+    def __new__(cls, first: Any, second: Any) -> Any:
+        return super().__new__(cls, (first, second))
+
+
+class WithAttributes(dict):  # type: ignore[type-arg]
+    """Has its item as an attribute too, and refuses `update`, as the outputs of Transformers' models do."""
+
+    image: Any = None
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        super().__setitem__(key, item)
+        setattr(self, key, item)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("set items one by one")
+
+
 class Titled(list):  # type: ignore[type-arg]
     title = ""
 
@@ -50,6 +77,9 @@ def doubled(leaf: Any) -> Any:
         ({"a": ONE, 3: None}, {"a": torch.tensor(2), 3: None}),
         (collections.OrderedDict(b=ONE, a=1), collections.OrderedDict(b=torch.tensor(2), a=1)),
         (collections.UserDict(a=ONE), collections.UserDict(a=torch.tensor(2))),
+        (collections.Counter(a=3), collections.Counter(a=3)),
+        (Twice(ONE), Twice(torch.tensor(2))),
+        (Couple(ONE, 1), (torch.tensor(2), 1)),
         (collections.deque([ONE, 1]), collections.deque([torch.tensor(2), 1])),
         (Frozen(ONE), Frozen(torch.tensor(2))),
         (Movable(), "on there"),
@@ -66,6 +96,16 @@ def test_a_mapping_that_cannot_be_changed_is_made_anew() -> None:
     found = rebuilt(types.MappingProxyType({"a": ONE}), doubled)
     assert dict(found) == {"a": torch.tensor(2)}
     assert type(found) is types.MappingProxyType
+
+
+def test_items_of_a_mapping_are_set_as_a_program_sets_them() -> None:
+    batch = WithAttributes()
+    batch["image"] = ONE
+    found = rebuilt(batch, doubled)
+    assert type(found) is WithAttributes
+    assert found["image"] == torch.tensor(2)
+    assert found.image is found["image"]
+    assert batch.image is ONE
 
 
 def test_attributes_of_containers_stay_and_the_batch_itself_is_left_alone() -> None:
