@@ -164,52 +164,71 @@ def moved_here(data: Any, device: torch.device) -> Any:
 def _can_be_recorded(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.layout is torch.strided and not leaf.is_nested
-    return callable(getattr(leaf, "record_stream", None))
+    return callable(_attribute(leaf, "record_stream"))
+
+
+def _attribute(data: Any, name: str) -> Any:
+    """None if it has none of this name. A mapping of the program's may look for any name among its items."""
+    return getattr(type(data) if isinstance(data, Mapping) else data, name, None)
 
 
 def rebuilt(data: Any, change: Callable[[Any], Any]) -> Any:
     """A batch in which tensors and other objects with a method `to` are changed; the rest is as it was.
 
-    Mappings and sequences are treated as torch's `pin_memory` treats them; so they keep their types, if these can be
-    copied or made of their items.
+    A container in which nothing changes is left as it is. For another one there is a new one of the same type, if it
+    can be copied or made of its items; otherwise a dict or a list.
     """
-    if isinstance(data, (str, bytes, type)):
+    if isinstance(data, (str, bytes, bytearray, int, float, type)):
         return data
-    if isinstance(data, torch.Tensor) or callable(getattr(data, "to", None)):
+    if isinstance(data, torch.Tensor) or callable(_attribute(data, "to")):
         return change(data)
-    if isinstance(data, Mapping):
-        return _rebuilt_mapping(data, {key: rebuilt(value, change) for key, value in data.items()})
-    if isinstance(data, tuple):
-        items = [rebuilt(item, change) for item in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    if isinstance(data, Sequence):
-        return _rebuilt_sequence(data, [rebuilt(item, change) for item in data])
-    if dataclasses.is_dataclass(data):
-        clone = copy.copy(data)
-        for field in dataclasses.fields(data):
-            object.__setattr__(clone, field.name, rebuilt(getattr(data, field.name), change))
-        return clone
-    return data
-
-
-def _rebuilt_mapping(data: Any, items: dict[Any, Any]) -> Any:
-    try:
-        if not isinstance(data, MutableMapping):
-            return type(data)(items)
-        clone = copy.copy(data)
-        clone.update(items)
-    except TypeError:
-        return items
+    parts = _parts(data)
+    if not parts:
+        return data
+    changed = {key: new for key, part in parts.items() if (new := rebuilt(part, change)) is not part}
+    if not changed:
+        return data
+    if isinstance(data, (Mapping, Sequence)):
+        return _with_items(data, parts | changed, changed)
+    clone = copy.copy(data)
+    for name, value in changed.items():
+        object.__setattr__(clone, name, value)  # the dataclass may be frozen
     return clone
 
 
-def _rebuilt_sequence(data: Any, items: list[Any]) -> Any:
+def _parts(data: Any) -> dict[Any, Any]:
+    """What is in a mapping, by its keys, in a sequence, by the indices, or in a dataclass, by the fields' names."""
+    if isinstance(data, Mapping):
+        return dict(data.items())
+    if isinstance(data, Sequence):
+        return dict(enumerate(data))
+    if dataclasses.is_dataclass(data):
+        names = [field.name for field in dataclasses.fields(data)]
+        return {name: getattr(data, name) for name in names if hasattr(data, name)}
+    return {}
+
+
+def _with_items(data: Any, items: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A mapping or sequence like this one with these items, of which some have changed."""
+    plain = items if isinstance(data, Mapping) else list(items.values())
     try:
-        if not isinstance(data, MutableSequence):
-            return type(data)(items)
+        if isinstance(data, tuple):
+            return _tuple_of(data, plain)
+        if not isinstance(data, (MutableMapping, MutableSequence)):
+            return type(data)(plain)
         clone = copy.copy(data)
-        for index, item in enumerate(items):
-            clone[index] = item
+        for key, item in changed.items():  # `update` may do something else, as that of a Counter does
+            clone[key] = item
     except TypeError:
-        return items
+        return plain
+    return clone
+
+
+def _tuple_of(data: Any, items: Any) -> Any:
+    """A tuple like this one, whose class may have a constructor that takes something else than the items."""
+    if hasattr(data, "n_sequence_fields"):  # made by C code, as what `torch.max` returns
+        return type(data)(items)
+    clone = tuple.__new__(type(data), items)
+    if hasattr(data, "__dict__"):
+        vars(clone).update(vars(data))
     return clone

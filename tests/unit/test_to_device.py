@@ -27,6 +27,41 @@ class Titled(list):  # type: ignore[type-arg]
     title = ""
 
 
+class TitledTuple(tuple):  # type: ignore[type-arg]
+    title = ""
+
+
+class Twice(tuple):  # type: ignore[type-arg]
+    """Its constructor does not take its items."""
+
+    def __new__(cls, item: Any) -> Twice:
+        return super().__new__(cls, (item, item))
+
+
+class TwiceNamed(Pair):
+    def __new__(cls, item: Any) -> TwiceNamed:
+        return super().__new__(cls, item, item)
+
+
+class Strict(dict):  # type: ignore[type-arg]
+    """As the outputs of Transformers' models."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a model's output cannot be updated")
+
+
+class Attributes(dict):  # type: ignore[type-arg]
+    """Its items are attributes too; any other is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+@dataclasses.dataclass
+class Cached:
+    image: Any
+    cache: Any = dataclasses.field(init=False)
+
+
 class Movable:
     def to(self, device: Any) -> str:
         return f"on {device}"
@@ -43,15 +78,22 @@ def doubled(leaf: Any) -> Any:
         ("text", "text"),
         (b"bytes", b"bytes"),
         (None, None),
-        (range(3), [0, 1, 2]),
+        (range(3), range(3)),
+        (bytearray(b"bytes"), bytearray(b"bytes")),
         ([ONE, [ONE]], [torch.tensor(2), [torch.tensor(2)]]),
         ((ONE, "text"), (torch.tensor(2), "text")),
         (Pair(ONE, 1.5), Pair(torch.tensor(2), 1.5)),
         ({"a": ONE, 3: None}, {"a": torch.tensor(2), 3: None}),
         (collections.OrderedDict(b=ONE, a=1), collections.OrderedDict(b=torch.tensor(2), a=1)),
         (collections.UserDict(a=ONE), collections.UserDict(a=torch.tensor(2))),
+        (collections.Counter(a=ONE, b=3), collections.Counter(a=torch.tensor(2), b=3)),
         (collections.deque([ONE, 1]), collections.deque([torch.tensor(2), 1])),
+        (torch.return_types.max((ONE, ONE)), torch.return_types.max((torch.tensor(2), torch.tensor(2)))),
+        (Twice(1), Twice(1)),
+        (TwiceNamed(ONE), TwiceNamed(torch.tensor(2))),
         (Frozen(ONE), Frozen(torch.tensor(2))),
+        (Strict(image=ONE), Strict(image=torch.tensor(2))),
+        ([Attributes(image=ONE)], [Attributes(image=torch.tensor(2))]),
         (Movable(), "on there"),
         ([{"a": (Movable(),)}], [{"a": ("on there",)}]),
     ],
@@ -68,11 +110,38 @@ def test_a_mapping_that_cannot_be_changed_is_made_anew() -> None:
     assert type(found) is types.MappingProxyType
 
 
-def test_attributes_of_containers_stay_and_the_batch_itself_is_left_alone() -> None:
-    batch = Titled([ONE])
+@pytest.mark.parametrize("kind", [Titled, TitledTuple])
+def test_attributes_of_containers_stay_and_the_batch_itself_is_left_alone(kind: Any) -> None:
+    batch = kind([ONE])
     batch.title = "mine"
     found = rebuilt(batch, doubled)
-    assert (found, found.title, batch) == ([torch.tensor(2)], "mine", [ONE])
+    assert (found, found.title, batch) == (kind([torch.tensor(2)]), "mine", kind([ONE]))
+
+
+class Lines(collections.abc.Sequence):  # type: ignore[type-arg]
+    """Is made of something else than its items."""
+
+    def __init__(self, text: str) -> None:
+        self.lines = text.splitlines()
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.lines[index]
+
+
+def test_a_container_in_which_nothing_changes_is_left_as_it_is() -> None:
+    batch = Lines("first\nsecond"), {"a": [1]}
+    assert rebuilt(batch, doubled) is batch
+    found = rebuilt([*batch, ONE], doubled)
+    assert found[0] is batch[0]
+    assert found[1] is batch[1]
+
+
+def test_a_field_without_a_value_stays_so() -> None:
+    found = rebuilt(Cached(ONE), doubled)
+    assert vars(found) == {"image": torch.tensor(2)}
 
 
 def test_a_class_is_no_part_of_a_batch_that_moves() -> None:
