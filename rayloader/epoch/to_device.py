@@ -138,20 +138,21 @@ class Moved:
 
     def handed_over(self) -> Any:
         """The batch, for the user's current stream, or an ExceptionWrapper; may be called again, after an interrupt."""
-        self._accelerator.wait(self._event, self._device, self._leaves)
-        if not self._of_user:
-            return self._data
         try:
-            return rebuilt(self._data, self._move)
-        except Exception:  # a custom to() may raise anything, and so may a signal handler here
-            if self._moves_again():
+            return self._received()
+        except Exception:  # a custom to() or record_stream() may raise anything, and so may a signal handler here
+            if self._is_received():
                 raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in interrupts.py
             return ExceptionWrapper(where=f"while a batch was copied to device {self._device}")
 
-    def _moves_again(self) -> bool:
+    def _received(self) -> Any:
+        self._accelerator.wait(self._event, self._device, self._leaves)
+        return rebuilt(self._data, self._move) if self._of_user else self._data
+
+    def _is_received(self) -> bool:
         try:
-            rebuilt(self._data, self._move)
-        except Exception:  # the custom to(), again
+            self._received()
+        except Exception:  # the custom method's, again
             return False
         return True
 
@@ -163,7 +164,9 @@ def moved_here(data: Any, device: torch.device) -> Any:
 
 def _can_be_recorded(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
-        return leaf.layout is torch.strided and not leaf.is_nested
+        plain = leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
+        # A class that carries out operations by itself may know nothing of streams.
+        return plain and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return callable(_attribute(leaf, "record_stream"))
 
 

@@ -142,8 +142,10 @@ class Custom:
 class Recordable(Custom):
     """Also knows how to record its memory."""
 
+    stream = "none"
+
     def record_stream(self, stream):
-        raise AssertionError("the simulated accelerator records nothing")
+        self.stream = stream
 
 
 def nested(index):
@@ -170,6 +172,7 @@ def test_structures_stay_and_what_is_in_them_is_moved(accelerator):
         assert batch["sample"] == Sample(torch.tensor([1.5]), "name")
         assert (batch["custom"].device, batch["custom"].thread) == (DEVICE, main)
         assert (batch["recordable"].device, batch["recordable"].thread) == (DEVICE, "rayloader-ahead")
+        assert batch["recordable"].stream is None  # the simulated accelerator's
         assert batch["sparse"].to_dense().equal(torch.eye(2))
 
 
@@ -205,7 +208,13 @@ class FailingAhead(Failing):
         pass
 
 
-@pytest.mark.parametrize("kind", [Failing, FailingAhead])
+class FailingToRecord(Custom):
+    def record_stream(self, stream):
+        if self.index == 1:
+            raise ValueError("as planned")
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingAhead, FailingToRecord])
 def test_an_error_arrives_at_the_batch_that_it_belongs_to(accelerator, kind):
     iterator = iter(load(kind, 3, num_workers=1, device="cuda"))
     assert next(iterator).index == 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from rayloader.epoch.to_device import Delivery, Moved, rebuilt
+from rayloader.transport import device as devices
 from simulated_device import DEVICE, SimulatedAccelerator
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -142,6 +144,49 @@ def test_a_container_in_which_nothing_changes_is_left_as_it_is() -> None:
 def test_a_field_without_a_value_stays_so() -> None:
     found = rebuilt(Cached(ONE), doubled)
     assert vars(found) == {"image": torch.tensor(2)}
+
+
+class Wrapper(torch.Tensor):
+    """Carries out operations by itself, and has no kernel that records a stream."""
+
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [torch.Tensor.to_sparse, lambda ones: torch.quantize_per_tensor(ones, 0.5, 0, torch.quint8), Wrapper],
+)
+def test_a_tensor_that_cannot_be_recorded_is_moved_when_it_is_handed_over(
+    make: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, leaf = SimulatedAccelerator(), make(torch.ones(2))
+    moved = Moved([leaf], DEVICE, accelerator)
+    assert accelerator.queued == 0
+    monkeypatch.setattr(devices, "move", lambda leaf, device: (leaf, device))
+    ((found, device),) = moved.handed_over()
+    assert found is leaf
+    assert device == DEVICE
+
+
+class InPlace:
+    """Moves itself, and does not say so."""
+
+    device: Any = None
+
+    def to(self, device: Any) -> None:
+        self.device = device
+
+
+def test_an_object_that_moves_itself_and_returns_nothing_stays_in_the_batch() -> None:
+    batch = InPlace()
+    assert Moved([batch], DEVICE, SimulatedAccelerator()).handed_over() == [batch]
+    assert batch.device == DEVICE
 
 
 def test_a_class_is_no_part_of_a_batch_that_moves() -> None:
