@@ -223,6 +223,18 @@ def test_an_error_arrives_at_the_batch_that_it_belongs_to(accelerator, kind):
     assert next(iterator).index == 2
 
 
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
+def test_a_device_that_the_thread_ahead_cannot_use_is_an_error_and_no_hang(accelerator, monkeypatch, options):
+    def fail(index):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", fail)
+    iterator = iter(load(torch.tensor, 3, num_workers=1, **options))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(iterator)
+
+
 def test_a_workers_error_passes_through(accelerator):
     iterator = iter(load(lambda index: torch.tensor(6 // (index - 1)), 3, num_workers=2, device="cuda"))
     assert next(iterator).item() == -6
