@@ -92,7 +92,7 @@ def device_of(options: Options) -> tuple[torch.device, Accelerator] | None:
         )
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    if index >= count:
+    if not 0 <= index < count:  # torch makes a negative one of a large one
         raise ValueError(f"device must be one of this machine's {count}, got {options.device!r}; they count from 0")
     return torch.device(device.type, index), accelerator
 

@@ -272,9 +272,10 @@ def test_a_device_that_is_not_there_is_an_error_that_says_so(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_workers):
-    with pytest.raises(ValueError, match=r"one of this machine's 1, got 'cuda:7'; they count from 0"):
-        iter(DataLoader(range(4), num_workers=num_workers, device="cuda:7"))
+@pytest.mark.parametrize("device", ["cuda:7", "cuda:99999"])
+def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_workers, device):
+    with pytest.raises(ValueError, match=rf"one of this machine's 1, got '{device}'; they count from 0"):
+        iter(DataLoader(range(4), num_workers=num_workers, device=device))
 
 
 @pytest.mark.parametrize(
