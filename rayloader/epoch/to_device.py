@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rayloader._compat import ExceptionWrapper, pin_memory, pinning_device_index
-from rayloader.options import Options
+from rayloader.options import check_device
 from rayloader.transport import device as devices
 from rayloader.transport.device import Accelerator, Event
 
@@ -73,13 +73,18 @@ class Delivery:
             self.accelerator.note_streams()
 
 
-def device_of(options: Options) -> tuple[torch.device, Accelerator] | None:
+def device_of(given: Any) -> tuple[torch.device, Accelerator] | None:
     """The device to which a loader moves its batches, with its index; None if they stay where they are.
+
+    Args:
+        given: the loader's argument.
 
     Raises:
         ValueError: there is no such device here.
+        TypeError: it is neither a name nor a device, nor None.
     """
-    device = None if options.device is None else torch.device(options.device)
+    check_device(given)
+    device = None if given is None else torch.device(given)
     if device is None or device.type == "cpu":
         return None
     accelerator = devices.current()
@@ -87,13 +92,13 @@ def device_of(options: Options) -> tuple[torch.device, Accelerator] | None:
     if accelerator is None or found is None or found.type != device.type:
         here = "no accelerator" if found is None else f"{found.type!r}"
         raise ValueError(
-            f"device must be one of this machine's, got {options.device!r}, and torch finds {here} here; leave it out, "
+            f"device must be one of this machine's, got {given!r}, and torch finds {here} here; leave it out, "
             'or pass "cpu", to keep batches in main memory'
         )
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if not 0 <= index < count:  # torch makes a negative one of a large one
-        raise ValueError(f"device must be one of this machine's {count}, got {options.device!r}; they count from 0")
+        raise ValueError(f"device must be one of this machine's {count}, got {given!r}; they count from 0")
     return torch.device(device.type, index), accelerator
 
 

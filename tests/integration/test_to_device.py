@@ -301,6 +301,33 @@ def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator, 
     assert moved == [DEVICE] * 4
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_each_epoch_goes_to_the_device_that_is_set_and_current_then(accelerator, monkeypatch, persistent):
+    current, devices, copy = [0], [], accelerator.copy
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    monkeypatch.setattr(accelerator, "copy", lambda leaf, device: devices.append(device.index) or copy(leaf, device))
+    loader = load(torch.tensor, 2, num_workers=1, device="cuda", persistent_workers=persistent)
+    for current[0], device, expected in [
+        (0, "cuda", [0] * 2),
+        (1, "cuda", [1] * 2),
+        (1, "cuda:0", [0] * 2),
+        (1, None, []),
+    ]:
+        loader.device = device
+        assert list(loader) == [torch.tensor(0), torch.tensor(1)]
+        assert devices == expected
+        devices.clear()
+    loader.device = "cuda:2"
+    with pytest.raises(ValueError, match="one of this machine's 2, got 'cuda:2'"):
+        iter(loader)
+    loader.device = "gpu"
+    with pytest.raises(ValueError, match="device must name one that torch knows"):
+        iter(loader)
+    loader.device = "cuda"
+    assert list(loader) == [torch.tensor(0), torch.tensor(1)]
+
+
 class OwnLoader(torch.utils.data.DataLoader):
     """A loader of a library's, whose attribute of that name means something else."""
 
