@@ -12,8 +12,10 @@ The ways: torch with `pin_memory` and `non_blocking`; the same with a prefetcher
 a side stream; SPDL's `transfer_tensor` behind torch's loader, if it is installed; rayloader with `pin_memory`; and
 rayloader with `device`; its workers are forks, as torch's are.
 
-Command: python benchmarks/gpu.py            one table, and a plot if matplotlib is installed; under four minutes
-         python benchmarks/gpu.py --simulate without a GPU: shows that everything works, and no figure says anything
+Command: python benchmarks/gpu.py            under four minutes; writes gpu.json, the table in docs/howto/gpu.md, and a
+                                             plot if matplotlib is installed
+         python benchmarks/gpu.py --simulate without a GPU, in a minute: shows that everything works; its figures mean
+                                             nothing, and go to gpu-simulated.json
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import tables
+
 HERE = Path(__file__).parent
+COMMAND = "python benchmarks/gpu.py"
+RESULTS = HERE / "results" / "gpu.json"
+DOCUMENT = HERE.parent / "docs" / "howto" / "gpu.md"
 sys.path += [str(HERE.parent), str(HERE.parent / "tests")]  # the library, and the simulated accelerator
 
 POOL = 256  # samples that exist
@@ -341,8 +348,16 @@ def run(way: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-COLUMNS = ["GB/s", "of one long copy", "trainer CPU, ms", "machine CPU, ms", "waiting", "step, ms"]
-COLUMNS += ["first batch, s", "first batch of all, s"]
+COLUMNS = {  # with their formats in the document
+    "GB/s": ".1f",
+    "of one long copy": ".0%",
+    "trainer CPU, ms": ".1f",
+    "machine CPU, ms": ".0f",
+    "waiting": ".0%",
+    "step, ms": ".1f",
+    "first batch, s": ".2f",
+    "first batch of all, s": ".2f",
+}
 
 
 def summary(figures: list[dict[str, Any]], link: float) -> list[dict[str, Any]]:
@@ -375,6 +390,18 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
         print(f"  {row['way']:26}" + "".join(f"{cell:>22}" for cell in cells))
 
 
+def table(results: dict[str, Any]) -> str:
+    """The table of the document; besides the medians it has the rate of each round, because the first may differ."""
+    rates: dict[tuple[str, str], list[str]] = {}
+    for figure in results["figures"]:
+        rates.setdefault((figure["case"], figure["way"]), []).append(format(figure["GB/s"], COLUMNS["GB/s"]))
+    cells = [["batches", "way", *COLUMNS, "GB/s in each round"]]
+    for row in results["rows"]:
+        figures = [format(row[column], of) for column, of in COLUMNS.items()]
+        cells.append([row["case"], row["way"], *figures, ", ".join(rates[row["case"], row["way"]])])
+    return f"{results['title']} (medians of {results['rounds']} rounds).\n\n{tables.markdown(cells)}"
+
+
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """The plot: a bar for each way."""
     import matplotlib
@@ -401,11 +428,12 @@ def main() -> None:
     """Measures all, or with `--one` one way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="without a GPU")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=max(1, min(12, len(os.sched_getaffinity(0)) - 4)))
+    parser.add_argument("--rounds", type=int, default=2, help="how often each way is measured; 2 by default")
+    most = max(1, min(12, len(os.sched_getaffinity(0)) - 4))
+    parser.add_argument("--workers", type=int, default=most, help="of each loader; four less than cores, at most 12")
     parser.add_argument("--limit", type=float, default=55.0, help="seconds for each way, at most")
     parser.add_argument("--ways", nargs="+", default=[""], help="parts of the names of the ways to measure")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for gpu.json and gpu.png")
+    parser.add_argument("--out", type=Path, default=RESULTS.parent, help="folder for gpu.json and gpu.png")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.simulate and not torch.cuda.is_available():
@@ -421,14 +449,17 @@ def main() -> None:
         if way.startswith("SPDL") and importlib.util.find_spec("spdl") is None:
             continue
         figures += run(way, arguments)
-    name = "simulated: no figure here says anything" if arguments.simulate else torch.cuda.get_device_name()
+    name = "simulated, so the figures mean nothing" if arguments.simulate else torch.cuda.get_device_name()
     title = f"{name}; {os.cpu_count()} cores, {arguments.workers} workers; one long copy: {link:.1f} GB/s"
     rows = summary(figures, link)
     show(rows, title)
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = "gpu-simulated" if arguments.simulate else "gpu"
     document = {"title": title, "link": link, "rounds": arguments.rounds, "rows": rows, "figures": figures}
-    (arguments.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
+    path = arguments.out / f"{stem}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    if path.resolve() == RESULTS.resolve():
+        tables.put(DOCUMENT, COMMAND, table(document))
     with contextlib.suppress(ImportError):
         draw(rows, title, arguments.out / f"{stem}.png")
 

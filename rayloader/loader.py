@@ -184,7 +184,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             asked for; "cpu" and None leave them in main memory. Tensors are moved wherever they are in dicts, lists,
             tuples and dataclasses, other objects by their method `to`; the rest stays as it is. What the program
             queues on its current stream finds them there. Large tensors are copied from page-locked memory, so
-            `pin_memory` is not needed. Without workers a batch is moved when it is asked for.
+            `pin_memory` is not needed. Without workers a batch is moved when it is asked for. A device that is not
+            there is a ValueError from `iter()`.
         prefetch_to_device: how many batches are on the device, or on their way, before they are asked for.
 
     Raises:

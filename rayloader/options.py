@@ -172,7 +172,7 @@ def check(loader: Any) -> None:
     for name in ("max_worker_restarts", "max_skipped"):
         if not is_whole(value := getattr(loader, name)) or value < 0:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
-    _check_device(loader.device)
+    check_device(loader.device)
     if not is_whole(loader.prefetch_to_device) or loader.prefetch_to_device < 1:
         raise ValueError(
             f"prefetch_to_device must be a whole number of batches >= 1, got {loader.prefetch_to_device!r}; to keep "
@@ -226,8 +226,13 @@ def _may_fork(loader: Any) -> bool:
     return not why and loader.workers != "ray"
 
 
-def _check_device(device: Any) -> None:
-    """Checks that it names a device; whether there is one is only known where the loader is iterated over."""
+def check_device(device: Any) -> None:
+    """Checks that it names a device; whether there is one is only known where the loader is iterated over.
+
+    Raises:
+        ValueError: torch knows no such device.
+        TypeError: it is neither a name nor a device, nor None.
+    """
     if device is not None and not isinstance(device, (str, torch.device)):
         raise TypeError(
             f"device must be a name, such as 'cuda' or 'cuda:1', a torch.device or None, got {device!r}; for number n "

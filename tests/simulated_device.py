@@ -102,6 +102,9 @@ class SimulatedAccelerator(Accelerator):
     def wait(self, event, device, leaves):
         self.waits += 1
         event.synchronize()
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                leaf.record_stream(None)
 
     # ---- for the tests
 

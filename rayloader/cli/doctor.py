@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
@@ -55,6 +56,7 @@ def checks(num_workers: int = 2) -> Iterator[Check]:
         "system", sys.platform == "linux", system, "workers are tested on Linux only; use num_workers=0 elsewhere"
     )
     yield from _machine(num_workers)
+    yield _forks(num_workers)
     started = _ray(num_workers)
     yield started
     if started.ok:
@@ -102,11 +104,18 @@ def _machine(num_workers: int) -> Iterator[Check]:
     yield _checked("open files", enough, f"at most {limit}", raised)
 
 
+def _forks(num_workers: int) -> Check:
+    def load() -> str:
+        _load(num_workers, workers="fork")
+        return "workers that are forks of this process deliver batches"
+
+    return _tried("forks", load, 'workers="ray" makes them actors')
+
+
 def _ray(num_workers: int) -> Check:
     began = time.monotonic()
     try:
-        for _ in DataLoader(_Rows(), num_workers=num_workers):
-            pass
+        next(iter(DataLoader(_Rows(), num_workers=num_workers, workers="ray")))
     except Exception as error:  # any error is the answer
         return Check("Ray", False, str(error), "the text above says what to do; Ray's log says more")
     from rayloader.start import session
@@ -116,18 +125,12 @@ def _ray(num_workers: int) -> Check:
 
 
 def _lanes(num_workers: int) -> Iterator[Check]:
-    dataset = _Rows()
     from rayloader.workers.pool import get_pool
-
-    def load(arenas: bool) -> None:
-        batches = list(DataLoader(dataset, ROWS // 4, num_workers=num_workers, arenas=arenas))
-        if not torch.equal(torch.cat(batches), dataset.rows):
-            raise RuntimeError("the batches are not those of the dataset")
 
     def line() -> str:
         if switched_off():
             raise RuntimeError("RAYLOADER_ARENAS=0 in the environment has switched them off")
-        load(arenas=True)
+        _load(num_workers, workers="ray")
         here = [actor for actor in get_pool().actors if actor.address is not None]
         near = [actor for actor in here if actor.address is not None and actor.address.reaches_driver]
         refused = {actor.no_line for actor in near if actor.no_line}
@@ -145,7 +148,7 @@ def _lanes(num_workers: int) -> Iterator[Check]:
     )
 
     def calls() -> str:
-        load(arenas=False)
+        _load(num_workers, arenas=False)
         return "batches arrive through Ray's object store"
 
     yield _tried("Ray calls", calls, "Ray's log says more; /dev/shm may be too small")
@@ -162,6 +165,13 @@ class _Rows(Dataset):  # type: ignore[type-arg]  # whose parameters are torch's 
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.rows[index]
+
+
+def _load(num_workers: int, **options: Any) -> None:
+    dataset = _Rows()
+    batches = list(DataLoader(dataset, ROWS // 4, num_workers=num_workers, **options))
+    if not torch.equal(torch.cat(batches), dataset.rows):
+        raise RuntimeError("the batches are not those of the dataset")
 
 
 def _tried(name: str, attempt: Callable[[], str], advice: str) -> Check:

@@ -79,18 +79,17 @@ class AheadThread:
 
     def _loop(self) -> None:
         torch.set_num_threads(1)  # for this thread only: a copy into pinned memory must not take every core
-        if self._device_index is not None:
-            torch.accelerator.set_device_index(self._device_index)
-        while not self._closed:
-            try:
+        try:
+            if self._device_index is not None:
+                torch.accelerator.set_device_index(self._device_index)
+            while not self._closed:
                 if self._work():
                     self._done.ring()
                 else:
                     self._bell.wait(TICK_S)
-            except BaseException as error:  # any error: the user's thread raises it
-                self._error = error
-                self._done.ring()
-                break
+        except BaseException as error:  # any error: the user's thread raises it
+            self._error = error
+            self._done.ring()
 
 
 class Receives(Protocol):

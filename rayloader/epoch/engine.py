@@ -236,15 +236,13 @@ class Engine:
 
     def _first(self) -> Task | None:
         """The task whose batch is the next, opened; None if it has not come yet."""
+        if self._ahead is not None:
+            self._ahead.check()
         with self.lock:
             task = self.schedule.deliverable[0] if self.schedule.deliverable else None
             result: Any = None if task is None else task.result
-        if task is None:
+        if task is None or (self._preparation is not None and not self._preparation.is_done(task, result)):
             return None
-        if self._ahead is not None and self._preparation is not None:
-            self._ahead.check()
-            if not self._preparation.is_done(task, result):
-                return None
         if task.data is UNOPENED:
             task.data = opened(task, result)
         self._out_is_taken = False
@@ -472,7 +470,7 @@ class Engine:
         behind = len(self.schedule.untaken) > len(self.schedule.deliverable)
         if self._ahead is not None:
             began = time.perf_counter()
-            came = self._ahead.wait(timeout)
+            came = self._ahead.wait(timeout) and bool(self.schedule.deliverable)  # it also rings when it has waited
             waited = time.perf_counter() - began
         else:
             came = self.receive(timeout)

@@ -214,7 +214,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def __init__(self, loader: Any, num_workers: int, state: State | None) -> None:
         self._pid = os.getpid()
         self._options = Options.of(loader)  # before torch draws anything
-        target = device_of(self._options)
+        self._target = device_of(self._options.device)
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
@@ -244,14 +244,16 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if saved is not None:
             self._saved = self.position.unpack(saved)
             self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
-        pins_for = self._pin_memory_device if self._pin_memory else None
-        self._delivery = delivery_of(target, self._options.prefetch_to_device, pins_for)
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begins an epoch. Persistent workers first finish the tasks submitted to them before, as torch's do."""
         loader = loader if self._adopted is None else self._adopted
+        if not first_iter:  # the program may have set another one, or another may be the current one
+            self._target = device_of(loader.device)
+        pins_for = self._pin_memory_device if self._pin_memory else None
+        self._delivery = delivery_of(self._target, self._options.prefetch_to_device, pins_for)
         plan = self._end_epoch(first_iter)
         try:
             if plan.starts_workers:

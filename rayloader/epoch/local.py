@@ -59,7 +59,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def __init__(self, loader: Any, state: State | None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
-        self._target = device_of(self._options)
+        self._target = device_of(self._options.device)
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
         self.position = position = Position(Samplers(loader), 0, 0, iterable=self._iterable)

@@ -144,15 +144,14 @@ class SlotLease(Extent):
             return
         (ticket, start, size), mapping = self.slot, self.mapping
         reuse = self.forks == forks_begun
-        gives_back = reuse and mapping.locks is None
-        if gives_back and mapping.resting:
+        if reuse and mapping.resting and mapping.locks is None:
             mapping.give_back(start, size)  # before the worker can learn of it
         dead.append((ticket, reuse))
         if mapping.gone:
-            if gives_back:
-                mapping.give_back(start, size)
-            elif mapping.locks is not None:
+            if mapping.locks is not None:
                 unlocker.ring()
+            elif reuse:
+                mapping.give_back(start, size)
 
     def page_lock(self) -> None:
         """Makes sure that the slot is page-locked, if it may be; see `PageLocks.lock`."""
@@ -313,29 +312,29 @@ class Arena:
     def close(self, *, give_back: bool = False) -> None:
         """No more openings; the mapping goes with the last lease. Callable more than once.
 
-        In a forked child this only closes the file: memory and page-locks are the parent's.
+        After an interrupt the next call does what is left: page-locked memory must not be unmapped. In a forked child
+        this only closes the file: memory and page-locks are the parent's.
 
         Args:
             give_back: the worker has ended: all memory that is not leased is given back to the system. Page-locked
                 memory is, in a thread, in any case.
         """
-        file, self._file = self._file, None
-        if file is None:
+        if self._file is None:
             return
-        file.close()
         mapping = getattr(self, "_mapping", None)  # missing if the constructor has failed
-        if mapping is None or os.getpid() != self._pid:
-            return
-        is_locked = mapping.locks is not None and mapping.locks.close()
-        if not is_locked:
-            mapping.locks = None
-        if give_back:
-            mapping.gone = True  # first: a lease that another thread makes or ends sees it, or is seen
-            self.freed()
-            self._give_back_free()
-        if is_locked:
-            mapping.gone = True
-            unlocker.retire(self)
+        if mapping is not None and os.getpid() == self._pid:
+            # `gone` comes first: a lease that another thread makes or ends sees it, or is seen.
+            if mapping.locks is not None and mapping.locks.close():
+                mapping.gone = True
+                unlocker.retire(self)
+            else:
+                mapping.locks = None
+                if give_back:
+                    mapping.gone = True
+                    self.freed()
+                    self._give_back_free()
+        file, self._file = self._file, None
+        file.close()
 
     def unlock(self) -> bool:
         """Unlocks blocks in which no batch lives; for `Unlocker`, once it is closed. Waits for the copies from there.
@@ -346,9 +345,11 @@ class Arena:
         locks = self._mapping.locks
         assert locks is not None
         self.freed()
+        spoiled = self._spoiled.copy()  # they are not held, but copies from them may be pending too
+        locks.hold([])
         locks.wait()
         self.freed()
-        locks.unlock([slot[1] for ticket, slot in self._leased.items() if ticket not in self._spoiled])
+        locks.unlock([slot[1] for ticket, slot in list(self._leased.items()) if ticket not in spoiled])
         self._give_back_free()
         return not locks.locked
 
@@ -372,6 +373,7 @@ class Arena:
         if lease.dead is None:
             self._leased[ticket] = slot
             if self._mapping.gone:
+                del self._leased[ticket]
                 raise ArenaError(_GONE)
             lease.dead = self._dead
         return lease

@@ -94,9 +94,10 @@ def move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.to(device, non_blocking=True)
     try:
-        return leaf.to(device, non_blocking=True)
+        moved = leaf.to(device, non_blocking=True)
     except TypeError:  # objects of the program's may take the device alone
-        return leaf.to(device)
+        moved = leaf.to(device)
+    return leaf if moved is None else moved  # which has moved itself
 
 
 class _Events(Event):

@@ -219,7 +219,6 @@ class ArenaLane:
     def __init__(self) -> None:
         self.accelerator: Accelerator | None = None
         self._arena: Arena | None = None
-        self._spoiled: list[Arena] = []  # replaced ones whose page-locked memory has to be unlocked
         self._off = ""  # why there will be no arena
         self._abandoned: set[int | None] = set()  # not sent yet
 
@@ -253,8 +252,6 @@ class ArenaLane:
             arena.close(give_back=True)  # what the worker still builds there is for nobody: it was lent to others
             arena = None
         if arena is None or arena.spoiled > SPOILED_BYTES:
-            if arena is not None and arena.accelerator is not None:
-                self._spoiled.append(arena)
             try:
                 self._arena = arena = Arena(ARENA_BYTES, accelerator=accelerator)
             except ArenaError as error:
@@ -296,8 +293,6 @@ class ArenaLane:
 
     def close(self) -> None:
         """The process is gone, or soon will be: memory without a batch is freed at once, the rest with its batches."""
-        while self._spoiled:
-            self._spoiled.pop().close(give_back=True)
         if self._arena is not None:
             self._arena.close(give_back=True)
             self._arena = None

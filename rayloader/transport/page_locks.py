@@ -23,12 +23,11 @@ import bisect
 import contextlib
 import logging
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Collection
 from typing import Protocol
-
-from typing_extensions import override
 
 from rayloader.interrupts import Bell, DaemonThread
 from rayloader.transport.device import Accelerator, AcceleratorError, Event
@@ -73,6 +72,7 @@ class PageLocks:
         self._lock = threading.Lock()  # while a block is being locked or unlocked
         self._locked: set[tuple[int, int]] = set()
         self._closed = False
+        self._dropped: list[int] = []  # slots that are held until there is an event
         self._held: deque[tuple[Event, list[int]]] = deque()
 
     def lock(self, offset: int) -> None:
@@ -103,11 +103,10 @@ class PageLocks:
 
     def hold(self, tickets: list[int]) -> None:
         """Nothing refers to these slots any more, but for copies that may be queued; see NOTE [Held slots]."""
-        try:
-            event = self.accelerator.event()
-        except RuntimeError:  # the accelerator has failed, and so will the program; the slots are lost
-            event = _Never()
-        self._held.append((event, tickets))
+        self._dropped += tickets
+        with contextlib.suppress(RuntimeError):  # the accelerator has failed, and so will the program, or tries again
+            self._held.append((self.accelerator.event(), self._dropped))
+            self._dropped = []
 
     def passed(self) -> list[int]:
         """Slots that were held, and of which no copy is pending any more; each only once."""
@@ -119,7 +118,7 @@ class PageLocks:
 
     def held(self) -> set[int]:
         """Slots that are held. Any thread may ask."""
-        return {ticket for _, tickets in self._held.copy() for ticket in tickets}
+        return {ticket for tickets in (self._dropped, *[held for _, held in self._held.copy()]) for ticket in tickets}
 
     def wait(self) -> None:
         """Waits for the copies from all slots that are held."""
@@ -149,18 +148,6 @@ class PageLocks:
 
 def _start(block: tuple[int, int]) -> int:
     return block[0]
-
-
-class _Never(Event):
-    """An event that does not happen."""
-
-    @override
-    def query(self) -> bool:
-        return False
-
-    @override
-    def synchronize(self) -> None:
-        pass
 
 
 def may_lock(accelerator: Accelerator | None) -> Accelerator | None:
@@ -197,8 +184,12 @@ class Unlocker:
 
     def __init__(self) -> None:
         self.ended = False
+        self.forget()
+
+    def forget(self) -> None:
+        """To be called in a forked child: the arenas and the thread are its parent's."""
         self._bell = Bell()  # a batch has died, or there is another arena
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come while its thread has it
         self._retired: list[Retired] = []
         self._thread: DaemonThread | None = None
 
@@ -207,12 +198,16 @@ class Unlocker:
         self._bell.ring()
 
     def retire(self, arena: Retired) -> None:
-        """Takes over an arena with locked blocks."""
+        """Takes over an arena with locked blocks. For finalizers too, and once more after an interrupt."""
+        new = DaemonThread(self._work, "rayloader-unlock")
         with self._lock:
             if self.ended:
                 return
-            self._retired.append(arena)
-            thread = self._thread = self._thread or DaemonThread(self._work, "rayloader-unlock")
+            if arena not in self._retired:
+                self._retired.append(arena)
+            if self._thread is None:  # nothing is called from here to the next line, so no finalizer comes between
+                self._thread = new
+            thread = self._thread
         self._bell.ring()
         with contextlib.suppress(RuntimeError):  # the interpreter ends, and the memory with the process
             thread.start()
@@ -225,11 +220,13 @@ class Unlocker:
                     return
                 arenas = self._retired.copy()
             done = [arena for arena in arenas if arena.unlock()]
+            waits = not done
             with self._lock:
-                self._retired = [arena for arena in self._retired if arena not in done]
-            if not done:
+                while done:
+                    self._retired.remove(done.pop())
+            del arenas  # it keeps none mapped while it waits
+            if waits:
                 self._bell.wait(_WAKE_S)
-            del arenas, done  # it keeps none mapped while it waits
 
     def end(self) -> None:
         """At the end of the program: a thread that is in C++ code when the interpreter ends would abort the process."""
@@ -243,3 +240,4 @@ class Unlocker:
 
 unlocker = Unlocker()
 atexit.register(unlocker.end)
+os.register_at_fork(after_in_child=unlocker.forget)

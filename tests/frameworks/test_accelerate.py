@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import rayloader
 from framework_data import Augmented, Model, Numbers, Sums, seed
+from simulated_device import SimulatedAccelerator
 
 full = pytest.mark.full
 pytestmark = [
@@ -53,6 +54,17 @@ def prepared(loader_class, num_workers, dataset=None, own=None, **configuration)
 
 def epoch(loader):
     return [batch.tolist() for batch in loader]
+
+
+def test_batches_that_are_on_the_device_already_are_not_copied_again(patched, monkeypatch):
+    accelerator = SimulatedAccelerator(at_each_query=1).install(monkeypatch)
+    copies = []
+    copy = accelerator.copy
+    monkeypatch.setattr(accelerator, "copy", lambda *of: copies.append(copy(*of)) or copies[-1])
+    _, loader = prepared(rayloader.DataLoader, 2, own={"device": "cuda"})
+    assert loader.base_dataloader.device == "cuda"
+    batches = list(loader)
+    assert [batch.data_ptr() for batch in batches] == [one.data_ptr() for one in copies]
 
 
 def check_is_ours(loader, restarts=3):

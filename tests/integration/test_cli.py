@@ -2,7 +2,10 @@
 
 import functools
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from documents import ROOT, commands_of
 from rayloader.cli import doctor
 from rayloader.cli.commands import app
 
+HANG_LIMIT = 120  # seconds; on expiry subprocess.run kills the program and raises
 README = commands_of((ROOT / "README.md").read_text())
 FULL = functools.partial(pytest.param, marks=pytest.mark.full)
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -36,10 +40,19 @@ def test_doctor_finds_nothing_wrong_where_tests_run(run):
     result = run("doctor", "--json")
     found = {check["name"]: check for check in json.loads(result.stdout)}
     assert {"torch", "ray", "cores", "memory", "Ray", "lines and arenas", "Ray calls"} <= found.keys()
-    for name in ("torch", "ray", "Ray", "lines and arenas", "Ray calls"):
+    for name in ("torch", "ray", "forks", "Ray", "lines and arenas", "Ray calls"):
         assert found[name]["ok"], found[name]
     assert "reached over a local socket" in found["lines and arenas"]["found"]
     assert result.exit_code == (0 if all(check["ok"] for check in found.values()) else 1)
+
+
+def test_doctor_tries_actors_where_no_ray_runs():
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "rayloader", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT, check=False)
+    found = {check["name"]: check for check in json.loads(done.stdout)}
+    assert found["Ray"]["found"].startswith("started here"), found["Ray"]
+    assert found["lines and arenas"]["ok"], found["lines and arenas"]
 
 
 def test_doctor_says_what_to_do(run, monkeypatch):

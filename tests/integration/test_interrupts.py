@@ -17,6 +17,8 @@ from interrupts import HANG_LIMIT, interrupted_at, no_hang
 from probes import Calls
 from rayloader import DataLoader, RayloaderError
 from rayloader.epoch.iterator import close_all
+from rayloader.transport.lanes import SMALL_BYTES, ArenaLane
+from rayloader.transport.page_locks import unlocker
 from simulated_device import SimulatedAccelerator
 
 pytestmark = [
@@ -164,6 +166,28 @@ def test_after_an_interrupted_close_the_next_one_ends_the_iterator(accelerator, 
                 next(iterator)
             assert loader.state_dict()["position"]["next_task"] == 1, (number, interrupt.where)
             assert next(iter(loader)).item() == 0
+        if not interrupt.fired:
+            break
+    else:
+        pytest.fail("POINTS is too small")
+
+
+def test_after_an_interrupted_close_of_an_arena_the_next_one_unlocks_it():
+    accelerator = SimulatedAccelerator()
+    for number in numbers_of_points(1):
+        lane, interrupt = ArenaLane(), None
+        lane.accelerator = accelerator
+        lent, _ = lane.lend()
+        where = lent.arena.writer().reserve(SMALL_BYTES)
+        lent.arena.view(where, lent.leases)
+        lent.leases[where[0][0]].page_lock()
+        del lent
+        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
+            with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
+                lane.close()
+            lane.close()
+            while accelerator.registered:
+                unlocker.ring()
         if not interrupt.fired:
             break
     else:

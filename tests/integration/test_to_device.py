@@ -142,8 +142,10 @@ class Custom:
 class Recordable(Custom):
     """Also knows how to record its memory."""
 
+    stream = "none"
+
     def record_stream(self, stream):
-        raise AssertionError("the simulated accelerator records nothing")
+        self.stream = stream
 
 
 def nested(index):
@@ -170,6 +172,7 @@ def test_structures_stay_and_what_is_in_them_is_moved(accelerator):
         assert batch["sample"] == Sample(torch.tensor([1.5]), "name")
         assert (batch["custom"].device, batch["custom"].thread) == (DEVICE, main)
         assert (batch["recordable"].device, batch["recordable"].thread) == (DEVICE, "rayloader-ahead")
+        assert batch["recordable"].stream is None  # the simulated accelerator's
         assert batch["sparse"].to_dense().equal(torch.eye(2))
 
 
@@ -205,13 +208,31 @@ class FailingAhead(Failing):
         pass
 
 
-@pytest.mark.parametrize("kind", [Failing, FailingAhead])
+class FailingToRecord(Custom):
+    def record_stream(self, stream):
+        if self.index == 1:
+            raise ValueError("as planned")
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingAhead, FailingToRecord])
 def test_an_error_arrives_at_the_batch_that_it_belongs_to(accelerator, kind):
     iterator = iter(load(kind, 3, num_workers=1, device="cuda"))
     assert next(iterator).index == 0
     with pytest.raises(ValueError, match=r"(?s)Caught ValueError while a batch was copied to device cuda:0\..*as pla"):
         next(iterator)
     assert next(iterator).index == 2
+
+
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
+def test_a_device_that_the_thread_ahead_cannot_use_is_an_error_and_no_hang(accelerator, monkeypatch, options):
+    def fail(index):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", fail)
+    iterator = iter(load(torch.tensor, 3, num_workers=1, **options))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(iterator)
 
 
 def test_a_workers_error_passes_through(accelerator):
@@ -245,15 +266,16 @@ def test_on_the_cpu_nothing_is_done(monkeypatch):
 def test_a_device_that_is_not_there_is_an_error_that_says_so(num_workers):
     loader = DataLoader(range(4), num_workers=num_workers, device="cuda")
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"one of this machine's, got 'cuda', and torch finds no accelerator here"):
+    with pytest.raises(ValueError, match=r"that torch finds here, got 'cuda', and torch finds none; leave it out"):
         iter(loader)
     assert torch.get_rng_state().equal(before)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_workers):
-    with pytest.raises(ValueError, match=r"one of this machine's 1, got 'cuda:7'; they count from 0"):
-        iter(DataLoader(range(4), num_workers=num_workers, device="cuda:7"))
+@pytest.mark.parametrize("device", ["cuda:7", "cuda:99999"])
+def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_workers, device):
+    with pytest.raises(ValueError, match=rf"a number below 1, got '{device}'; torch finds so many devices here"):
+        iter(DataLoader(range(4), num_workers=num_workers, device=device))
 
 
 @pytest.mark.parametrize(
@@ -277,6 +299,33 @@ def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator, 
     loader = DataLoader(Calls(torch.tensor, 4), 2, collate_fn=as_is, device="cuda")
     assert [[int(one) for one in batch] for batch in loader] == [[0, 1], [2, 3]]
     assert moved == [DEVICE] * 4
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_each_epoch_goes_to_the_device_that_is_set_and_current_then(accelerator, monkeypatch, persistent):
+    current, devices, copy = [0], [], accelerator.copy
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    monkeypatch.setattr(accelerator, "copy", lambda leaf, device: devices.append(device.index) or copy(leaf, device))
+    loader = load(torch.tensor, 2, num_workers=1, device="cuda", persistent_workers=persistent)
+    for current[0], device, expected in [
+        (0, "cuda", [0] * 2),
+        (1, "cuda", [1] * 2),
+        (1, "cuda:0", [0] * 2),
+        (1, None, []),
+    ]:
+        loader.device = device
+        assert list(loader) == [torch.tensor(0), torch.tensor(1)]
+        assert devices == expected
+        devices.clear()
+    loader.device = "cuda:2"
+    with pytest.raises(ValueError, match="one of this machine's 2, got 'cuda:2'"):
+        iter(loader)
+    loader.device = "gpu"
+    with pytest.raises(ValueError, match="device must name one that torch knows"):
+        iter(loader)
+    loader.device = "cuda"
+    assert list(loader) == [torch.tensor(0), torch.tensor(1)]
 
 
 class OwnLoader(torch.utils.data.DataLoader):

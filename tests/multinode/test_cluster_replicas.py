@@ -118,26 +118,15 @@ def test_a_file_that_is_missing_there_is_named(tmp_path):
     assert [total for total, *_ in holding(data, look, ray_remote_args=here)] == [499_500] * 2
 
 
-class Removes:
-    """Removes a file when it is pickled: after that, no node has it."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __getstate__(self):
-        self.path.unlink()
-        return {}
-
-
 @pytest.mark.full
-def test_an_open_file_whose_path_is_missing_there_is_named(tmp_path):
+def test_an_open_file_is_an_error_that_names_it(tmp_path):
+    """On one node its workers would be forks; here some would lack it."""
     (tmp_path / "data").write_bytes(b"0123456789")
     with (tmp_path / "data").open("rb") as file:
-        loader = holding({"file": file, "then": Removes(tmp_path / "data")}, lambda data: data["file"].read(3))
-        with pytest.raises(
-            FileNotFoundError, match=rf"on the node of each worker, at the same path: '{tmp_path}/data'"
-        ):
+        loader = holding({"file": file}, lambda data: data["file"].read(3))
+        with pytest.raises(TypeError, match="cannot pickle") as caught:
             list(loader)
+    assert "It cannot be sent to the workers: dataset.data['file']" in str(caught.value.__notes__)
 
 
 @pytest.mark.full

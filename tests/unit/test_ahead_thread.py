@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from rayloader.epoch.ahead import AheadThread
 
@@ -43,6 +44,19 @@ def test_it_does_what_there_is_and_waits_for_the_next_ring(ahead_threads):
     assert idle.wait(HANG_LIMIT_S)
     assert done == [1, 2, 3, 4]
     thread.check()
+
+
+def test_without_the_context_of_its_accelerator_it_ends_with_an_error(ahead_threads, monkeypatch):
+    def fail(index: int) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", fail)
+    thread = AheadThread(lambda: False, 0)
+    ahead_threads.append(thread)
+    thread.start()
+    thread._thread.join(HANG_LIMIT_S)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        thread.check()
 
 
 def test_an_error_ends_it_and_is_raised_each_time(ahead_threads):

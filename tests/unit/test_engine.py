@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from rayloader import BatchTimeoutError, DataLoader, RayloaderError, SkipLimitEr
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch import reports
+from rayloader.epoch.ahead import AheadThread
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.draws import start
 from rayloader.epoch.engine import HELD_BACK, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, TICK_S, Engine
@@ -52,6 +54,9 @@ OPTIONS = Options(
     ray_remote_args={},
     may_fork=True,
 )
+
+
+HANG_LIMIT = 20.0  # seconds; on expiry the test fails
 
 
 class Endless(IterableDataset):  # type: ignore[type-arg]
@@ -737,15 +742,22 @@ def test_resizing_moves_the_workers_and_loses_nothing(begin):
     assert epoch.take_all() == expected(40, 4)
 
 
-def test_workers_whose_process_found_no_place_are_moved(begin):
-    epoch = begin().open()
+@pytest.mark.parametrize("pin", [None, lambda batch: batch], ids=["alone", "with a thread that works ahead"])
+def test_workers_whose_process_found_no_place_are_moved(begin, monkeypatch, pin):
+    epoch = begin(pin=pin).open()
     epoch.fleet.works = False
+    epoch.await_one()
     epoch.fleet.new_runs = False
     epoch.fleet.process(0).dies()
-    epoch.await_one()
-    epoch.fleet.homeless = {0: epoch.fleet.process(1)}
-    epoch.await_one()
-    assert epoch.fleet.process(0) is epoch.fleet.process(1)
+    limit = time.monotonic() + HANG_LIMIT
+    while epoch.fleet.process(0) is not epoch.fleet.process(1):
+        assert time.monotonic() < limit
+        while epoch.schedule.deliverable:  # what was built before
+            epoch.take()
+        epoch.fleet.homeless = {0: epoch.fleet.process(1)}
+        monkeypatch.setattr(AheadThread, "wait", lambda self, timeout: True)  # it has waited, and nothing has come
+        epoch.await_one()
+        monkeypatch.undo()
     epoch.fleet.works = True
     assert epoch.take_all() == expected(12)
 

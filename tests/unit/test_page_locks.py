@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import threading
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayloader.transport import codec, page_locks
-from rayloader.transport.arena import PAGE, Arena, ArenaWriter, FreeSlots
+from rayloader.transport import codec, lanes, page_locks
+from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
 from rayloader.transport.page_locks import PageLocks, blocks
 from simulated_device import DEVICE, SimulatedAccelerator
@@ -139,6 +140,51 @@ def test_all_is_unlocked_when_the_worker_has_ended_and_its_batches_have(accelera
     assert accelerator.registered == {}
 
 
+def test_memory_that_a_forked_child_may_read_is_unlocked_after_the_copies_from_it(accelerator):
+    worker = Worker(accelerator)
+    batch = worker.batch(1)
+    copied = accelerator.copy(batch, DEVICE)
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    del batch
+    worker.close()
+    wait_for_unlocking()
+    assert (accelerator.done, accelerator.violations, accelerator.registered) == (1, [], {})
+    assert copied.eq(1).all()
+
+
+def test_a_result_that_is_received_after_the_end_of_its_worker_keeps_nothing_locked(accelerator):
+    worker = Worker(accelerator)
+    kept, late, arena = worker.batch(1), worker.build(2), worker.arena
+    worker.close()
+    with pytest.raises(ArenaError, match="was shut down"):
+        arena.view(late, {})
+    del kept
+    wait_for_unlocking()
+    assert accelerator.registered == {}
+
+
+def test_a_finalizer_may_close_an_arena_while_another_is_being_retired(accelerator, monkeypatch):
+    first, cycle = Worker(accelerator), [Worker(accelerator)]
+    first.batch(1)
+    cycle[0].batch(2)
+    cycle.append(cycle)
+    del cycle
+
+    class Arriving(list):
+        """The collector may run at any allocation."""
+
+        def append(self, arena):
+            gc.collect()
+            super().append(arena)
+
+    monkeypatch.setattr(page_locks.unlocker, "_retired", Arriving())
+    first.close()
+    wait_for_unlocking()
+    assert accelerator.registered == {}
+
+
 def test_memory_goes_back_to_the_system_when_it_is_unlocked(accelerator):
     worker = Worker(accelerator)
     file = os.dup(worker.arena._file.fd)
@@ -188,6 +234,33 @@ def test_in_a_forked_child_the_end_of_an_arena_touches_nothing_of_the_parents(wo
     assert batch.eq(3).all()
 
 
+def test_a_forked_child_leaves_the_unlocking_to_its_parent(accelerator):
+    """Its end hangs nowhere, although a thread that it does not have may have been at work."""
+    worker = Worker(accelerator)
+    kept = worker.batch(1)
+    worker.close()
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with page_locks.unlocker._lock:
+            held.set()
+            assert done.wait(LIMIT_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(LIMIT_S)
+    if (child := os.fork()) == 0:
+        signal.alarm(int(LIMIT_S))  # ends it if it hangs
+        page_locks.unlocker.end()
+        os._exit(len(accelerator.registered))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    done.set()
+    holder.join()
+    assert kept.eq(1).all()
+    del kept
+    wait_for_unlocking()
+
+
 # Held slots
 
 
@@ -227,21 +300,21 @@ def test_copies_from_memory_that_is_not_locked_hold_nothing():
     worker.close()
 
 
-def test_a_failing_accelerator_ends_no_epoch(accelerator, monkeypatch):
-    worker = Worker(accelerator)
+def test_a_failing_accelerator_ends_no_epoch_and_loses_no_slot_if_it_comes_round(worker, accelerator, monkeypatch):
     batch = worker.batch(1)
 
     def fail(device=None):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(accelerator, "event", fail)
-    del batch
-    assert worker.give_back() == []
-    assert worker.batch(2).eq(2).all()
-    worker.arena._mapping.locks._held.clear()
-    monkeypatch.undo()
-    worker.arena._leased.clear()
-    worker.close()
+    with monkeypatch.context() as failing:
+        failing.setattr(accelerator, "event", fail)
+        del batch
+        assert worker.give_back() == []
+        assert worker.arena.leased_bytes == 0
+        other = worker.batch(2)
+        assert other.eq(2).all()
+    del other
+    assert len(worker.give_back()) == 2
 
 
 class Program:
@@ -351,6 +424,28 @@ def test_an_arena_that_cannot_be_locked_is_replaced_for_a_loader_that_pins(accel
     assert again.arena is lent.arena
     assert room.locked
     lane.close()
+
+
+def test_an_arena_that_forks_have_spoiled_is_unlocked_while_its_worker_lives(accelerator, monkeypatch):
+    monkeypatch.setattr(lanes, "SPOILED_BYTES", 0)
+    lane, worker = ArenaLane(), WorkerLane()
+    lane.accelerator = accelerator
+    for number in range(4):
+        lent, room = lane.lend()
+        writer = worker.open(room.fields)
+        writer.begin(0)
+        place = writer.seal(writer.put(codec.encode(torch.full((4096,), number)).buffers[0]))
+        batch = torch.frombuffer(lent.arena.view(place, lent.leases), dtype=torch.int64)
+        lent.leases[place[0][0]].page_lock()
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        del lent, batch
+        while len(accelerator.registered) > 1:
+            page_locks.unlocker.ring()
+    lane.close()
+    wait_for_unlocking()
+    assert accelerator.registered == {}
 
 
 def test_a_lane_of_an_accelerator_that_has_refused_locks_nothing(accelerator, monkeypatch):
