@@ -22,7 +22,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -37,6 +37,7 @@ from rayloader.resume.digest import digest
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 _T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
 
 logger = logging.getLogger("rayloader")
 
@@ -49,8 +50,18 @@ _READ = 1024
 _TURN_S = 0.01  # between looks at whether another process has made the node's file
 
 
+class MapStyle(Protocol[_T_co]):
+    """What has samples by their numbers."""
+
+    def __getitem__(self, index: int, /) -> _T_co:
+        """A sample."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+
 def cached(
-    dataset: Dataset[_T],
+    dataset: Dataset[_T] | MapStyle[_T],
     max_bytes: int | str = "20GB",
     where: str | os.PathLike[str] = "memory",
     *,
@@ -121,7 +132,7 @@ class CachedDataset(Dataset[_T], Generic[_T]):
         dataset: the one that builds the samples.
     """
 
-    def __init__(self, dataset: Dataset[_T], place: _InMemory | _InFolder, count: int, max_bytes: int) -> None:
+    def __init__(self, dataset: Any, place: _InMemory | _InFolder, count: int, max_bytes: int) -> None:
         self.dataset = dataset
         self._place, self._count, self._max_bytes = place, count, max_bytes
         try:
@@ -134,7 +145,7 @@ class CachedDataset(Dataset[_T], Generic[_T]):
         return type(self), (self.dataset, self._place, self._count, self._max_bytes)
 
     def __len__(self) -> int:
-        if (now := len(self.dataset)) != self._count:  # type: ignore[arg-type]
+        if (now := len(self.dataset)) != self._count:
             raise CacheError(f"the cached dataset had {self._count} samples and has {now} now; make a new cache")
         return self._count
 
@@ -204,8 +215,8 @@ class CachedDataset(Dataset[_T], Generic[_T]):
     def _say_full(self) -> None:
         stats = self.stats()
         logger.warning(
-            "rayloader: the cache %s is full with %d of %d samples, %s; the others are built each time. Raise max_bytes "
-            "where there is more room, or cache smaller samples",
+            "rayloader: the cache %s is full with %d of %d samples, %s; the others are built each time. Raise "
+            "max_bytes where there is more room, or cache smaller samples",
             str(self._place),  # a handler may keep what is logged
             stats.present,
             stats.samples,
@@ -233,7 +244,7 @@ class CachedDataset(Dataset[_T], Generic[_T]):
         before = RandomState.capture(self._generators)
         samples: Any = None
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
-            samples = self.dataset.__getitems__(numbers)  # type: ignore[attr-defined]
+            samples = self.dataset.__getitems__(numbers)
             if not isinstance(samples, list) or len(samples) != len(numbers):
                 raise CacheError(
                     f"__getitems__ of the cached {type(self.dataset).__name__} must return a list of {len(numbers)} "

@@ -124,7 +124,7 @@ def open_image(
                     shared = region.shared
                     map_over(fd, base + start, region.nbytes, region.offset, shared=shared, writable=writable)
             except OSError as error:
-                raise ReplicaError(f"the dataset refers to a file that can't be mapped: {error}") from error
+                raise ReplicaError(f"can't map the dataset: {error}") from error
             finally:
                 os.close(fd)
         elif contents is None:
@@ -132,7 +132,7 @@ def open_image(
             try:
                 map_over(fd, base + start, size, 0, shared=False, writable=True)
             except OSError as error:
-                raise ReplicaError(f"the dataset can't be mapped: {error}") from error
+                raise ReplicaError(f"can't map the dataset: {error}") from error
             finally:
                 os.close(fd)
         else:

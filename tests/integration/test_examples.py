@@ -84,6 +84,13 @@ def test_digits_notices_other_batches() -> None:
 
 
 @pytest.mark.full
+def test_cached_sounds_are_computed_once(output_of: Callable[..., str]) -> None:
+    output = output_of("cached_sounds.py", "--epochs", "2", "--sounds", "64", "--target", "0")
+    assert "epoch 2: loss" in output
+    assert "64 of 64 samples" in output
+    assert "64 built: 50%" in output
+
+
 def test_text_stream_learns() -> None:
     result = run_example("text_stream.py", "--steps", "30", "--target", "1")
 

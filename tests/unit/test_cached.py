@@ -383,6 +383,15 @@ def test_a_limit_of_the_size_of_files_is_like_a_full_disk(tmp_path):
     assert in_fork(work) == 0
 
 
+def test_memory_files_may_be_refused(monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with pytest.raises(CacheError, match=r"there is no room for a cache of 20 samples: .*too many open files"):
+        cached(Numbers(labelled))
+
+
 def test_the_verdict_counts_a_full_cache():
     busy = Period(batches=100, step=Times(100, 1.0), wait=Times(100, 9.0))
     full = CacheStats(samples=100, present=60, full=True)

@@ -49,6 +49,8 @@ NOT_ON_THE_PAGE = {
     "... does not reach node": "goes on after `The dataset refers to`",
     "... node ... does not have": "goes on after `The dataset refers to`",
     "... this worker on ... can't open": "goes on after `The dataset refers to`",
+    "it is of another format, or of ... samples": "goes on after `the cache ... can't be used`",
+    "it is of another dataset": "goes on after `the cache ... can't be used`",
 }
 
 
@@ -206,6 +208,11 @@ CALLS: dict[str, Callable[[], object]] = {
     "the sampler yields references": with_references,
     "a forked worker could not": unconnected,
     "SharedList index": lambda: SharedList("ab")[2],
+    "cached() needs": lambda: rayloader.cached(object()),
+    "max_bytes must": lambda: rayloader.cached([1], "much"),
+    "fingerprint= is of": lambda: rayloader.cached([1], fingerprint="1"),
+    "a cached dataset is asked": lambda: rayloader.cached([1])["a"],
+    "index ... is out of range": lambda: rayloader.cached([1])[1],
     "resize() needs workers": lambda: DataLoader(range(4)).resize(1),
     "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
     "the state must have all": lacking,
@@ -451,6 +458,17 @@ TESTS = {
             "the sampler ... gives more",
         ],
         "test_the_same_random_order_again_is_told_once": ["this epoch has the same"],
+    },
+    "unit/test_cached.py": {
+        "test_batches_are_read_at_once_and_missing_samples_built_at_once": ["__getitems__ of the cached"],
+        "test_a_dataset_that_can_t_be_described_needs_a_fingerprint": ["the dataset can't be described"],
+        "test_a_sample_that_draws_is_refused": ["... of the cached ... draws"],
+        "test_a_sample_that_differs_each_time_is_refused": ["sample ... of the cached ... differs"],
+        "test_a_comparison_that_fails_says_that_it_was_one": ["a share of a cache's samples"],
+        "test_a_full_disk_ends_the_cache_and_no_more": ["the cache ... can't be used"],
+        "test_memory_files_may_be_refused": ["there is no room for a cache"],
+        "test_indices_are_those_of_a_sequence": ["the cached dataset had"],
+        "test_what_finds_no_room_is_built_each_time": ["rayloader: the cache ... is full"],
     },
     "unit/test_shared_list.py": {
         "test_an_item_that_cannot_be_pickled_is_named": ["A SharedList pickles its items"],
