@@ -1,5 +1,7 @@
 """torch's DataLoader with workers that are forks or Ray actors: change the import, keep the training script."""
 
+from typing import TYPE_CHECKING, Any
+
 from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.data.shared_list import SharedList
 from rayloader.errors import (
@@ -22,12 +24,18 @@ from rayloader.observe.progress_bar import progress
 from rayloader.observe.stats import LoaderStats
 from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
+if TYPE_CHECKING:
+    from rayloader.data.arrow import ArrowDataset
+    from rayloader.data.parquet import ParquetStream
+
 __all__ = [
+    "ArrowDataset",
     "BatchTimeoutError",
     "Consumer",
     "ConsumerDroppedError",
     "DataLoader",
     "LoaderStats",
+    "ParquetStream",
     "Patch",
     "RaySessionError",
     "RayloaderError",
@@ -51,3 +59,16 @@ __all__ = [
     "shutdown",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What needs pyarrow is imported when a program first names it."""
+    if name == "ArrowDataset":
+        from rayloader.data.arrow import ArrowDataset
+
+        return ArrowDataset
+    if name == "ParquetStream":
+        from rayloader.data.parquet import ParquetStream
+
+        return ParquetStream
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
