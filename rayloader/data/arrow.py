@@ -70,7 +70,7 @@ class ArrowDataset(Dataset[Row]):
         if hasattr(source, "__arrow_c_stream__"):
             if cache is not None:
                 raise ValueError(f"cache is a folder for Parquet files, and a table needs none, got {cache!r}")
-            table = pa.table(source)
+            table = _without_views(pa.table(source))
             schema, files = table.schema, []
         else:
             files = _files(source)
@@ -136,7 +136,7 @@ class ArrowDataset(Dataset[Row]):
         if not len(places):
             return self.schema.empty_table()
         if (numbers == numbers[0]).all():
-            return self._batches[numbers[0]].take(pa.array(rows))
+            return self._converter.take(self._batches[numbers[0]], rows)
         pairs = zip(numbers.tolist(), rows.tolist(), strict=True)
         return pa.Table.from_batches([self._batches[number].slice(row, 1) for number, row in pairs]).combine_chunks()
 
@@ -195,6 +195,15 @@ def _files_at(path: Any) -> list[str]:
     if not names:
         raise FileNotFoundError(f"the folder {absolute} has no file that ends in {', '.join(_SUFFIXES)}")
     return [os.path.join(absolute, name) for name in names]
+
+
+def _without_views(table: pa.Table) -> pa.Table:
+    """A table whose text and binary data are as everywhere: pyarrow cannot take rows of views, which others export."""
+    for index, field in enumerate(table.schema):
+        if pa.types.is_string_view(field.type) or pa.types.is_binary_view(field.type):
+            kind = pa.large_string() if pa.types.is_string_view(field.type) else pa.large_binary()
+            table = table.set_column(index, field.with_type(kind), table.column(index).cast(kind))
+    return table
 
 
 def _kind(path: str) -> bytes:

@@ -26,9 +26,9 @@ FORMS = ("tensors", "numpy", "arrow")
 
 _WHOLE = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
 _PLAIN = {*_WHOLE, pa.float16(), pa.float32(), pa.float64()}  # as tensors have them
-_LISTS = types.is_list, types.is_large_list, types.is_list_view, types.is_large_list_view
-_TEXTS = types.is_string, types.is_large_string, types.is_string_view
-_BYTES = types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view
+_LISTS = types.is_list, types.is_large_list
+_TEXTS = types.is_string, types.is_large_string
+_BYTES = types.is_binary, types.is_large_binary, types.is_fixed_size_binary
 _DAYS_AND_SECONDS = types.is_date32, types.is_time32  # those that have 32 bits
 
 
@@ -83,6 +83,22 @@ class Converter:
                     f"type {self.schema.field(name).type}"
                 )
         self._fill = _fillings(fill_null, paths)
+        self._sliced = [field.name for field in self.schema if _is_fixed_in_fixed(field.type)]
+
+    def take(self, table: pa.Table | pa.RecordBatch, places: Any) -> pa.Table | pa.RecordBatch:
+        """Rows of a table, in memory of their own.
+
+        `take` of pyarrow 26 gives other values than there are for lists of fixed size within such lists, where the
+        column is a slice. These are put together row by row.
+        """
+        if not self._sliced:
+            return table.take(pa.array(places))
+        taken = table.drop_columns(self._sliced).take(pa.array(places))
+        for name in self._sliced:
+            column = _in_one(table[name])
+            rows = [column.slice(place, 1) for place in places] or [column.slice(0, 0)]
+            taken = taken.append_column(table.schema.field(name), pa.concat_arrays(rows))
+        return taken
 
     def convert(self, table: pa.Table | pa.RecordBatch, name_row: Callable[[int], str]) -> Columns:
         """Converts the columns of the schema.
@@ -219,6 +235,17 @@ def _split(values: Any, lengths: Sequence[int]) -> Lists:
 
 def _is(kind: pa.DataType, *tests: Callable[[pa.DataType], bool]) -> bool:
     return any(test(kind) for test in tests)
+
+
+def _is_fixed_in_fixed(kind: pa.DataType, within: bool = False) -> bool:
+    """Whether a type has lists of fixed size within lists of fixed size."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_fixed_in_fixed(kind.storage_type, within)
+    if types.is_fixed_size_list(kind):
+        return within or _is_fixed_in_fixed(kind.value_type, True)
+    if types.is_struct(kind):
+        return any(_is_fixed_in_fixed(field.type, within) for field in kind)
+    return _is(kind, *_LISTS) and _is_fixed_in_fixed(kind.value_type, within)
 
 
 def _has_rule(kind: pa.DataType) -> bool:

@@ -341,7 +341,7 @@ class _Reading(Iterator[Any]):
             place = places[row]
             return f"row {self._rows[place]} of {self._files.name(self._groups[place])}"
 
-        return self._files.converter.convert(self._pool.take(pa.array(places)), name)
+        return self._files.converter.convert(self._files.converter.take(self._pool, places), name)
 
     # ---- how it gets there
 
@@ -369,7 +369,7 @@ class _Reading(Iterator[Any]):
 
     def _keep(self, places: _Array, block: pa.Table) -> None:
         """Makes the pool of these places of it, and a block."""
-        kept = [self._pool.take(pa.array(places))] if len(places) else []
+        kept = [self._files.converter.take(self._pool, places)] if len(places) else []
         self._pool = pa.concat_tables([*kept, block]).combine_chunks()
         self._groups, self._rows = self._groups[places], self._rows[places]
 
@@ -436,13 +436,13 @@ class _Reading(Iterator[Any]):
         for group in np.unique(groups):
             places = np.flatnonzero(groups == group)
             table = self._files.load(group)
-            parts.append(table.take(pa.array(rows[places])))
+            parts.append(self._files.converter.take(table.combine_chunks(), rows[places]))
             order.append(places)
             if self._piece < len(self._pieces) and self._pieces[self._piece][0] == group:
                 self._ahead.hold(int(group), table)
         if parts:
             back = np.argsort(np.concatenate(order))
-            self._pool = pa.concat_tables(parts).combine_chunks().take(pa.array(back))
+            self._pool = self._files.converter.take(pa.concat_tables(parts).combine_chunks(), back)
         self._groups, self._rows = groups, rows
         self._next, self._buffer = np.split(np.arange(len(groups)), [len(coming)])
 
