@@ -280,7 +280,6 @@ class _Reading(Iterator[Any]):
         self._stream, self._files, self._part = stream, files, part
         self.skipped = 0
         self._begin(stream.epoch)
-        self._ahead = _Ahead(files)
 
     def _begin(self, epoch: int) -> None:
         stream, groups = self._stream, len(self._files.rows)
@@ -288,6 +287,7 @@ class _Reading(Iterator[Any]):
         shuffles = stream.shuffle_buffer > 0
         order = np.random.default_rng([stream.seed, epoch]).permutation(groups) if shuffles else np.arange(groups)
         self._pieces = self._files.pieces(order, self._part, stream.equal_steps)
+        self._ahead = _Ahead(self._files)
         self._piece = self._row = 0  # the next to be read: the number of the piece, and a row of it
         self._generator = np.random.default_rng([stream.seed, epoch, 1 + self._part.index])
         self._pool = self._files.converter.schema.empty_table()
