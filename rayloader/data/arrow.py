@@ -27,7 +27,8 @@ from rayloader.errors import ReplicaError
 
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
-_CONVERTED_ROWS = 65_536  # at a time; a cache file has batches of that size
+# Bytes of a batch in a cache file: from few batches rows are taken quickly, and each must fit into memory, twice.
+_CACHED_BYTES = 256 * 2**20
 
 _Path = str | os.PathLike[str]
 
@@ -291,11 +292,22 @@ def _to_convert(path: str, wanted: pa.Schema) -> Iterator[pa.RecordBatch]:
     with _naming(path):
         if _kind(path) == _PARQUET:
             with parquet.ParquetFile(path, pre_buffer=True) as file:
-                batches = file.iter_batches(_CONVERTED_ROWS, columns=wanted.names)
+                batches = file.iter_batches(columns=wanted.names)
                 yield from (batch.select(wanted.names) for batch in batches)
         else:
             with pa.memory_map(path) as source:
                 yield from (batch.select(wanted.names) for batch in _batches_of(source, path))
+
+
+def _in_large_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    part: list[pa.RecordBatch] = []
+    for batch in batches:
+        part.append(batch.replace_schema_metadata(None))
+        if sum(one.nbytes for one in part) >= _CACHED_BYTES:
+            yield pa.Table.from_batches(part)
+            part = []
+    if part:
+        yield pa.Table.from_batches(part)
 
 
 def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
@@ -311,8 +323,8 @@ def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
     try:
         with os.fdopen(descriptor, "wb") as file:
             with pa.ipc.new_file(file, wanted.remove_metadata()) as writer:
-                for batch in _to_convert(path, wanted):
-                    writer.write_batch(batch.replace_schema_metadata(None))
+                for table in _in_large_parts(_to_convert(path, wanted)):
+                    writer.write_table(table.combine_chunks())
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

@@ -124,6 +124,11 @@ class Converter:
         """A batch, as the default collate makes it for tensors; arrays are left as they are."""
         return columns.collated() if self._form == "tensors" else columns.as_dict()
 
+    @property
+    def decodes(self) -> bool:
+        """Whether functions of the user's are called."""
+        return bool(self._decode)
+
     def _decoded(self, name: str, array: pa.Array, name_row: Callable[[int], str]) -> list[Any]:
         decode, decoded = self._decode[name], []
         for index, value in enumerate(self._filled(array, name).to_pylist()):

@@ -36,7 +36,8 @@ from rayloader.errors import RayloaderError, StateError
 logger = logging.getLogger("rayloader")
 
 _BLOCK = 4096  # rows that are read at a time, or as many as the shuffle buffer holds if these are more
-_CHUNK = 256  # rows that are converted at a time where single rows are asked for
+# Rows that are converted at a time where single rows are asked for; and with `decode`, which may take long.
+_CHUNK, _DECODED = 256, 16
 _FOOTERS = 16  # that are read at the same time
 # Filesystems of pyarrow whose threads and connections a fork does not have.
 _LOST_BY_FORK = {"s3", "gcs", "abfs", "hdfs"}
@@ -316,7 +317,8 @@ class _Reading(Iterator[Any]):
             while not self._coming:
                 if not self._read_on():
                     raise StopIteration
-            count = 1 if self._singly else min(_CHUNK, self._coming)
+            most = _DECODED if self._files.converter.decodes else _CHUNK
+            count = 1 if self._singly else min(most, self._coming)
             try:
                 self._ready = self._converted(self._at, count).rows()[::-1]
             except Exception:  # a null, or what the user's `decode` raises

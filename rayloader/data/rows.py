@@ -50,7 +50,8 @@ class Columns:
         """Some of the rows, in memory of their own."""
         if indices == list(range(self.length)):
             return self
-        values = {name: _part(column, indices) for name, column in self.values.items()}
+        places = torch.tensor(indices)
+        values = {name: _part(column, indices, places) for name, column in self.values.items()}
         return Columns(values, len(indices), self.maker)
 
     def collated(self) -> dict[str, Any]:
@@ -163,10 +164,10 @@ def _parts(batch: Sequence[Any]) -> list[tuple[Columns, list[int]]] | None:
     return parts
 
 
-def _part(column: Any, indices: list[int]) -> Any:
+def _part(column: Any, indices: list[int], places: torch.Tensor) -> Any:
     match column:
         case torch.Tensor():
-            return column[torch.tensor(indices)]
+            return column[places]
         case np.ndarray():
             return column[indices]
         case Columns():
