@@ -22,6 +22,7 @@ from pyarrow import parquet
 from torch.utils.data import Dataset
 
 from rayloader.data.columns import Converter, Form
+from rayloader.data.paths import check_alike, data_files, paths_of
 from rayloader.data.rows import Row
 from rayloader.errors import ReplicaError
 
@@ -79,7 +80,7 @@ class ArrowDataset(Dataset[Row]):
         self._converter = Converter(schema, columns, as_, decode, fill_null)
         wanted = self._converter.schema
         for file in files:
-            _check_schema(wanted, _schema(file), file, files[0])
+            check_alike(wanted, files[0], _schema(file), file)
         if files:
             self._parts = [_part(file, wanted, cache) for file in files]
         else:
@@ -168,34 +169,20 @@ class _Mapped:
 
 def _files(source: Any) -> list[str]:
     """The paths of files, from those that the user gave."""
-    if not isinstance(source, (str, os.PathLike)):
-        if not isinstance(source, Iterable):
-            raise TypeError(
-                "an ArrowDataset is made of a pyarrow.Table, another object with __arrow_c_stream__, a path, or a list "
-                f"of paths, got {type(source).__name__}"
+    files: list[str] = []
+    for path in paths_of(source, "an ArrowDataset, if not of a table,"):
+        if "://" in path:
+            raise ValueError(
+                f"an ArrowDataset maps files of this machine, got {path!r}; read Parquet files elsewhere by a "
+                "rayloader.ParquetStream, or copy them"
             )
-        files = [file for one in source for file in _files_at(one)]
-        if not files:
-            raise ValueError("an ArrowDataset needs at least one file, got an empty list of paths")
-        return files
-    return _files_at(source)
-
-
-def _files_at(path: Any) -> list[str]:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"a path must be a str or a pathlib.Path, got {path!r:.200}")
-    if "://" in os.fspath(path):
-        raise ValueError(
-            f"an ArrowDataset maps files of this machine, got {os.fspath(path)!r}; read Parquet files elsewhere by a "
-            "rayloader.ParquetStream, or copy them"
-        )
-    absolute = os.path.abspath(path)
-    if not os.path.isdir(absolute):
-        return [absolute]
-    names = sorted(name for name in os.listdir(absolute) if name.endswith(_SUFFIXES) and name[0] not in "._")
-    if not names:
-        raise FileNotFoundError(f"the folder {absolute} has no file that ends in {', '.join(_SUFFIXES)}")
-    return [os.path.join(absolute, name) for name in names]
+        absolute = os.path.abspath(path)
+        if os.path.isdir(absolute):
+            inside = [os.path.join(absolute, name) for name in os.listdir(absolute)]
+            files += data_files(absolute, inside, _SUFFIXES)
+        else:
+            files.append(absolute)
+    return files
 
 
 def _without_views(table: pa.Table) -> pa.Table:
@@ -223,17 +210,6 @@ def _schema(path: str) -> pa.Schema:
             return parquet.read_schema(path)
         with pa.memory_map(path) as source:
             return _reader(source, kind).schema
-
-
-def _check_schema(wanted: pa.Schema, schema: pa.Schema, path: str, first: str) -> None:
-    for field in wanted:
-        index = schema.get_field_index(field.name)
-        if index < 0 or schema.field(index).type != field.type:
-            found = "has none" if index < 0 else f"has {schema.field(index).type}"
-            raise ValueError(
-                f"all files must have the same columns: column {field.name!r} is {field.type} in {first}, and {path} "
-                f"{found}; leave it out by columns=, or write the files alike"
-            )
 
 
 def _reader(source: Any, kind: bytes) -> Any:

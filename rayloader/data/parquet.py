@@ -16,7 +16,7 @@ import hashlib
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rayloader.data.columns import Converter, Form
+from rayloader.data.paths import check_alike, data_files, paths_of
 from rayloader.data.rows import Row
 from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.errors import RayloaderError, StateError
@@ -112,7 +113,7 @@ class ParquetStream(IterableDataset[Any]):
             )
         self.equal_steps, self.on_error = equal_steps, on_error
         self.epoch = 0
-        self._paths = _paths(paths)
+        self._paths = paths_of(paths, "a ParquetStream")
         self._filesystem = filesystem
         self._arguments = columns, as_, decode, fill_null
         self._filters = _expression(filters)
@@ -197,14 +198,7 @@ class _Files:
         converter = Converter(first, *arguments)
         _check_filters(filters, first)
         for path, (_, schema) in zip(paths, footers, strict=True):
-            for field in converter.schema:
-                index = schema.get_field_index(field.name)
-                if index < 0 or schema.field(index).type != field.type:
-                    found = "has none" if index < 0 else f"has {schema.field(index).type}"
-                    raise ValueError(
-                        f"all files must have the same columns: column {field.name!r} is {field.type} in {paths[0]}, "
-                        f"and {path} {found}; leave it out by columns=, or write the files alike"
-                    )
+            check_alike(converter.schema, paths[0], schema, path)
         return cls(
             filesystem,
             paths,
@@ -216,9 +210,9 @@ class _Files:
             first,
         )
 
-    def name(self, group: int) -> str:
-        """A row group, for the user."""
-        return f"row group {self.numbers[group]} of {self.paths[self.files[group]]}"
+    def place(self, group: int) -> tuple[int, str]:
+        """The number of a row group in its file, and the path of that."""
+        return int(self.numbers[group]), self.paths[self.files[group]]
 
     def load(self, group: int) -> pa.Table:
         """The rows of a row group that the filters let through.
@@ -226,17 +220,20 @@ class _Files:
         Raises:
             RayloaderError: it cannot be read.
         """
+        number, path = self.place(group)
+        options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
         try:
-            fragment = dataset.ParquetFileFormat(
-                default_fragment_scan_options=dataset.ParquetFragmentScanOptions(pre_buffer=True)
-            ).make_fragment(self.paths[self.files[group]], self.filesystem, row_groups=[int(self.numbers[group])])
+            file = dataset.ParquetFileFormat(default_fragment_scan_options=options)
+            fragment = file.make_fragment(path, self.filesystem, row_groups=[number])
             table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
-            raise RayloaderError(f"{self.name(group)} cannot be read: {type(error).__name__}: {error}") from error
+            raise RayloaderError(
+                f"row group {number} of {path} cannot be read: {type(error).__name__}: {error}"
+            ) from error
         if self.filters is None and table.num_rows != self.rows[group]:
             raise RayloaderError(
-                f"{self.name(group)} cannot be read: it has {table.num_rows} rows now, and had {self.rows[group]} when "
-                "the stream was made; make the stream again"
+                f"row group {number} of {path} cannot be read: it has {table.num_rows} rows now, and had "
+                f"{self.rows[group]} when the stream was made; make the stream again"
             )
         return table
 
@@ -341,7 +338,8 @@ class _Reading(Iterator[Any]):
 
         def name(row: int) -> str:
             place = places[row]
-            return f"row {self._rows[place]} of {self._files.name(self._groups[place])}"
+            number, path = self._files.place(self._groups[place])
+            return f"row {self._rows[place]} of row group {number} of {path}"
 
         return self._files.converter.convert(self._files.converter.take(self._pool, places), name)
 
@@ -526,19 +524,6 @@ def _whole(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _paths(given: Any) -> list[str]:
-    several = [given] if isinstance(given, (str, os.PathLike)) else given
-    if not isinstance(several, Iterable):
-        raise TypeError(f"paths must be a path, or a list of paths, got {given!r:.200}")
-    paths = list(several)
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"a path must be a str or a pathlib.Path, got {path!r:.200}")
-    if not paths:
-        raise ValueError("a ParquetStream needs at least one file, got an empty list of paths")
-    return [os.fspath(path) for path in paths]
-
-
 def _located(paths: list[str], filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, list[str]]:
     """The filesystem, and the paths of the files in it."""
     files: list[str] = []
@@ -564,11 +549,7 @@ def _files_at(filesystem: fs.FileSystem, path: str) -> list[str]:
     if found.type != fs.FileType.Directory:
         return [path]
     inside = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
-    names = sorted(one.path for one in inside if one.is_file and one.path.endswith(".parquet"))
-    names = [name for name in names if os.path.basename(name)[0] not in "._"]
-    if not names:
-        raise FileNotFoundError(f"the folder {path} has no file that ends in .parquet")
-    return names
+    return data_files(path, [one.path for one in inside if one.is_file], (".parquet",))
 
 
 def _expression(filters: Any) -> dataset.Expression | None:

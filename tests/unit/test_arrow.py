@@ -328,8 +328,12 @@ def test_a_function_is_called_with_each_value():
 
 TABLE = pa.table({"x": [1], "s": ["a"]})
 REFUSED = [
-    (TypeError, "an ArrowDataset is made of a pyarrow.Table", lambda: ArrowDataset(3)),
-    (TypeError, "a path must be a str", lambda: ArrowDataset([3])),
+    (
+        TypeError,
+        "an ArrowDataset, if not of a table, takes paths, of type str or pathlib.Path, got 3",
+        lambda: ArrowDataset(3),
+    ),
+    (TypeError, "takes paths, of type str or pathlib.Path, got 3", lambda: ArrowDataset([3])),
     (ValueError, "needs at least one file, got an empty list", lambda: ArrowDataset([])),
     (ValueError, "maps files of this machine, got 's3://b/x'", lambda: ArrowDataset("s3://b/x")),
     (FileNotFoundError, "nowhere", lambda: ArrowDataset("nowhere.parquet")),
@@ -447,7 +451,7 @@ def test_an_object_that_exports_arrow_data():
 
 def test_a_folder_without_files_is_an_error(tmp_path):
     (tmp_path / "x.csv").touch()
-    with pytest.raises(FileNotFoundError, match=r"has no file that ends in \.arrow, "):
+    with pytest.raises(FileNotFoundError, match=r"has no file that ends in \.arrow or "):
         ArrowDataset(tmp_path)
 
 

@@ -462,8 +462,8 @@ def test_files_that_differ_are_an_error_that_names_column_and_file(tmp_path):
 
 
 REFUSED = [
-    (TypeError, "paths must be a path, or a list of paths, got 3", {"paths": 3}),
-    (TypeError, "a path must be a str", {"paths": [3]}),
+    (TypeError, "a ParquetStream takes paths, of type str or pathlib.Path, got 3", {"paths": 3}),
+    (TypeError, "a ParquetStream takes paths, of type str", {"paths": [3]}),
     (ValueError, "a ParquetStream needs at least one file, got an empty list", {"paths": []}),
     (FileNotFoundError, "there is no file or folder .*nowhere", {"paths": "nowhere"}),
     (FileNotFoundError, r"the folder .* has no file that ends in \.parquet", {"paths": "."}),
