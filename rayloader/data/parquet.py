@@ -118,7 +118,8 @@ class ParquetStream(IterableDataset[Any]):
         self._arguments = columns, as_, decode, fill_null
         self._filters = _expression(filters)
         self._files: _Files | None = None
-        self._opened_in: int | None = None  # the process that has used the filesystem
+        # The process that has used the filesystem.
+        self._opened_in: int | None = None if filesystem is None else os.getpid()
         self._has_ranks = False  # whether torch.distributed had several where this was pickled
         if filesystem is None and not any("://" in path for path in self._paths):
             self._open()
@@ -134,17 +135,16 @@ class ParquetStream(IterableDataset[Any]):
         return {**self.__dict__, "_opened_in": None, "_has_ranks": self._has_ranks or _are_there_ranks()}
 
     def _open(self) -> _Files:
+        used = self._filesystem if self._files is None else self._files.filesystem
+        if self._opened_in not in (None, os.getpid()) and used is not None and used.type_name in _LOST_BY_FORK:
+            raise RayloaderError(
+                f"this ParquetStream has a filesystem, {used.type_name}, that was used in process {self._opened_in} "
+                'and does not survive a fork; use workers="ray", or make a stream of URIs for the workers alone'
+            )
+        self._opened_in = os.getpid()
         if self._files is None:
             filesystem, paths = _located(self._paths, self._filesystem)
             self._files = _Files.read(filesystem, paths, self._arguments, self._filters)
-        if self._opened_in is None:
-            self._opened_in = os.getpid()
-        elif self._opened_in != os.getpid() and self._files.filesystem.type_name in _LOST_BY_FORK:
-            raise RayloaderError(
-                f"this ParquetStream was read in process {self._opened_in}, and its filesystem, "
-                f"{self._files.filesystem.type_name}, does not survive a fork; make another stream for the workers, or "
-                'use workers="ray"'
-            )
         return self._files
 
 

@@ -1,9 +1,8 @@
 """Rows of a table, which are cut from its columns only when somebody looks at them.
 
 Promise: `default_collate` of rows gives the same whether their columns are put together, or the values of each row are
-stacked, and it never takes apart what nobody has looked at. Whoever looks at a row finds a mapping of names to values,
-and what he changes there stays changed. This module does not need pyarrow: a process that only receives rows does
-without.
+stacked, and it never takes apart what nobody has looked at. A row is a mapping of names to values, and what is changed
+in it stays changed. This module does not need pyarrow: a process that only receives rows does without.
 
 NOTE [collate]. torch's `default_collate` looks up the type of the first sample in its map, which is its documented way
 to add types. `Row` is in that map, so torch's loader and ours collate alike, in any process that has imported this

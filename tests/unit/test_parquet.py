@@ -115,6 +115,7 @@ def test_filters_leave_rows_out(folder):
     expected = [i for i in range(100) if 20 < i < 50]
     for filters in ([("i", ">", 20), ("i", "<", 50)], (pc.field("i") > 20) & (pc.field("i") < 50)):
         assert numbers(ParquetStream(folder, filters=filters)) == expected
+        assert numbers(pickle.loads(pickle.dumps(ParquetStream(folder, filters=filters)))) == expected
         stream = ParquetStream(folder, columns=["t"], filters=filters)  # of a column that is not given
         assert [row["t"] for row in stream] == [f"text {i}" for i in expected]
         assert sorted(itertools.chain(*parts(ParquetStream(folder, filters=filters, shuffle_buffer=5), 3))) == expected
@@ -428,15 +429,14 @@ def test_paths_elsewhere_are_looked_at_when_they_are_read(folder):
 
 def test_a_filesystem_that_a_fork_would_lose_is_refused_there(folder, monkeypatch):
     monkeypatch.setattr(module, "_LOST_BY_FORK", {"local"})
-    stream = ParquetStream(folder)
+    stream, given = ParquetStream(folder), ParquetStream(folder, filesystem=fs.LocalFileSystem())
     assert len(list(stream)) == 100
     here = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
     assert len(list(pickle.loads(pickle.dumps(stream)))) == 100
-    with pytest.raises(
-        RayloaderError, match=r"was read in process [0-9]+, and its filesystem, local, does not survive"
-    ):
-        iter(stream)
+    for forked in (stream, given):
+        with pytest.raises(RayloaderError, match=rf"a filesystem, local, that was used in process {here} and does not"):
+            iter(forked)
 
 
 @pytest.mark.parametrize("size", [4, 200])

@@ -479,7 +479,7 @@ TESTS = {
         "test_files_without_rows": ["equal_steps=... needs a row"],
         "test_paths_elsewhere_are_looked_at_when_they_are_read": ["all paths must be"],
         "test_a_truncated_file_is_named": ["... has no footer of Parquet"],
-        "test_a_filesystem_that_a_fork_would_lose_is_refused_there": ["this ParquetStream was read in"],
+        "test_a_filesystem_that_a_fork_would_lose_is_refused_there": ["this ParquetStream has a filesystem"],
         "test_a_row_group_that_cannot_be_read_is_named_and_the_rest_comes": ["row group ... of ... cannot be read"],
         "test_a_row_group_that_cannot_be_read_is_skipped_counted_and_told": ["rayloader: skipped a row group"],
         "test_a_state_of_something_else_is_refused": [
