@@ -95,10 +95,10 @@ class ArrowDataset(Dataset[Row]):
         self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"converter": self._converter, "parts": self._parts}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_batches", "_bounds")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._converter, self._parts = state["converter"], state["parts"]
+        self.__dict__.update(state)
         self._open()
 
     @property
@@ -121,7 +121,7 @@ class ArrowDataset(Dataset[Row]):
         places = np.asarray(indices, None if len(indices) else np.int64)
         if places.ndim != 1 or places.dtype.kind not in "iu":
             raise TypeError(f"an index of an ArrowDataset must be a whole number, got {indices!r:.200}")
-        length = len(self)
+        places, length = places.astype(np.int64), len(self)
         wrong = (places < -length) | (places >= length)
         if wrong.any():
             raise IndexError(f"ArrowDataset index {places[wrong.argmax()]} is out of range for {length} rows")

@@ -263,11 +263,28 @@ def test_tensors_have_memory_of_their_own_that_can_be_written_to():
     assert table["l"][0].as_py() == [1, 2]
 
 
+class Labelled(ArrowDataset):
+    label = ""
+
+
+def test_what_a_subclass_adds_travels_too():
+    dataset = Labelled(pa.table({"x": [1]}))
+    dataset.label = "a"
+    assert pickle.loads(pickle.dumps(dataset)).label == "a"
+
+
+def test_dictionaries_that_differ_from_batch_to_batch():
+    one, other = (pa.record_batch({"x": pa.array(words).dictionary_encode()}) for words in (["a", "b"], ["c", "b"]))
+    dataset = ArrowDataset(pa.Table.from_batches([one, other]))
+    assert [row["x"] for row in dataset.__getitems__([3, 0, 2, 1])] == ["b", "a", "c", "b"]
+
+
 def test_indices():
     dataset = ArrowDataset(pa.table({"x": range(5)}))
     assert len(dataset) == 5
     assert [dataset[i]["x"].item() for i in (0, -1, np.int64(2), torch.tensor(3))] == [0, 4, 2, 3]
     assert [row["x"].item() for row in dataset.__getitems__(torch.tensor([4, -5]))] == [4, 0]
+    assert [row["x"].item() for row in dataset.__getitems__(np.array([4, 1], np.uint64))] == [4, 1]
     assert dataset.__getitems__([]) == []
     for wrong in (5, -6):
         with pytest.raises(IndexError, match=f"ArrowDataset index {wrong} is out of range for 5 rows"):
