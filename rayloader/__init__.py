@@ -1,5 +1,7 @@
 """torch's DataLoader with workers that are forks or Ray actors: change the import, keep the training script."""
 
+from typing import TYPE_CHECKING, Any
+
 from rayloader.data.cached import CachedDataset, cached
 from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.data.shared_list import SharedList
@@ -24,7 +26,12 @@ from rayloader.observe.progress_bar import progress
 from rayloader.observe.stats import CacheStats, LoaderStats
 from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
+if TYPE_CHECKING:
+    from rayloader.data.arrow import ArrowDataset
+    from rayloader.data.parquet import ParquetStream
+
 __all__ = [
+    "ArrowDataset",
     "BatchTimeoutError",
     "CacheError",
     "CacheStats",
@@ -33,6 +40,7 @@ __all__ = [
     "ConsumerDroppedError",
     "DataLoader",
     "LoaderStats",
+    "ParquetStream",
     "Patch",
     "RaySessionError",
     "RayloaderError",
@@ -57,3 +65,16 @@ __all__ = [
     "shutdown",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What needs pyarrow is imported when a program first names it."""
+    if name == "ArrowDataset":
+        from rayloader.data.arrow import ArrowDataset
+
+        return ArrowDataset
+    if name == "ParquetStream":
+        from rayloader.data.parquet import ParquetStream
+
+        return ParquetStream
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

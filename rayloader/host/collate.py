@@ -20,6 +20,7 @@ from rayloader._compat import (
     torch_is_itself,
     typed_storage,
 )
+from rayloader.data.rows import Row, collate_rows
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.codec import Fresh
 from rayloader.transport.raw import NUMPYS, storage_over
@@ -166,7 +167,7 @@ def _note(tensor: torch.Tensor, memory: Any) -> None:
 
 # Replacements of torch's functions.
 _INSTEAD = {collate_tensor_fn: stack, collate_int_fn: whole_numbers, collate_float_fn: floats}
-_OURS = {key: _INSTEAD.get(function, function) for key, function in _FIRST.items()}
+_OURS = {**{key: _INSTEAD.get(function, function) for key, function in _FIRST.items()}, Row: collate_rows}
 
 
 # NOTE [no shared memory in collate]

@@ -83,6 +83,13 @@ def test_digits_notices_other_batches() -> None:
     assert "bit for bit" not in result.stdout
 
 
+def test_parquet_stream_reads_each_image_once_and_learns(output_of: Callable[..., str]) -> None:
+    output = output_of("parquet_stream.py", "--epochs", "2", "--target", "0.5")
+
+    assert "epoch 1: continued after 640 images\nepoch 1: 1797 images" in output
+    assert re.fullmatch(r"[\d.]+% of the digits are classified correctly", output.splitlines()[-1])
+
+
 @pytest.mark.full
 def test_cached_sounds_are_computed_once(output_of: Callable[..., str]) -> None:
     output = output_of("cached_sounds.py", "--epochs", "2", "--sounds", "64", "--target", "0")

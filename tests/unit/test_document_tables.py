@@ -24,7 +24,9 @@ def results(module):
 readme_table = pytest.mark.parametrize("module", ["readme_table"], indirect=True)
 
 
-@pytest.mark.parametrize("module", ["readme_table", "frameworks", "shared", "clients", "gpu", "cache"], indirect=True)
+@pytest.mark.parametrize(
+    "module", ["readme_table", "frameworks", "shared", "clients", "gpu", "cache", "columns"], indirect=True
+)
 def test_documents_hold_the_generated_tables(module, results):
     import tables
 

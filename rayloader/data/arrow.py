@@ -1,0 +1,311 @@
+"""A map-style dataset over tables: in memory, Arrow files, or Parquet files that become Arrow files: `ArrowDataset`.
+
+Promise: Arrow files are mapped, never read whole, and all workers share that memory. A batch is gathered column by
+column. A file in a cache folder is whole, whatever became of the process that wrote it: it gets its name when all of it
+is on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+from torch.utils.data import Dataset
+
+from rayloader.data.columns import Converter, Form
+from rayloader.data.paths import check_alike, data_files, paths_of
+from rayloader.data.rows import Row
+from rayloader.errors import ReplicaError
+
+_PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
+# Bytes of a batch in a cache file: from few batches rows are taken quickly, and each must fit into memory, twice.
+_CACHED_BYTES = 256 * 2**20
+
+_Path = str | os.PathLike[str]
+
+
+class ArrowDataset(Dataset[Row]):
+    """Rows of a table, which are mappings of names to values; a loader's batch is a dict of columns.
+
+    Whole batches are taken column by column, and the default `collate_fn` gives the columns as they are:
+    `{"column": tensor[batch, ...]}`, from torch's loader too. Any other `collate_fn` gets a list of rows. The page on
+    columns says what becomes of each type.
+
+    Args:
+        source: a `pyarrow.Table`, or any object with `__arrow_c_stream__`; or a path, several, or a folder. Files are
+            of Arrow's formats (IPC files and streams), which are mapped, or Parquet, which is converted to that. Of a
+            folder these are all `.arrow`, `.feather`, `.ipc` and `.parquet` files in the order of their names.
+        columns: their names; None: all.
+        as_: "tensors"; "numpy": arrays, which the default `collate_fn` makes tensors of; "arrow": Arrow's own arrays.
+        decode: functions by names of columns with binary data or text, called with each value.
+        fill_null: what stands for a null, by names of columns. There is none among tensors and arrays: one that is met
+            is a ValueError.
+        cache: a folder for what is converted, that is Parquet and compressed Arrow files; it can be shared by many
+            processes. None: in memory.
+
+    Raises:
+        TypeError: an argument, or a column, is of a wrong type.
+        ValueError: an argument has a wrong value, or the files differ in their columns.
+        FileNotFoundError: there is no such file, or none in the folder.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        columns: Sequence[str] | None = None,
+        as_: Form = "tensors",
+        decode: Mapping[str, Callable[[Any], Any]] | None = None,
+        fill_null: Mapping[str, Any] | None = None,
+        cache: _Path | None = None,
+    ) -> None:
+        if hasattr(source, "__arrow_c_stream__"):
+            if cache is not None:
+                raise ValueError(f"cache is a folder for Parquet files, and a table needs none, got {cache!r}")
+            table = _without_views(pa.table(source))
+            schema, files = table.schema, []
+        else:
+            files = _files(source)
+            schema = _schema(files[0])
+        self._converter = Converter(schema, columns, as_, decode, fill_null)
+        wanted = self._converter.schema
+        for file in files:
+            check_alike(wanted, files[0], _schema(file), file)
+        if files:
+            self._parts = [_part(file, wanted, cache) for file in files]
+        else:
+            self._parts = [table.select(wanted.names)]
+        self._open()
+
+    def _open(self) -> None:
+        self._batches: list[pa.RecordBatch] = []
+        for part in self._parts:
+            batches = part.batches() if isinstance(part, _Mapped) else part.to_batches()
+            self._batches += [batch for batch in batches if batch.num_rows]
+        self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_batches", "_bounds")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns and their types."""
+        return self._converter.schema
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __getitem__(self, index: int) -> Row:
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        """The rows of these indices, for a loader."""
+        places = self._places(indices)
+        return self._converter.convert(self._taken(places), lambda row: f"row {places[row]}").rows()
+
+    def _places(self, indices: Sequence[int]) -> np.ndarray[Any, Any]:
+        places = np.asarray(indices, None if len(indices) else np.int64)
+        if places.ndim != 1 or places.dtype.kind not in "iu":
+            raise TypeError(f"an index of an ArrowDataset must be a whole number, got {indices!r:.200}")
+        places, length = places.astype(np.int64), len(self)
+        wrong = (places < -length) | (places >= length)
+        if wrong.any():
+            raise IndexError(f"ArrowDataset index {places[wrong.argmax()]} is out of range for {length} rows")
+        return np.where(places < 0, places + length, places)
+
+    def _taken(self, places: np.ndarray[Any, Any]) -> pa.RecordBatch | pa.Table:
+        """These rows, in memory of their own.
+
+        From one batch by `take`. From several row by row: `take` on several chunks of a column of lists or text would
+        first copy all of the column.
+        """
+        numbers = np.searchsorted(self._bounds, places, "right") - 1
+        rows = places - self._bounds[numbers]
+        if not len(places):
+            return self.schema.empty_table()
+        if (numbers == numbers[0]).all():
+            return self._converter.take(self._batches[numbers[0]], rows)
+        pairs = zip(numbers.tolist(), rows.tolist(), strict=True)
+        return pa.Table.from_batches([self._batches[number].slice(row, 1) for number, row in pairs]).combine_chunks()
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """An Arrow file that is mapped, in each process that has the dataset."""
+
+    path: str
+    nbytes: int
+    schema: pa.Schema  # of the columns that are wanted
+
+    def batches(self) -> list[pa.RecordBatch]:
+        try:
+            source = pa.memory_map(self.path)
+        except OSError as error:
+            raise ReplicaError(
+                f"this process cannot open {self.path}, a file of an ArrowDataset: {error}; each node needs the files "
+                "of the dataset, and its cache folder, under the same path"
+            ) from None
+        if source.size() != self.nbytes:
+            raise ReplicaError(
+                f"{self.path}, a file of an ArrowDataset, has {source.size()} bytes here, and had {self.nbytes} when "
+                "the dataset was made; make the dataset again, and replace its files by renaming, never in place"
+            )
+        return [batch.select(self.schema.names) for batch in _batches_of(source, self.path)]
+
+
+def _files(source: Any) -> list[str]:
+    """The paths of files, from those that the user gave."""
+    files: list[str] = []
+    for path in paths_of(source, "an ArrowDataset, if not of a table,"):
+        if "://" in path:
+            raise ValueError(
+                f"an ArrowDataset maps files of this machine, got {path!r}; read Parquet files elsewhere by a "
+                "rayloader.ParquetStream, or copy them"
+            )
+        absolute = os.path.abspath(path)
+        if os.path.isdir(absolute):
+            inside = [os.path.join(absolute, name) for name in os.listdir(absolute)]
+            files += data_files(absolute, inside, _SUFFIXES)
+        else:
+            files.append(absolute)
+    return files
+
+
+def _without_views(table: pa.Table) -> pa.Table:
+    """A table whose text and binary data are as everywhere: pyarrow cannot take rows of views, which others export."""
+    for index, field in enumerate(table.schema):
+        if pa.types.is_string_view(field.type) or pa.types.is_binary_view(field.type):
+            kind = pa.large_string() if pa.types.is_string_view(field.type) else pa.large_binary()
+            table = table.set_column(index, field.with_type(kind), table.column(index).cast(kind))
+    return table
+
+
+def _kind(path: str) -> bytes:
+    with open(path, "rb") as file:
+        head = file.read(8)
+    for kind in (_PARQUET, _ARROW_FILE, _ARROW_STREAM):
+        if head.startswith(kind):
+            return kind
+    raise ValueError(f"a file of an ArrowDataset must be an Arrow or a Parquet file, got {path}, which begins {head!r}")
+
+
+def _schema(path: str) -> pa.Schema:
+    kind = _kind(path)
+    with _naming(path):
+        if kind == _PARQUET:
+            return parquet.read_schema(path)
+        with pa.memory_map(path) as source:
+            return _reader(source, kind).schema
+
+
+def _reader(source: Any, kind: bytes) -> Any:
+    return pa.ipc.open_file(source) if kind == _ARROW_FILE else pa.ipc.open_stream(source)
+
+
+def _batches_of(source: Any, path: str) -> Iterator[pa.RecordBatch]:
+    """The batches of an Arrow file, one after the other."""
+    kind = _kind(path)
+    with _naming(path):
+        reader = _reader(source, kind)
+        if kind == _ARROW_STREAM:
+            yield from reader
+        else:
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+class _naming:
+    """Names the file in an error of pyarrow's."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, (pa.ArrowException, OSError)):
+            raise ValueError(f"{self._path} cannot be read, it is damaged or not whole: {error}") from error
+
+
+def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:
+    """What a file holds: mapped, or as a table in memory."""
+    if _kind(path) != _PARQUET:
+        with pa.memory_map(path) as source:
+            mapped = _Mapped(path, source.size(), wanted)
+            region = source.read_buffer()
+            source.seek(0)
+            first = next((batch for batch in _batches_of(source, path) if batch.num_rows), None)
+            if first is None or all(_lies_in(region, column) for column in first.select(wanted.names)):
+                return mapped
+    if cache is None:
+        table = pa.Table.from_batches(_to_convert(path, wanted), wanted)
+        return table.combine_chunks()
+    return _Mapped(target := _converted(path, wanted, cache), os.stat(target).st_size, wanted)
+
+
+def _lies_in(region: pa.Buffer, column: pa.Array) -> bool:
+    """Whether a column is a part of a file's memory, as it is if the file is not compressed."""
+    end = region.address + region.size
+    return all(region.address <= buffer.address < end for buffer in column.buffers() if buffer and buffer.size)
+
+
+def _to_convert(path: str, wanted: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The columns of a file that cannot be mapped."""
+    with _naming(path):
+        if _kind(path) == _PARQUET:
+            with parquet.ParquetFile(path, pre_buffer=True) as file:
+                batches = file.iter_batches(columns=wanted.names)
+                yield from (batch.select(wanted.names) for batch in batches)
+        else:
+            with pa.memory_map(path) as source:
+                yield from (batch.select(wanted.names) for batch in _batches_of(source, path))
+
+
+def _in_large_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    part: list[pa.RecordBatch] = []
+    for batch in batches:
+        part.append(batch.replace_schema_metadata(None))
+        if sum(one.nbytes for one in part) >= _CACHED_BYTES:
+            yield pa.Table.from_batches(part)
+            part = []
+    if part:
+        yield pa.Table.from_batches(part)
+
+
+def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
+    """The path of the Arrow file in the cache; it is written if it is not there."""
+    status = os.stat(path)
+    content = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, str(wanted), pa.__version__))
+    name = f"{Path(path).stem}-{hashlib.sha256(content.encode()).hexdigest()[:24]}.arrow"
+    target = os.path.join(os.path.abspath(cache), name)
+    if os.path.exists(target):
+        return target
+    os.makedirs(cache, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f".{name}-", dir=cache)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with pa.ipc.new_file(file, wanted.remove_metadata()) as writer:
+                for table in _in_large_parts(_to_convert(path, wanted)):
+                    writer.write_table(table.combine_chunks())
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return target

@@ -1,0 +1,592 @@
+"""`ArrowDataset`: what becomes of each type, of rows and batches; files, the cache; loaders are in test_columns.py."""
+
+import copy
+import datetime
+import decimal
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from torch.utils.data import ConcatDataset, default_collate
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from rayloader import ArrowDataset, ReplicaError
+from rayloader.data.rows import Row
+
+ROWS = 4
+NOON = datetime.datetime(2020, 1, 1, 12, tzinfo=datetime.timezone.utc)
+FIXED = pa.list_(pa.list_(pa.int64(), 2), 3)
+
+# Columns by name: what is stored, and what a batch has, as tensors.
+KINDS = {
+    "int32": (pa.array(range(4), pa.int32()), torch.arange(4, dtype=torch.int32)),
+    "uint64": (pa.array(range(4), pa.uint64()), torch.tensor([0, 1, 2, 3], dtype=torch.uint64)),
+    "half": (pa.array(np.arange(4, dtype="f2")), torch.arange(4, dtype=torch.float16)),
+    "double": (pa.array([0.5] * 4), torch.full((4,), 0.5, dtype=torch.float64)),
+    "bool": (pa.array([True, False, True, True]), torch.tensor([True, False, True, True])),
+    "decimal": (pa.array([decimal.Decimal("1.50")] * 4), torch.full((4,), 1.5, dtype=torch.float64)),
+    "timestamp": (pa.array([NOON] * 4, pa.timestamp("s", "UTC")), torch.full((4,), 1_577_880_000)),
+    "date": (pa.array([NOON.date()] * 4), torch.full((4,), 18_262, dtype=torch.int32)),
+    "date64": (pa.array([NOON.date()] * 4, pa.date64()), torch.full((4,), 18_262 * 86_400_000)),
+    "time": (pa.array([1, 2, 3, 4], pa.time32("s")), torch.arange(1, 5, dtype=torch.int32)),
+    "duration": (pa.array([5] * 4, pa.duration("ns")), torch.full((4,), 5)),
+    "text": (pa.array(["a", "", "ö", "d"]), ["a", "", "ö", "d"]),
+    "text view": (pa.array(["a", "", "ö", "d"]).cast(pa.string_view()), ["a", "", "ö", "d"]),
+    "binary": (pa.array([b"q", b"", b"\0", b"z"]), [b"q", b"", b"\0", b"z"]),
+    "three bytes": (pa.array([b"abc"] * 4, pa.binary(3)), [b"abc"] * 4),
+    "dictionary": (pa.array(["x", "y", "x", "y"]).dictionary_encode(), ["x", "y", "x", "y"]),
+    "numbers in a dictionary": (pa.array([7, 9, 7, 9]).dictionary_encode(), torch.tensor([7, 9, 7, 9])),
+    "fixed": (pa.array([[1.0, 2.0]] * 4, pa.list_(pa.float32(), 2)), torch.tensor([[1.0, 2.0]] * 4)),
+    "matrix": (pa.array([[[1, 2], [3, 4], [5, 6]]] * 4, FIXED), torch.tensor([[[1, 2], [3, 4], [5, 6]]] * 4)),
+    "pairs of text": (pa.array([["a", "b"]] * 4, pa.list_(pa.string(), 2)), [["a", "b"]] * 4),
+    "list": (pa.array([[1], [2, 3], [], [4]]), [torch.tensor(x, dtype=torch.int64) for x in ([1], [2, 3], [], [4])]),
+    "long list": (
+        pa.array([[1], [2, 3], [], [4]], pa.large_list(pa.int64())),
+        [torch.tensor(x, dtype=torch.int64) for x in ([1], [2, 3], [], [4])],
+    ),
+    "equal lists": (pa.array([[1, 2]] * 4), [torch.tensor([1, 2])] * 4),
+    "lists of lists": (
+        pa.array([[[1], [2]], [], [[3, 4]], [[5]]]),
+        [[torch.tensor([1]), torch.tensor([2])], [], [torch.tensor([3, 4])], [torch.tensor([5])]],
+    ),
+    "lists of text": (pa.array([["a"], [], ["b", "c"], []]), [["a"], [], ["b", "c"], []]),
+    "struct": (
+        pa.array([{"a": k, "b": {"c": str(k)}, "d": [k] * k} for k in range(4)]),
+        {
+            "a": torch.arange(4),
+            "b": {"c": ["0", "1", "2", "3"]},
+            "d": [torch.full((k,), k) for k in range(4)],
+        },
+    ),
+    "lists of structs": (
+        pa.array([[{"a": 1}], [], [{"a": 2}, {"a": 3}], []]),
+        [[{"a": torch.tensor(1)}], [], [{"a": torch.tensor(2)}, {"a": torch.tensor(3)}], []],
+    ),
+    "tensor": (
+        pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(24.0).reshape(4, 3, 2)),
+        torch.arange(24, dtype=torch.float64).reshape(4, 3, 2),
+    ),
+}
+
+
+def same(one, other):
+    """Whether values are equal to the bit, and their types too; rows count as dicts."""
+    if isinstance(one, Row):
+        one = dict(one)
+    if isinstance(other, Row):
+        other = dict(other)
+    if type(one) is not type(other):
+        return False
+    match one:
+        case torch.Tensor():
+            return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(one, other)
+        case np.ndarray():
+            return (one.dtype, one.shape) == (other.dtype, other.shape) and bool((one == other).all())
+        case dict():
+            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        case list() | tuple():
+            return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def touched(rows):
+    """The rows, with values of their own that are the same."""
+    for row in rows:
+        row.update(row)
+    return rows
+
+
+def in_chunks(table, rows=1):
+    return pa.Table.from_batches(table.to_batches(rows), table.schema)
+
+
+# ---- what becomes of each type
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunks", [False, True])
+def test_a_batch_of_each_type(kind, chunks):
+    stored, expected = KINDS[kind]
+    table = pa.table({"x": stored})
+    dataset = ArrowDataset(in_chunks(table) if chunks else table)
+    batch = default_collate(dataset.__getitems__(range(ROWS)))
+    assert type(batch) is dict
+    assert same(batch, {"x": expected})
+    assert same(default_collate(touched(dataset.__getitems__(range(ROWS)))), batch)
+    assert same(default_collate([dataset[index] for index in range(ROWS)]), batch)
+    assert same(
+        default_collate([*dataset.__getitems__([3, 1]), dataset[0]]), default_collate(dataset.__getitems__([3, 1, 0]))
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"timestamp", "date", "date64", "time", "duration"}))
+def test_arrays_are_collated_as_tensors(kind):
+    table = pa.table({"x": KINDS[kind][0]})
+    dataset = ArrowDataset(table, as_="numpy")
+    batch = default_collate(dataset.__getitems__(range(ROWS)))
+    assert same(default_collate(touched(dataset.__getitems__(range(ROWS)))), batch)
+    if isinstance(KINDS[kind][1], torch.Tensor):
+        assert same(batch, {"x": KINDS[kind][1]})
+        assert not isinstance(dataset[0]["x"], torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrows_own_arrays_are_collated_as_they_are(kind):
+    table = pa.table({"x": KINDS[kind][0]})
+    dataset = ArrowDataset(table, as_="arrow")
+    batch = default_collate(dataset.__getitems__([2, 0]))
+    expected = [table["x"][index].as_py() for index in (2, 0)]
+    for collated in (batch, default_collate(touched(dataset.__getitems__([2, 0])))):
+        assert collated["x"].to_pylist() == expected
+        assert collated["x"].type == dataset.schema.field("x").type
+    assert dataset[2]["x"].as_py() == table["x"][2].as_py()
+
+
+def test_times_as_numpy_has_them():
+    table = pa.table({kind: KINDS[kind][0] for kind in ("timestamp", "date", "date64", "time", "duration")})
+    row = ArrowDataset(table, as_="numpy")[0]
+    assert dict(row) == {
+        "timestamp": np.datetime64("2020-01-01T12:00:00"),
+        "date": np.datetime64("2020-01-01"),
+        "date64": np.datetime64("2020-01-01T00:00:00.000"),
+        "time": np.timedelta64(1, "s"),
+        "duration": np.timedelta64(5, "ns"),
+    }
+
+
+def test_a_tensor_whose_dimensions_are_permuted():
+    kind = pa.fixed_shape_tensor(pa.int64(), [2, 3], permutation=[1, 0])
+    stored = pa.ExtensionArray.from_storage(kind, pa.array([range(6)] * 2, pa.list_(pa.int64(), 6)))
+    for as_ in ("tensors", "numpy"):
+        row = ArrowDataset(pa.table({"x": stored}), as_=as_)[1]
+        assert row["x"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+VALUES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "i": st.integers(-128, 127),
+            "f": st.floats(width=32, allow_nan=False),
+            "t": st.text(max_size=3),
+            "l": st.lists(st.integers(0, 9), max_size=3),
+        }
+    ),
+    min_size=1,
+    max_size=9,
+)
+SCHEMA = pa.schema({"i": pa.int8(), "f": pa.float32(), "t": pa.string(), "l": pa.list_(pa.int16())})
+
+
+@given(VALUES, st.integers(1, 4), st.lists(st.integers(0, 8), min_size=1, max_size=12))
+def test_any_rows_of_any_chunks_are_those_of_the_table(rows, size, drawn):
+    table = pa.Table.from_pylist(rows, SCHEMA)
+    dataset = ArrowDataset(in_chunks(table, size))
+    indices = [index % len(rows) for index in drawn]
+    batch = default_collate(dataset.__getitems__(indices))
+    expected = [rows[index] for index in indices]
+    assert same(
+        batch,
+        {
+            "i": torch.tensor([row["i"] for row in expected], dtype=torch.int8),
+            "f": torch.tensor([row["f"] for row in expected], dtype=torch.float32),
+            "t": [row["t"] for row in expected],
+            "l": [torch.tensor(row["l"], dtype=torch.int16) for row in expected],
+        },
+    )
+    assert same(default_collate(touched(dataset.__getitems__(indices))), batch)
+
+
+# ---- rows
+
+
+def test_a_row_is_a_mapping_and_what_is_changed_in_it_stays_changed():
+    dataset = ArrowDataset(pa.table({"x": [1, 2], "s": [{"a": 1}, {"a": 2}]}))
+    rows = dataset.__getitems__([0, 1])
+    assert isinstance(rows, list)
+    row = rows[0]
+    assert (list(row), len(row), "x" in row, row.get("y")) == (["x", "s"], 2, True, None)
+    assert row == {"x": torch.tensor(1), "s": {"a": torch.tensor(1)}}
+    assert repr(row) == "Row({'x': tensor(1), 's': Row({'a': tensor(1)})})"
+    with pytest.raises(KeyError):
+        row["y"]
+    row["x"] = torch.tensor(7)
+    rows[1]["s"]["a"] = torch.tensor(9)
+    rows[1]["x"] += 10
+    assert same(default_collate(rows), {"x": torch.tensor([7, 12]), "s": {"a": torch.tensor([1, 9])}})
+    for row in rows:
+        row["new"] = row.pop("x")
+    assert list(default_collate(rows)) == ["s", "new"]
+
+
+def test_a_row_travels_and_is_collated_as_before():
+    dataset = ArrowDataset(pa.table({"x": [[1], [2]], "s": ["a", "b"]}))
+    rows = dataset.__getitems__([0, 1])
+    for copies in (
+        pickle.loads(pickle.dumps(rows)),
+        copy.copy(rows),
+        copy.deepcopy(rows),
+        [copy.copy(r) for r in rows],
+    ):
+        assert same(default_collate(copies), default_collate(rows))
+    assert same(default_collate([{**row} for row in dataset.__getitems__([0])])["s"], ["a"])
+
+
+def test_rows_of_different_datasets_are_stacked():
+    one, other = (ArrowDataset(pa.table({"x": pa.array([k], kind)})) for k, kind in enumerate((pa.int64(), pa.int64())))
+    (batch,) = TorchDataLoader(ConcatDataset([one, other]), 2)
+    assert same(batch, {"x": torch.tensor([0, 1])})
+
+
+def test_tensors_have_memory_of_their_own_that_can_be_written_to():
+    table = pa.table({"x": np.zeros(8), "l": [[1, 2]] * 8})
+    for dataset in (ArrowDataset(table), ArrowDataset(in_chunks(table, 4)), ArrowDataset(in_chunks(table, 1))):
+        for indices in ([3], [0, 1], range(8)):
+            batch = default_collate(dataset.__getitems__(indices))
+            batch["x"] += 1
+            batch["l"][0] += 1
+            assert dataset[indices[0]]["x"] == 0
+            assert dataset[indices[0]]["l"].tolist() == [1, 2]
+    one = ArrowDataset(table, as_="numpy")[0]["l"]
+    one[0] = 9
+    assert table["l"][0].as_py() == [1, 2]
+
+
+class Labelled(ArrowDataset):
+    label = ""
+
+
+def test_what_a_subclass_adds_travels_too():
+    dataset = Labelled(pa.table({"x": [1]}))
+    dataset.label = "a"
+    assert pickle.loads(pickle.dumps(dataset)).label == "a"
+
+
+def test_dictionaries_that_differ_from_batch_to_batch():
+    one, other = (pa.record_batch({"x": pa.array(words).dictionary_encode()}) for words in (["a", "b"], ["c", "b"]))
+    dataset = ArrowDataset(pa.Table.from_batches([one, other]))
+    assert [row["x"] for row in dataset.__getitems__([3, 0, 2, 1])] == ["b", "a", "c", "b"]
+
+
+def test_indices():
+    dataset = ArrowDataset(pa.table({"x": range(5)}))
+    assert len(dataset) == 5
+    assert [dataset[i]["x"].item() for i in (0, -1, np.int64(2), torch.tensor(3))] == [0, 4, 2, 3]
+    assert [row["x"].item() for row in dataset.__getitems__(torch.tensor([4, -5]))] == [4, 0]
+    assert [row["x"].item() for row in dataset.__getitems__(np.array([4, 1], np.uint64))] == [4, 1]
+    assert dataset.__getitems__([]) == []
+    for wrong in (5, -6):
+        with pytest.raises(IndexError, match=f"ArrowDataset index {wrong} is out of range for 5 rows"):
+            dataset[wrong]
+    for wrong in ([0.5], ["a"], [[1]], [True]):
+        with pytest.raises(TypeError, match="an index of an ArrowDataset must be a whole number, got"):
+            dataset.__getitems__(wrong)
+    with pytest.raises(TypeError):
+        dataset["x"]
+
+
+# ---- nulls, functions, what is refused
+
+
+@pytest.mark.parametrize(
+    ("column", "path", "value"),
+    [
+        (pa.array([1, 2, None]), "x", 0),
+        (pa.array([1.0, 2.0, None]), "x", -1.0),
+        (pa.array(["a", "b", None]), "x", ""),
+        (pa.array([[1], [2], None]), "x", []),
+        (pa.array([[1], [2], [3, None]]), "x[]", 0),
+        (pa.array([{"a": 1}, {"a": 2}, None]), "x.a", 0),
+        (pa.array([{"a": [1]}, {"a": [2]}, {"a": [None]}]), "x.a[]", 0),
+        (pa.array(["a", "b", None]).dictionary_encode(), "x", "?"),
+        (pa.array([b"a", b"b", None]), "x", b""),
+    ],
+)
+@pytest.mark.parametrize("as_", ["tensors", "numpy"])
+def test_a_null_is_an_error_that_names_column_row_and_remedy(column, path, value, as_):
+    table = pa.table({"x": column})
+    dataset = ArrowDataset(table, as_=as_)
+    assert len(dataset.__getitems__([0, 1])) == 2
+    with pytest.raises(ValueError, match="is null in row 2, and there is no null among") as caught:
+        dataset.__getitems__([1, 2, 0])
+    assert str(caught.value).startswith(f"column {path!r} is null")
+    assert f"fill_null={{{path!r}: ...}}" in str(caught.value)
+    filled = ArrowDataset(table, as_=as_, fill_null={path: value})
+    assert len(default_collate(filled.__getitems__([1, 2, 0]))["x"]) in (1, 3)
+    assert ArrowDataset(table, as_="arrow")[2]["x"].as_py() == table["x"][2].as_py()
+
+
+def test_a_function_is_called_with_each_value():
+    table = pa.table({"image": [b"ab", b"c"], "text": ["x", "yz"], "n": [1, 2]})
+    dataset = ArrowDataset(table, decode={"image": lambda data: torch.tensor([len(data)]), "text": len})
+    batch = default_collate(dataset.__getitems__([1, 0]))
+    assert same(batch, {"image": torch.tensor([[1], [2]]), "text": torch.tensor([2, 1]), "n": torch.tensor([2, 1])})
+    assert same(default_collate(touched(dataset.__getitems__([1, 0]))), batch)
+    failing = ArrowDataset(table, decode={"text": int})
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        failing.__getitems__([1])
+    assert caught.value.__notes__ == ["decode['text'] raised this for row 1"]
+    nulls = pa.table({"text": [None, "a"]})
+    assert ArrowDataset(nulls, decode={"text": len}, fill_null={"text": "none"})[0]["text"] == 4
+    with pytest.raises(ValueError, match="column 'text' is null in row 0"):
+        ArrowDataset(nulls, decode={"text": len})[0]
+
+
+TABLE = pa.table({"x": [1], "s": ["a"]})
+REFUSED = [
+    (
+        TypeError,
+        "an ArrowDataset, if not of a table, takes paths, of type str or pathlib.Path, got 3",
+        lambda: ArrowDataset(3),
+    ),
+    (TypeError, "takes paths, of type str or pathlib.Path, got 3", lambda: ArrowDataset([3])),
+    (ValueError, "needs at least one file, got an empty list", lambda: ArrowDataset([])),
+    (ValueError, "maps files of this machine, got 's3://b/x'", lambda: ArrowDataset("s3://b/x")),
+    (FileNotFoundError, "nowhere", lambda: ArrowDataset("nowhere.parquet")),
+    (ValueError, 'as_ must be "tensors", "numpy" or "arrow", got 3', lambda: ArrowDataset(TABLE, as_=3)),
+    (TypeError, "columns must be a list of names", lambda: ArrowDataset(TABLE, columns="x")),
+    (TypeError, "columns must be a list of names", lambda: ArrowDataset(TABLE, columns=[1])),
+    (ValueError, "at least one column, got none", lambda: ArrowDataset(TABLE, columns=[])),
+    (
+        ValueError,
+        "columns must name columns that exist, got 'y'; there are x, s",
+        lambda: ArrowDataset(TABLE, columns=["y"]),
+    ),
+    (ValueError, r"\['x'\] come more than once", lambda: ArrowDataset(TABLE, columns=["x", "x"])),
+    (ValueError, "decode must name columns that exist, got 'y'", lambda: ArrowDataset(TABLE, decode={"y": len})),
+    (TypeError, "decode must be a dict of column names to functions", lambda: ArrowDataset(TABLE, decode=len)),
+    (TypeError, "decode must be a dict of column names to functions", lambda: ArrowDataset(TABLE, decode={"s": 1})),
+    (TypeError, "decode is called with .* column 'x' is of type int64", lambda: ArrowDataset(TABLE, decode={"x": len})),
+    (TypeError, "fill_null must be a dict", lambda: ArrowDataset(TABLE, fill_null=0)),
+    (ValueError, "fill_null must name columns that exist, got 'y'", lambda: ArrowDataset(TABLE, fill_null={"y": 0})),
+    (
+        TypeError,
+        "fill_null must have values of the columns' types, got 'a'",
+        lambda: ArrowDataset(TABLE, fill_null={"x": "a"}),
+    ),
+    (ValueError, "a table needs none, got '/tmp'", lambda: ArrowDataset(TABLE, cache="/tmp")),
+    (
+        TypeError,
+        "column 'm' is of type map<.*>, which has no form as tensors",
+        lambda: ArrowDataset(pa.table({"m": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))})),
+    ),
+    (
+        TypeError,
+        r"column 'm.n\[\]' is of type null",
+        lambda: ArrowDataset(pa.table({"m": [{"n": [None]}]}), as_="numpy"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "text", "make"), REFUSED, ids=[text for _, text, _ in REFUSED])
+def test_what_is_wrong_is_an_error_that_says_so(error, text, make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_arrow_itself_has_a_form_for_each_type():
+    table = pa.table({"m": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))})
+    assert ArrowDataset(table, as_="arrow")[0]["m"].as_py() == [("a", 1)]
+
+
+# ---- files
+
+
+LARGE = pa.table({"i": range(1000), "t": [f"text {i}" for i in range(1000)], "l": [[i] * (i % 3) for i in range(1000)]})
+
+
+def write(path, how, table=LARGE):
+    """Writes a file of 250 rows each batch."""
+    match how:
+        case "parquet":
+            parquet.write_table(table, path, row_group_size=250)
+        case "file" | "compressed":
+            pyarrow.feather.write_feather(table, path, {"file": "uncompressed"}.get(how, "zstd"), chunksize=250)
+        case "stream":
+            with pa.ipc.new_stream(str(path), table.schema) as writer:
+                writer.write_table(table, max_chunksize=250)
+    return str(path)
+
+
+@pytest.mark.parametrize("how", ["parquet", "file", "compressed", "stream"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_of_each_kind(how, cached, tmp_path):
+    path = write(tmp_path / "x", how)
+    dataset = ArrowDataset(path, columns=["t", "i"], cache=tmp_path / "cache" if cached else None)
+    for there in (dataset, pickle.loads(pickle.dumps(dataset))):
+        assert len(there) == 1000
+        assert there.schema.names == ["t", "i"]
+        assert default_collate(there.__getitems__([999, 3])) == {
+            "t": ["text 999", "text 3"],
+            "i": pytest.approx([999, 3]),
+        }
+    is_mapped = cached or how in ("file", "stream")
+    assert (len(pickle.dumps(dataset)) < 4000) == is_mapped
+    assert (tmp_path / "cache").exists() == (cached and how in ("parquet", "compressed"))
+
+
+def test_mapped_files_take_no_memory_of_arrows(tmp_path):
+    path = write(tmp_path / "x", "file", pa.table({"x": np.zeros(1_000_000)}))
+    before = pa.total_allocated_bytes()
+    dataset = ArrowDataset(path)
+    assert dataset[5]["x"] == 0
+    assert pa.total_allocated_bytes() - before < 100_000
+
+
+def test_several_files_and_folders_in_the_order_of_their_names(tmp_path):
+    for number, how in enumerate(("stream", "parquet", "file")):
+        write(
+            tmp_path / f"{2 - number}.{'parquet' if how == 'parquet' else 'arrow'}", how, LARGE.slice(100 * number, 10)
+        )
+    (tmp_path / "_SUCCESS.parquet").touch()
+    (tmp_path / "readme.txt").touch()
+    assert [row["i"].item() for row in ArrowDataset(tmp_path)] == [*range(200, 210), *range(100, 110), *range(10)]
+    chosen = ArrowDataset([tmp_path / "2.arrow", str(tmp_path / "0.arrow")])
+    assert [chosen[i]["i"].item() for i in (0, 10)] == [0, 200]
+
+
+def test_an_object_that_exports_arrow_data():
+    class Frame:
+        def __arrow_c_stream__(self, requested_schema=None):
+            return TABLE.__arrow_c_stream__(requested_schema)
+
+    assert dict(ArrowDataset(Frame())[0]) == {"x": torch.tensor(1), "s": "a"}
+    assert dict(ArrowDataset(TABLE.to_batches()[0])[0]) == {"x": torch.tensor(1), "s": "a"}
+
+
+def test_a_folder_without_files_is_an_error(tmp_path):
+    (tmp_path / "x.csv").touch()
+    with pytest.raises(FileNotFoundError, match=r"has no file that ends in \.arrow or "):
+        ArrowDataset(tmp_path)
+
+
+def test_files_that_differ_are_an_error_that_names_column_and_file(tmp_path):
+    one = write(tmp_path / "1.parquet", "parquet", pa.table({"x": [1], "y": [2]}))
+    other = write(tmp_path / "2.parquet", "parquet", pa.table({"y": [2], "x": [1.5]}))
+    lacking = write(tmp_path / "3.parquet", "parquet", pa.table({"y": [2]}))
+    with pytest.raises(ValueError, match=f"column 'x' is int64 in {one}, and {other} has double"):
+        ArrowDataset([one, other])
+    with pytest.raises(ValueError, match=f"column 'x' is int64 in {one}, and {lacking} has none"):
+        ArrowDataset([one, lacking])
+    assert len(ArrowDataset([one, other, lacking], columns=["y"])) == 3
+
+
+@pytest.mark.parametrize("how", ["parquet", "file", "compressed", "stream"])
+def test_a_truncated_file_is_named(how, tmp_path):
+    path = write(tmp_path / "x", how)
+    os.truncate(path, os.path.getsize(path) - 500)
+    with pytest.raises(ValueError, match=f"^{path} cannot be read, it is damaged or not whole"):
+        len(ArrowDataset(path))
+
+
+def test_what_is_no_such_file_is_named(tmp_path):
+    (tmp_path / "x.parquet").write_bytes(b"a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"must be an Arrow or a Parquet file, got .*x.parquet, which begins b'a,b"):
+        ArrowDataset(tmp_path)
+
+
+def test_a_mapped_file_that_is_gone_or_another_is_an_error(tmp_path):
+    path = write(tmp_path / "x", "file")
+    sent = pickle.dumps(ArrowDataset(path))
+    write(path, "file", LARGE.slice(0, 500))
+    with pytest.raises(ReplicaError, match=r"a file of an ArrowDataset, has [0-9]+ bytes here, and had"):
+        pickle.loads(sent)
+    os.unlink(path)
+    with pytest.raises(ReplicaError, match=r"this process cannot open .*x, a file of an ArrowDataset"):
+        pickle.loads(sent)
+
+
+# ---- the cache
+
+
+def test_the_cache_is_written_once_and_for_each_content_and_choice_of_columns(tmp_path):
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+    ArrowDataset(path, cache=cache)
+    (first,) = cache.iterdir()
+    written = first.stat().st_mtime_ns, first.stat().st_ino
+    assert len(ArrowDataset(path, cache=cache)) == 1000
+    assert (first.stat().st_mtime_ns, first.stat().st_ino) == written
+    ArrowDataset(path, columns=["i"], cache=cache)
+    assert len(list(cache.iterdir())) == 2
+    write(path, "parquet", LARGE.slice(0, 10))
+    assert len(ArrowDataset(path, cache=cache)) == 10
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_a_full_disk_leaves_nothing_damaged(tmp_path):
+    """A limit on the size of files is what a process can have of a full disk."""
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            ArrowDataset(path, cache=cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(cache.iterdir()) == []
+    assert len(ArrowDataset(path, cache=cache)) == 1000
+
+
+KILLED = """
+import os, signal, sys
+import pyarrow as pa
+from rayloader import ArrowDataset
+
+replace = os.replace
+os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+ArrowDataset(sys.argv[1], cache=sys.argv[2])
+"""
+
+
+def test_who_is_killed_while_writing_leaves_nothing_that_is_read(tmp_path):
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+    killed = subprocess.run([sys.executable, "-c", KILLED, path, cache], cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = cache.iterdir()
+    assert left.suffix == ".tmp"
+    assert len(ArrowDataset(path, cache=cache)) == 1000
+    assert len(ArrowDataset(cache)) == 1000  # without that which is left
+
+
+def test_two_that_write_the_same_do_not_disturb_each_other(tmp_path, monkeypatch):
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+    replace, others = os.replace, []
+
+    def meanwhile(*paths):
+        monkeypatch.setattr(os, "replace", replace)
+        others.append(ArrowDataset(path, cache=cache))
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    first = ArrowDataset(path, cache=cache)
+    assert [len(first), len(others[0]), len(list(cache.iterdir()))] == [1000, 1000, 1]
+    assert first[7]["t"] == others[0][7]["t"] == "text 7"
+
+
+def test_importing_rayloader_leaves_pyarrow_alone():
+    program = """
+import sys
+import rayloader
+assert "pyarrow" not in sys.modules
+assert {"ArrowDataset", "ParquetStream"} <= set(rayloader.__all__)
+assert rayloader.ArrowDataset.__name__ == "ArrowDataset" and rayloader.ParquetStream.__name__ == "ParquetStream"
+assert "pyarrow" in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert (done.stderr, done.returncode) == ("", 0)

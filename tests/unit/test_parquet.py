@@ -1,0 +1,508 @@
+"""`ParquetStream`: parts, orders, states, errors; loaders are in test_columns.py."""
+
+import itertools
+import json
+import os
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import fs, parquet
+from torch.utils.data import default_collate
+
+import rayloader
+from rayloader import ParquetStream, RayloaderError, StateError
+from rayloader.data import parquet as module
+from rayloader.data.shard_info import Reader
+from rayloader.plain_state import pack, unpack
+
+# Row groups of the files that most tests read: 100 rows in 9 groups, of unequal length.
+GROUPS = [[7, 20, 1], [30], [5, 5, 11, 20, 1]]
+
+
+def write(folder, groups=GROUPS):
+    """Files with these row groups; the column `i` counts the rows of all."""
+    begin = 0
+    for number, sizes in enumerate(groups):
+        with parquet.ParquetWriter(folder / f"{number}.parquet", SCHEMA) as writer:
+            for size in sizes:
+                rows = range(begin, begin + size)
+                writer.write_table(pa.table({"i": rows, "t": [f"text {i}" for i in rows]}, SCHEMA), row_group_size=size)
+                begin += size
+    return folder
+
+
+SCHEMA = pa.schema({"i": pa.int64(), "t": pa.string()})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Rows are read and converted few at a time, so that a hundred of them are many."""
+    monkeypatch.setattr(module, "_BLOCK", 6)
+    monkeypatch.setattr(module, "_CHUNK", 4)
+
+
+def numbers(rows):
+    """The numbers of rows or batches."""
+    return [number for row in rows for number in np.atleast_1d(row["i"]).tolist()]
+
+
+def parts(stream, count):
+    """What each of so many workers reads."""
+    found = []
+    for index in range(count):
+        with Reader((index, count)).reads():
+            found.append(numbers(stream))
+    return found
+
+
+# ---- what it gives
+
+
+def test_the_rows_of_all_files_in_their_order(folder):
+    rows = list(ParquetStream(folder))
+    assert numbers(rows) == list(range(100))
+    assert dict(rows[42]) == {"i": torch.tensor(42), "t": "text 42"}
+    batch = default_collate(rows[5:8])
+    assert batch["i"].tolist() == [5, 6, 7]
+    assert batch["t"] == ["text 5", "text 6", "text 7"]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("first", [0, 2, 3, 97])
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_a_batch_of_rows_from_several_blocks_is_what_stacking_gives(folder, first, size):
+    rows = list(itertools.islice(ParquetStream(folder), first, first + size))
+    batch = default_collate(rows)
+    for row in rows:
+        row.update(row)
+    stacked = default_collate(rows)
+    assert torch.equal(batch["i"], stacked["i"])
+    assert batch["t"] == stacked["t"]
+    assert batch["i"].untyped_storage().nbytes() == batch["i"].nbytes or first % 4 == 0
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("shuffle_buffer", [0, 10])
+def test_batches_have_the_rows_in_the_same_order(folder, shuffle_buffer):
+    batches = list(ParquetStream(folder, shuffle_buffer=shuffle_buffer, batch_size=8))
+    assert [len(batch["t"]) for batch in batches] == [8] * 12 + [4]
+    assert all(type(batch) is dict for batch in batches)
+    assert numbers(batches) == numbers(ParquetStream(folder, shuffle_buffer=shuffle_buffer))
+
+
+def test_forms_of_batches(folder):
+    (arrays,) = ParquetStream(folder / "1.parquet", batch_size=100, as_="numpy")
+    assert type(arrays["i"]) is np.ndarray
+    assert arrays["t"][0] == "text 28"
+    (arrows,) = ParquetStream(folder / "1.parquet", batch_size=100, as_="arrow")
+    assert arrows["t"].type == pa.string()
+    (decoded,) = ParquetStream(folder / "1.parquet", columns=["t"], batch_size=100, decode={"t": len})
+    assert decoded["t"].tolist() == [7] * 30
+
+
+def test_filters_leave_rows_out(folder):
+    expected = [i for i in range(100) if 20 < i < 50]
+    for filters in ([("i", ">", 20), ("i", "<", 50)], (pc.field("i") > 20) & (pc.field("i") < 50)):
+        assert numbers(ParquetStream(folder, filters=filters)) == expected
+        assert numbers(pickle.loads(pickle.dumps(ParquetStream(folder, filters=filters)))) == expected
+        stream = ParquetStream(folder, columns=["t"], filters=filters)  # of a column that is not given
+        assert [row["t"] for row in stream] == [f"text {i}" for i in expected]
+        assert sorted(itertools.chain(*parts(ParquetStream(folder, filters=filters, shuffle_buffer=5), 3))) == expected
+
+
+# ---- shuffling
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_shuffled_order_depends_on_seed_and_epoch_alone(folder):
+    stream = ParquetStream(folder, shuffle_buffer=20)
+    first = numbers(stream)
+    assert sorted(first) == list(range(100))
+    assert first == numbers(stream) == numbers(pickle.loads(pickle.dumps(stream)))
+    stream.set_epoch(1)
+    second = numbers(stream)
+    third = numbers(ParquetStream(folder, shuffle_buffer=20, seed=1))
+    assert sorted(second) == sorted(third) == list(range(100))
+    assert len({tuple(order) for order in (first, second, third, sorted(first))}) == 4
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_rows_are_mixed_beyond_their_row_groups(folder):
+    order = numbers(ParquetStream(folder, shuffle_buffer=50))
+    groups = np.searchsorted(np.cumsum([size for sizes in GROUPS for size in sizes]), order, "right")
+    assert np.count_nonzero(np.diff(groups)) > 40  # 8 if each came as a whole
+
+
+# ---- parts
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 10])
+@pytest.mark.parametrize("count", [1, 2, 3, 9, 12])
+def test_all_parts_together_are_the_whole(folder, shuffle_buffer, count):
+    found = parts(ParquetStream(folder, shuffle_buffer=shuffle_buffer), count)
+    assert sorted(itertools.chain(*found)) == list(range(100))
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.sampled_from(["cut", "pad"]),
+    st.integers(0, 3),
+)
+def test_equal_steps_of_any_row_groups(groups, count, equal_steps, seed):
+    rows = np.array([size for sizes in groups for size in sizes])
+    files = module._Files(None, [], rows, rows, rows, None, None, None)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    total = int(rows.sum())
+    share = total // count if equal_steps == "cut" else -(-total // count)
+    infos = [Reader((index, count)).info() for index in range(count)]
+    if not share:
+        with pytest.raises(ValueError, match="needs a row for each of the"):
+            files.pieces(order, infos[0], equal_steps)
+        return
+    seen = []
+    for info in infos:
+        pieces = files.pieces(order, info, equal_steps)
+        given = [(group, row) for group, first, end in pieces for row in range(first, end)]
+        assert all(0 <= first < end <= rows[group] for group, first, end in pieces)
+        assert len(given) == share
+        seen += given
+    if equal_steps == "cut":
+        assert len(set(seen)) == len(seen) > total - count
+    else:
+        assert len(set(seen)) == total
+        assert len(seen) < total + count
+
+
+@pytest.mark.parametrize("equal_steps", ["cut", "pad"])
+@pytest.mark.parametrize("shuffle_buffer", [0, 10])
+def test_equal_steps(folder, equal_steps, shuffle_buffer):
+    stream = ParquetStream(folder, equal_steps=equal_steps, shuffle_buffer=shuffle_buffer)
+    found = parts(stream, 7)
+    assert {len(part) for part in found} == {14 if equal_steps == "cut" else 15}
+    together = list(itertools.chain(*found))
+    assert len(set(together)) == (98 if equal_steps == "cut" else 100)
+    assert parts(ParquetStream(folder, equal_steps="cut"), 1) == [list(range(100))]
+
+
+# ---- states
+
+
+def states_of(kind, state):
+    """The state as programs save it."""
+    match kind:
+        case "plain":
+            return state
+        case "pickle":
+            return pickle.loads(pickle.dumps(state))
+        case "json":
+            return unpack(json.loads(json.dumps(pack(state))))
+
+
+KINDS_OF_STREAMS = [
+    {},
+    {"shuffle_buffer": 4},
+    {"shuffle_buffer": 15},
+    {"shuffle_buffer": 1000},
+    {"batch_size": 7, "shuffle_buffer": 9},
+    {"batch_size": 200},
+    {"filters": [("i", ">", 30)], "shuffle_buffer": 9},
+    {"equal_steps": "pad", "shuffle_buffer": 9},
+    {"equal_steps": "cut"},
+]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(KINDS_OF_STREAMS), st.integers(0, 110), st.integers(0, 20), st.integers(0, 2), st.integers(1, 2))
+def test_a_state_continues_exactly(folder, arguments, first, second, epoch, count):
+    """Twice: from a state of an iterator that has itself continued from one."""
+
+    def stream():
+        made = ParquetStream(folder, **arguments)
+        made.set_epoch(epoch)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch, Reader((count - 1, count)).reads():
+        patch.setattr(module, "_BLOCK", 6)
+        patch.setattr(module, "_CHUNK", 4)
+        whole = numbers(stream())
+        iterator = iter(stream())
+        taken = numbers(itertools.islice(iterator, first))
+        for kind, more in (("pickle", second), ("json", 1000)):
+            state = states_of(kind, iterator.state_dict())
+            iterator = iter(ParquetStream(folder, **arguments))  # which has not been told the epoch
+            iterator.load_state_dict(state)
+            assert states_of("json", iterator.state_dict()).keys() == state.keys()
+            taken += numbers(itertools.islice(iterator, more))
+        assert taken == whole
+
+
+def test_a_state_is_not_changed_by_going_on(folder):
+    iterator = iter(ParquetStream(folder, shuffle_buffer=10))
+    numbers(itertools.islice(iterator, 30))
+    state = iterator.state_dict()
+    before = json.dumps(pack(state))
+    rest = numbers(iterator)
+    assert json.dumps(pack(state)) == before
+    iterator.load_state_dict(state)  # backwards, in the same iterator
+    assert numbers(iterator) == rest
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_only_the_row_groups_that_are_needed_are_read_again(folder, monkeypatch):
+    loaded = []
+    load = module._Files.load
+    monkeypatch.setattr(module._Files, "load", lambda files, group: loaded.append(int(group)) or load(files, group))
+    iterator = iter(ParquetStream(folder))
+    numbers(itertools.islice(iterator, 80))
+    state = iterator.state_dict()
+    iterator = iter(ParquetStream(folder))
+    loaded.clear()
+    iterator.load_state_dict(state)
+    assert loaded == [7]
+    assert numbers(iterator) == list(range(80, 100))
+    assert loaded == [7, 8]  # once, although the state had rows of it
+
+
+def test_the_state_of_the_end_is_the_end(folder):
+    iterator = iter(ParquetStream(folder, shuffle_buffer=10))
+    numbers(iterator)
+    again = iter(ParquetStream(folder, shuffle_buffer=10))
+    again.load_state_dict(iterator.state_dict())
+    assert list(again) == list(iterator) == []
+
+
+def test_the_size_of_a_state_is_that_of_the_buffer(folder):
+    iterator = iter(ParquetStream(folder))
+    next(iterator)
+    state = iterator.state_dict()
+    assert (len(state["coming"]), len(state["buffer"])) == (1, 0)
+    iterator = iter(ParquetStream(folder, shuffle_buffer=10))
+    next(iterator)
+    assert len(iterator.state_dict()["buffer"]) <= 10
+
+
+def test_a_state_of_something_else_is_refused(folder, tmp_path):
+    state = iter(ParquetStream(folder)).state_dict()
+    for wrong in (None, {}, {"epoch": 1}):
+        with pytest.raises(StateError, match="this is not a state of a ParquetStream's iterator"):
+            iter(ParquetStream(folder)).load_state_dict(wrong)
+    others = {
+        "shuffle_buffer": ParquetStream(folder, shuffle_buffer=1),
+        "seed": ParquetStream(folder, seed=1),
+        "equal_steps": ParquetStream(folder, equal_steps="cut"),
+        "files": ParquetStream(write(tmp_path, [[7, 20]])),
+    }
+    for name, other in others.items():
+        with pytest.raises(StateError, match=f"the state of a ParquetStream was saved with {name}="):
+            iter(other).load_state_dict(state)
+    with Reader((1, 2)).reads(), pytest.raises(StateError, match=r"with part=\[0, 1\], and here it is \[1, 2\]"):
+        iter(ParquetStream(folder)).load_state_dict(state)
+
+
+# ---- errors while it reads
+
+
+def damaged(folder, row_group):
+    """Overwrites the data of a row group of the last file."""
+    path = folder / "2.parquet"
+    column = parquet.read_metadata(path).row_group(row_group).column(0)
+    with open(path, "r+b") as file:
+        file.seek(column.data_page_offset if not column.has_dictionary_page else column.dictionary_page_offset)
+        file.write(b"\xff" * column.total_compressed_size)
+    return path
+
+
+LOST = set(range(58 + 5, 58 + 10))  # of row group 1 of the last file
+
+
+@pytest.mark.parametrize("batch_size", [None, 8])
+def test_a_row_group_that_cannot_be_read_is_named_and_the_rest_comes(tmp_path, batch_size):
+    stream = ParquetStream(write(tmp_path), batch_size=batch_size)
+    path = damaged(tmp_path, 1)
+    iterator, found, errors = iter(stream), [], []
+    while True:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            break
+        except RayloaderError as error:
+            errors.append(str(error))
+    assert numbers(found) == [i for i in range(100) if i not in LOST]
+    (error,) = errors
+    assert error.startswith(f"row group 1 of {path} cannot be read: ")
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 10])
+def test_a_row_group_that_cannot_be_read_is_skipped_counted_and_told(tmp_path, shuffle_buffer, caplog):
+    stream = ParquetStream(write(tmp_path), shuffle_buffer=shuffle_buffer, on_error="skip")
+    damaged(tmp_path, 1)
+    iterator = iter(stream)
+    assert iterator.skipped == 0
+    assert sorted(numbers(iterator)) == [i for i in range(100) if i not in LOST]
+    assert iterator.skipped == iterator.state_dict()["skipped"] == 1
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "rayloader"]
+    assert line.startswith("rayloader: skipped a row group: row group 1 of ")
+
+
+def test_a_file_that_is_another_one_now_is_an_error(tmp_path):
+    stream = ParquetStream(write(tmp_path))
+    write(tmp_path, [[7, 21, 1], [30], [5, 5, 11, 20, 1]])
+    with pytest.raises(
+        RayloaderError, match=r"row group 1 of .*0\.parquet cannot be read: it has 21 rows now, and had 20"
+    ):
+        list(stream)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_null_is_an_error_of_its_row_alone(tmp_path):
+    for number in range(2):
+        parquet.write_table(
+            pa.table({"i": [0, 1, 2, None, 4, 5, None]}), tmp_path / f"{number}.parquet", row_group_size=5
+        )
+    iterator, found, errors = iter(ParquetStream(tmp_path)), [], []
+    while True:
+        try:
+            found.append(next(iterator)["i"].item())
+        except StopIteration:
+            break
+        except ValueError as error:
+            errors.append(str(error))
+            assert iterator.state_dict()["skipped"] == 0
+    assert found == [0, 1, 2, 4, 5] * 2
+    assert len(errors) == 4
+    assert errors[0].startswith(f"column 'i' is null in row 3 of row group 0 of {tmp_path}/0.parquet, and there is no")
+    assert errors[3].startswith(f"column 'i' is null in row 1 of row group 1 of {tmp_path}/1.parquet, and there is no")
+    assert [row["i"].item() for row in ParquetStream(tmp_path, filters=pc.field("i").is_valid())] == found
+    assert numbers(ParquetStream(tmp_path, fill_null={"i": 9}))[3] == 9
+
+
+def test_what_decode_raises_names_file_and_row(folder):
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        next(iter(ParquetStream(folder, decode={"t": int})))
+    assert caught.value.__notes__ == [f"decode['t'] raised this for row 0 of row group 0 of {folder}/0.parquet"]
+
+
+# ---- paths
+
+
+def test_paths_of_each_kind(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    for paths in ("1.parquet", folder / "1.parquet", ["1.parquet"], f"file://{folder}/1.parquet"):
+        assert numbers(ParquetStream(paths)) == list(range(28, 58))
+    assert numbers(ParquetStream(f"file://{folder}")) == list(range(100))
+    below = fs.SubTreeFileSystem(str(folder), fs.LocalFileSystem())
+    assert numbers(ParquetStream(["2.parquet", "0.parquet"], filesystem=below)) == [*range(58, 100), *range(28)]
+    assert numbers(pickle.loads(pickle.dumps(ParquetStream("1.parquet", filesystem=below)))) == list(range(28, 58))
+
+
+def test_a_folder_is_read_with_the_folders_in_it(tmp_path):
+    for name in ("b/x.parquet", "a/x.parquet", "a/_x.parquet", "a/.x.parquet", "c.parquet", "a/x.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        parquet.write_table(pa.table({"p": [name]}), tmp_path / name)
+    assert [row["p"] for row in ParquetStream(tmp_path)] == ["a/x.parquet", "b/x.parquet", "c.parquet"]
+
+
+def test_paths_elsewhere_are_looked_at_when_they_are_read(folder):
+    """By pyarrow's filesystem for tests, in memory."""
+    stream = ParquetStream("mock:///nowhere")
+    with pytest.raises(FileNotFoundError, match="there is no file or folder nowhere for a ParquetStream"):
+        iter(stream)
+    memory = fs._MockFileSystem()
+    memory.create_dir("files")
+    fs.copy_files(str(folder), "files", fs.LocalFileSystem(), memory)
+    assert numbers(ParquetStream("files", filesystem=memory)) == list(range(100))
+    with pytest.raises(ValueError, match=r"all paths must be in one filesystem, got .* and others in local"):
+        iter(ParquetStream([folder, "mock:///x"]))
+
+
+def test_a_filesystem_that_a_fork_would_lose_is_refused_there(folder, monkeypatch):
+    monkeypatch.setattr(module, "_LOST_BY_FORK", {"local"})
+    stream, given = ParquetStream(folder), ParquetStream(folder, filesystem=fs.LocalFileSystem())
+    assert len(list(stream)) == 100
+    here = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    assert len(list(pickle.loads(pickle.dumps(stream)))) == 100
+    for forked in (stream, given):
+        with pytest.raises(RayloaderError, match=rf"a filesystem, local, that was used in process {here} and does not"):
+            iter(forked)
+
+
+@pytest.mark.parametrize("size", [4, 200])
+def test_a_truncated_file_is_named(tmp_path, size):
+    write(tmp_path)
+    os.truncate(tmp_path / "1.parquet", size)
+    with pytest.raises(ValueError, match=r"1\.parquet has no footer of Parquet, it is damaged or not whole"):
+        ParquetStream(tmp_path)
+
+
+def test_files_that_differ_are_an_error_that_names_column_and_file(tmp_path):
+    parquet.write_table(pa.table({"x": [1], "y": [2]}), tmp_path / "1.parquet")
+    parquet.write_table(pa.table({"x": [1.5], "y": [2]}), tmp_path / "2.parquet")
+    with pytest.raises(ValueError, match=r"column 'x' is int64 in .*1.parquet, and .*2.parquet has double"):
+        ParquetStream(tmp_path)
+    assert len(list(ParquetStream(tmp_path, columns=["y"]))) == 2
+    parquet.write_table(pa.table({"x": [1.5]}), tmp_path / "2.parquet")
+    with pytest.raises(ValueError, match=r"column 'y' is int64 in .*1.parquet, and .*2.parquet has none"):
+        ParquetStream(tmp_path, columns=["y"])
+
+
+# ---- arguments
+
+
+REFUSED = [
+    (TypeError, "a ParquetStream takes paths, of type str or pathlib.Path, got 3", {"paths": 3}),
+    (TypeError, "a ParquetStream takes paths, of type str", {"paths": [3]}),
+    (ValueError, "a ParquetStream needs at least one file, got an empty list", {"paths": []}),
+    (FileNotFoundError, "there is no file or folder .*nowhere", {"paths": "nowhere"}),
+    (FileNotFoundError, r"the folder .* has no file that ends in \.parquet", {"paths": "."}),
+    (ValueError, "shuffle_buffer of a ParquetStream must be a whole number >= 0, got -1", {"shuffle_buffer": -1}),
+    (ValueError, "shuffle_buffer of a ParquetStream must be a whole number >= 0, got True", {"shuffle_buffer": True}),
+    (ValueError, "seed of a ParquetStream must be a whole number >= 0, got None", {"seed": None}),
+    (ValueError, "batch_size of a ParquetStream must be a whole number >= 1, got 0", {"batch_size": 0}),
+    (ValueError, 'equal_steps must be "cut", "pad" or None, got True', {"equal_steps": True}),
+    (ValueError, 'on_error must be "raise" or "skip", got None', {"on_error": None}),
+    (ValueError, "equal_steps='cut' counts rows before", {"equal_steps": "cut", "on_error": "skip"}),
+    (ValueError, "equal_steps='pad' counts rows before", {"equal_steps": "pad", "filters": [("i", ">", 1)]}),
+    (ValueError, "filters must be an expression", {"filters": "i > 3"}),
+    (ValueError, "filters do not fit the columns i, t", {"filters": [("y", ">", 1)]}),
+    (ValueError, "filters do not fit the columns i, t", {"filters": [("t", ">", 1)]}),
+    (ValueError, "columns must name columns that exist, got 'y'; there are i, t", {"columns": ["y"]}),
+    (ValueError, 'as_ must be "tensors", "numpy" or "arrow", got None', {"as_": None}),
+]
+
+
+@pytest.mark.parametrize(("error", "text", "arguments"), REFUSED, ids=[text for _, text, _ in REFUSED])
+def test_what_is_wrong_is_an_error_that_says_so(folder, error, text, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=text):
+        ParquetStream(**{"paths": folder, **arguments})
+
+
+def test_an_epoch_that_is_none_is_an_error(folder):
+    with pytest.raises(ValueError, match=r"epoch of a ParquetStream must be a whole number >= 0, got 1\.5"):
+        ParquetStream(folder).set_epoch(1.5)
+
+
+def test_files_without_rows(tmp_path):
+    parquet.write_table(pa.table({"i": pa.array([], pa.int64())}), tmp_path / "x.parquet")
+    assert list(ParquetStream(tmp_path)) == list(ParquetStream(tmp_path, shuffle_buffer=3, batch_size=2)) == []
+    with pytest.raises(ValueError, match="needs a row for each of the 1 workers of all ranks, and there are 0"):
+        iter(ParquetStream(tmp_path, equal_steps="cut"))
+
+
+def test_it_is_found_in_the_package():
+    assert rayloader.ParquetStream is ParquetStream
+    with pytest.raises(AttributeError, match="has no attribute 'ParquetStreams'"):
+        rayloader.ParquetStreams  # noqa: B018
