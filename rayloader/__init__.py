@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from rayloader.data.arrow import ArrowDataset
     from rayloader.data.parquet import ParquetStream
 
+# Without ArrowDataset and ParquetStream: `import *` must not need pyarrow.
 __all__ = [
-    "ArrowDataset",
     "BatchTimeoutError",
     "CacheError",
     "CacheStats",
@@ -40,7 +40,6 @@ __all__ = [
     "ConsumerDroppedError",
     "DataLoader",
     "LoaderStats",
-    "ParquetStream",
     "Patch",
     "RaySessionError",
     "RayloaderError",
@@ -69,12 +68,17 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """What needs pyarrow is imported when a program first names it."""
-    if name == "ArrowDataset":
-        from rayloader.data.arrow import ArrowDataset
+    try:
+        if name == "ArrowDataset":
+            from rayloader.data.arrow import ArrowDataset
 
-        return ArrowDataset
-    if name == "ParquetStream":
-        from rayloader.data.parquet import ParquetStream
+            return ArrowDataset
+        if name == "ParquetStream":
+            from rayloader.data.parquet import ParquetStream
 
-        return ParquetStream
+            return ParquetStream
+    except ModuleNotFoundError as error:
+        if error.name == "pyarrow":
+            raise ImportError(f"rayloader.{name} needs pyarrow: pip install rayloader[arrow]") from error
+        raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,6 +22,7 @@ from pyarrow import parquet
 from torch.utils.data import ConcatDataset, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
 
+import rayloader
 from rayloader import ArrowDataset, ReplicaError
 from rayloader.data.rows import Row
 
@@ -581,8 +582,8 @@ def test_importing_rayloader_leaves_pyarrow_alone():
     program = """
 import sys
 import rayloader
+from rayloader import *
 assert "pyarrow" not in sys.modules
-assert {"ArrowDataset", "ParquetStream"} <= set(rayloader.__all__)
 assert rayloader.ArrowDataset.__name__ == "ArrowDataset" and rayloader.ParquetStream.__name__ == "ParquetStream"
 assert "pyarrow" in sys.modules
 """
@@ -590,3 +591,12 @@ assert "pyarrow" in sys.modules
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_what_needs_pyarrow_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for module in ("arrow", "columns", "parquet", "paths"):
+        monkeypatch.delitem(sys.modules, f"rayloader.data.{module}", raising=False)
+    for name in ("ArrowDataset", "ParquetStream"):
+        with pytest.raises(ImportError, match=rf"rayloader.{name} needs pyarrow: pip install rayloader\[arrow\]"):
+            getattr(rayloader, name)
