@@ -27,8 +27,8 @@ from rayloader.observe.stats import CacheStats, LoaderStats
 from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
 if TYPE_CHECKING:
-    from rayloader.data.arrow import ArrowDataset
-    from rayloader.data.parquet import ParquetStream
+    from rayloader.data.arrow import ArrowDataset as ArrowDataset
+    from rayloader.data.parquet import ParquetStream as ParquetStream
 
 # Without ArrowDataset and ParquetStream: `import *` must not need pyarrow.
 __all__ = [
