@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import functools
 import gc
+import importlib.metadata
 import logging
 import os
 import pickle
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 import zlib
 from pathlib import Path
 
@@ -725,12 +727,126 @@ def test_fingerprints_see_values_code_and_what_the_code_uses(monkeypatch):
     assert of(Numbers(sized)) != before
 
 
+MADE = "class Made:\n def __len__(s): return 3\n def __getitem__(s, i): return s.m\n"
+# Programs with a class `Made`, in which `A` is replaced by 1 and by 2.
+PROGRAMS = {
+    "a cached property": MADE + " @functools.cached_property\n def m(s): return A",
+    "a method with a cache": MADE + " @functools.lru_cache\n def m(s): return A",
+    "a function with a cache": "@functools.cache\ndef m(): return A\nclass Made:\n def __getitem__(s, i): return m()",
+    "a partial method": MADE + " def n(s, k): return k\n m = functools.partialmethod(n, A)",
+    "a generic function": "@functools.singledispatch\ndef m(i): return A\nclass Made:\n m = m",
+    "which of two functions": MADE + " a, b = (lambda s: 1), (lambda s: 2)\n m = (a, b)[A - 1]",
+    "a metaclass": "class M(type):\n def k(c): return A\nclass Made(metaclass=M):\n pass",
+    "a function's attribute": "def m(): return m.k\nm.k = A\nclass Made:\n def __getitem__(s, i): return m()",
+    "a global beside a lock": "G = {0: A, 1: threading.Lock()}\nclass Made:\n def __getitem__(s, i): return G[i]",
+    "an object with a lock": (
+        "class T:\n def __init__(s): s.lock = threading.Lock()\n def __call__(s, i): return A\n"
+        "t = T()\nclass Made:\n def __getitem__(s, i): return t(i)"
+    ),
+    "what an exception leads to": (
+        "class Made:\n def __getitem__(s, i):\n  try: return i / 0\n  except (ValueError, KeyError)[A - 1]: return 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_fingerprints_see_code_however_it_is_wrapped(program):
+    found = []
+    for number in ("1", "2", "2"):
+        names = {"__name__": "__main__", "functools": functools, "threading": threading}
+        exec(PROGRAMS[program].replace("A", number), names)
+        found.append(fingerprint.fingerprint_of(names["Made"](), None))
+    assert found[0] != found[1] == found[2]
+
+
+HELPER = types.ModuleType("a_helper")
+
+
+def helped(index):
+    return HELPER.decode(index)
+
+
+def helped_by_an_import(index):
+    from a_helper import decode
+
+    return decode(index)
+
+
+@pytest.mark.parametrize("make", [helped, helped_by_an_import])
+def test_fingerprints_see_what_code_uses_of_modules_of_the_program(make, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "a_helper", HELPER)
+    monkeypatch.setattr(HELPER, "__file__", str(tmp_path / "a_helper.py"), raising=False)
+    found = []
+    for source in ("SIZE = 1", "SIZE = 2", "def decode(i): return i", "SIZE = 2\ndef decode(i): return i * SIZE"):
+        exec("def decode(i): return i * SIZE\n" + source, vars(HELPER))
+        found.append(fingerprint.fingerprint_of(Numbers(make), None))
+    assert len({*found[:3]}) == 3
+    assert found[3] == found[1]
+    HELPER.unused = 1
+    assert fingerprint.fingerprint_of(Numbers(make), None) == found[1]
+
+
+def test_fingerprints_see_code_of_modules_that_are_not_entered():
+    def loaded(source):
+        names = {"__name__": "loaded_by_a_path"}
+        exec(source, names)
+        return fingerprint.fingerprint_of(Numbers(names["make"]), None)
+
+    assert loaded("def make(i): return 1") != loaded("def make(i): return 2")
+
+
+def test_fingerprints_see_what_a_function_of_a_package_holds():
+    def of(number):
+        made = {"__name__": "torch.utils.data"}
+        exec("def resizing(n):\n def resize(i): return i * n\n return resize", made)
+        return fingerprint.fingerprint_of(Numbers(made["resizing"](number)), None)
+
+    assert of(1) != of(2)
+
+
+def test_fingerprints_see_the_versions_of_packages_that_are_named_otherwise():
+    assert fingerprint._version("PIL") == importlib.metadata.version("pillow")
+    assert fingerprint._version("json") == ""
+
+
+class Held(np.ndarray):
+    pass
+
+
+def held(number):
+    array = np.zeros(3).view(Held)
+    array.number = number
+    return array
+
+
+def marked(number):
+    tensor = torch.zeros(3)
+    tensor.number = number
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[1, 0])),
+        (held(1), held(2)),
+        (marked(1), marked(2)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj()),
+        (torch.tensor([1 + 2j]).imag, torch.tensor([1 + 2j]).conj().imag),
+    ],
+)
+def test_fingerprints_see_all_of_an_array(one, other):
+    assert fingerprint.fingerprint_of([one], None) != fingerprint.fingerprint_of([other], None)
+
+
 def test_fingerprints_are_the_same_in_each_run(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, torch, numpy as np\n" + "\n" * int("3") + "LIMIT = {'b', 'a', 'c'}\n"
+        "import enum, sys, torch, numpy as np\nColor = enum.Enum('Color', 'red green blue')\n"
+        + "\n" * int("3")
+        + "LIMIT = {'b', 'a', 'c'}\n"
         "class Photos(torch.utils.data.Dataset):\n"
-        "    size = {'x', 'y', 'z'}\n"
+        "    size, colors = {'x', 'y', 'z'}, set(Color)\n"
         "    def __init__(self): self.names, self.t, self.f = {'p', 'q', 'r'}, torch.arange(9), lambda i: i in LIMIT\n"
         "    def __getitem__(self, i): return i in {'k', 'l', 'm'}\n"
         "from rayloader.data.fingerprint import fingerprint_of\n"
