@@ -222,6 +222,8 @@ class SampleStore:
         nbytes = starts[-1]
         with self._locked():
             self._header[_BUILT] += 1
+            if self._header[_END] > len(self._bytes):  # another process has opened it with a larger `max_bytes`
+                self._map()
             if self._index[number]:
                 return False
             at = self._header[_USED]

@@ -670,6 +670,15 @@ def test_a_cache_may_grow(tmp_path):
     assert [smaller[i] for i in range(20)] == [dataset.make(i) for i in range(20)]
 
 
+def test_one_that_has_the_small_file_fills_the_larger_one_too(tmp_path):
+    dataset = Numbers(lambda i: b"%04d" % i * 1000)
+    small = cached(dataset, 20_000, tmp_path, fingerprint="numbers")
+    large = cached(dataset, "1MB", tmp_path, fingerprint="numbers")
+    for kept, numbers in [(large, range(10)), (small, range(20)), (small, range(20)), (large, range(20))]:
+        assert [kept[i] for i in numbers] == [dataset.make(i) for i in numbers]
+    assert (small.stats().present, small.stats().full) == (20, False)
+
+
 def test_fingerprints_are_of_memory_no_matter():
     with pytest.raises(ValueError, match="fingerprint= is of a folder"):
         cached([1], fingerprint="x")
