@@ -292,6 +292,26 @@ def test_a_share_of_all_that_is_read_is_compared(monkeypatch):
     assert dataset.asked == 1 + 1 + 3
 
 
+class Read(IterableDataset):
+    def __init__(self, kept):
+        self.kept = kept
+
+    def __iter__(self):
+        return map(self.kept.__getitem__, range(20))
+
+
+@pytest.mark.parametrize("around", [lambda kept: kept, lambda kept: Numbers(kept.__getitem__), Read])
+def test_what_may_not_be_cached_is_not_skipped(around):
+    def make(index):
+        if index == 2:
+            raise LookupError("no such file")
+        return torch.rand(1) if index == 3 else index
+
+    loader = rayloader.DataLoader(around(cached(Numbers(make))), batch_size=4, on_error="skip")
+    with pytest.raises(CacheError, match="draws from a random generator"):
+        list(loader)
+
+
 def test_a_comparison_that_fails_says_that_it_was_one():
     def make(index):
         if asked:
