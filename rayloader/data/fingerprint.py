@@ -3,7 +3,8 @@
 Promise: datasets whose attributes, data or code differ have different fingerprints, as far as they can be seen:
 attributes and data by their values, classes and functions of the program by their code, with the globals and the
 modules of the program that it names, those of installed packages by their names and the packages' versions. Equal ones
-may have different fingerprints; then samples are built again.
+may have different fingerprints; then samples are built again. What samples contain is described in the same way, to
+compare those that are built again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from rayloader._compat import no_torch_function
 from rayloader.namespaces import attributes_in, is_a, is_own_name, names_in, namespace_of
 from rayloader.transport.raw import memory
 
@@ -58,6 +60,16 @@ def fingerprint_of(dataset: Any, given: str | Iterable[str | os.PathLike[str]] |
     return described.digest()
 
 
+def content_of(sample: Any) -> bytes:
+    """What a sample contains, in 32 bytes: the same for equal ones, in any process."""
+    described = hashlib.sha256()
+    try:
+        _DescribingContent(described, {}).dump(sample)
+    except ValueError:  # it contains itself
+        _Describing(described := hashlib.sha256(), {}, lenient=True).dump(sample)
+    return described.digest()
+
+
 class _Into(io.RawIOBase):
     """A file whose content goes into a hash."""
 
@@ -89,7 +101,7 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
         """Stands for a set, whose order is another one in each run; so no item may depend on those before it."""
         if type(obj) not in (set, frozenset):
             return None
-        return sorted((_Describing(None, dict(self._seen))._value(item) for item in obj), key=repr)
+        return sorted((type(self)(None, dict(self._seen))._value(item) for item in obj), key=repr)
 
     def reducer_override(self, obj: Any) -> Any:
         """How another object is described."""
@@ -101,10 +113,8 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
             return str, (repr(self._used_of(obj, namespace_of(obj))),)
         if "__wrapped__" in (attributes_in(obj) or ()):  # such as functools.lru_cache's, which pickle by their names
             return str, (repr((type(obj).__qualname__, self._values(vars(obj)))),)
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
-            whole = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            content = memory(whole.data_ptr(), whole.nbytes, whole) if whole.nbytes else b""
-            return str, (f"{obj.dtype} {tuple(obj.shape)} {_hash(content)} {self._values(vars(obj))}",)
+        if is_a(obj, torch.Tensor) and (described := self._tensor(obj)) is not None:
+            return str, (described,)
         if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
             data = np.ascontiguousarray(obj.view(np.ndarray))
             content = data.reshape(-1).view(np.uint8) if data.nbytes else b""
@@ -117,6 +127,17 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
             return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
         except Exception:  # nothing that samples depend on can be seen
             return str, (type(obj).__qualname__,)
+
+    def _tensor(self, tensor: torch.Tensor) -> str | None:
+        """A tensor, also of a class of the user's; None if it has no plain memory."""
+        with no_torch_function():
+            plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+            if not plain or tensor.device.type == "meta":
+                return None
+            whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            content = memory(whole.data_ptr(), whole.nbytes, whole) if whole.nbytes else b""
+            kind = type(tensor).__qualname__
+            return f"{kind} {tensor.dtype} {tuple(tensor.shape)} {_hash(content)} {self._values(vars(tensor))}"
 
     def _code_of(self, obj: Any) -> Any:
         """A class or a function: of the program by its code, otherwise by its package's version."""
@@ -157,10 +178,21 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
             return self._code_of(value)
         described = hashlib.sha256()
         try:
-            _Describing(described, self._seen, lenient=True).dump(value)
+            type(self)(described, self._seen, lenient=True).dump(value)
         except Exception:  # as above, but pickling has noticed it later
             return type(value).__qualname__
         return described.hexdigest()
+
+
+class _DescribingContent(_Describing):
+    """Describes a sample: classes and functions by their names, a part that it holds twice like two equal ones."""
+
+    def __init__(self, described: Any, seen: dict[Any, Any], *, lenient: bool = True) -> None:
+        super().__init__(described, seen, lenient=lenient)
+        self.fast = True  # without a record of which parts are one object: that may depend on what a dataset has kept
+
+    def _code_of(self, obj: Any) -> Any:
+        return f"{obj.__module__}.{obj.__qualname__}"
 
 
 def _named(globals_: dict[str, Any], used: set[str]) -> dict[str, Any]:

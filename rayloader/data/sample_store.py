@@ -62,6 +62,12 @@ def size_of(count: int, max_bytes: int) -> int:
     return _data(count) + _aligned(max_bytes, mmap.PAGESIZE)
 
 
+def as_read(sample: Any) -> Any:
+    """A sample as it would be read: objects may differ from those that were pickled, though they are equal."""
+    encoded = codec.encode(sample, known_classes=True)
+    return codec.decode(encoded.skeleton, encoded.buffers)
+
+
 def _data(count: int) -> int:
     return _aligned(_HEADER + 8 * (_SLOTS + count), mmap.PAGESIZE)
 

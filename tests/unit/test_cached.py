@@ -3,10 +3,13 @@
 import collections
 import copy
 import dataclasses
+import datetime
 import errno
+import fractions
 import functools
 import gc
 import importlib.metadata
+import io
 import logging
 import os
 import pickle
@@ -198,12 +201,13 @@ def test_batches_are_read_at_once_and_missing_samples_built_at_once():
 
 def test_indices_are_those_of_a_sequence():
     kept = cached(Numbers(labelled))
-    assert kept[-1][1] == 19
     assert kept[np.int64(4)][1] == 4
     assert kept[torch.tensor(4)][1] == 4
     assert [label for _, label in kept] == list(range(20))
     with pytest.raises(IndexError, match="index 20 is out of range for 20 samples"):
         kept[20]
+    with pytest.raises(IndexError, match="whole numbers from 0 on, got -1"):
+        kept[-1]
     with pytest.raises(TypeError, match="whole numbers from 0 on, got 'a'"):
         kept["a"]
     kept.dataset.count = 21
@@ -262,6 +266,31 @@ def test_a_sample_that_draws_from_a_generator_of_its_dataset_is_refused():
         cached(Noisy(None))[0]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_generator_that_comes_late_and_is_rarely_drawn_from_is_found(at_once):
+    class Late(Numbers):
+        def __getitem__(self, index):
+            if index >= 10 and not hasattr(self, "generator"):
+                self.generator = np.random.default_rng(0)
+            return self.generator.random() if index == 13 else index
+
+    kept = cached(Late(None))
+    assert [kept[index] for index in range(10)] == list(range(10))
+    with pytest.raises(CacheError, match=r"sample 13 of the cached Late draws"):
+        kept.__getitems__(list(range(10, 20))) if at_once else [kept[index] for index in range(10, 20)]
+    assert 13 not in [index for index in range(20) if kept._store._index[index]]
+
+
+def test_a_generator_of_a_main_module_is_found_where_that_came_with_the_dataset():
+    names = {"__name__": "__main__", "Numbers": Numbers, "GENERATOR": random.Random(0)}
+    source = "class Rare(Numbers):\n def __getitem__(s, i): return GENERATOR.random() if i == 13 else i"
+    exec(source, names)
+    kept = cached(names["Rare"](None))
+    assert [kept[index] for index in range(10)] == list(range(10))
+    with pytest.raises(CacheError, match=r"sample 13 of the cached Rare draws"):
+        kept[13]
+
+
 def test_a_generator_of_a_sample_s_own_is_no_draw():
     kept = cached(Numbers(lambda index: np.random.default_rng(index).random(3)))
     assert all(same(kept[i], np.random.default_rng(i).random(3)) for i in (1, 2, 1, 2))
@@ -281,6 +310,90 @@ def test_samples_of_a_dataset_that_has_changed_are_not_given(where):
     dataset.make = functools.partial(torch.full, (5,))
     with pytest.raises(CacheError, match=r"sample 2 .* differs .* make a new cache"):
         another(kept)[2]
+
+
+class Moving:
+    """Equal ones are, and it has no attributes to see."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number):
+        self.number = number
+
+
+OPAQUE = {
+    "dates": lambda n: datetime.datetime.fromtimestamp(n, datetime.timezone.utc),
+    "slots": Moving,
+    "paths": lambda n: Path(str(n)),
+    "fractions": lambda n: fractions.Fraction(n, 7),
+    "buffers": lambda n: io.BytesIO(bytes([n])),
+    "sparse tensors": lambda n: torch.tensor([n, 1]).to_sparse(),
+    "subclasses": lambda n: torch.nn.Parameter(torch.tensor([1.0, n])),
+    "one number of many": lambda n: np.r_[np.zeros(100_003), n],
+}
+
+
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_samples_of_all_kinds_are_compared_in_whole(kind):
+    numbers = iter(range(10, 20))
+    with pytest.raises(CacheError, match="sample 4 of the cached Numbers differs when it is built again"):
+        cached(Numbers(lambda index: OPAQUE[kind](next(numbers))))[4]
+    kept = cached(Numbers(OPAQUE[kind]))
+    for _ in range(2):
+        kept[4]
+
+
+class Restored:
+    """Has another attribute when it has been pickled, as images with palettes and data frames do."""
+
+    def __init__(self, number):
+        self.number, self.kept = number, {}
+
+    def __reduce__(self):
+        return Restored._again, (self.number,)
+
+    @staticmethod
+    def _again(number):
+        made = Restored(number)
+        made.restored = True
+        return made
+
+
+def itself(index):
+    sample = [index]
+    return [*sample, sample.append(sample), sample]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: torch.tensor([1 + 2j]).conj(),
+        lambda i: torch.tensor([1 + 2j]).conj().imag,
+        lambda i: np.array([i], ">f4"),
+        lambda i: Restored(i),
+        lambda i: {"words": {"a", "b", str(i)}, "same": [str(i)] * 2},
+        lambda i: [lambda x: x + i, Pair],
+        itself,
+    ],
+)
+def test_equal_samples_do_not_differ_when_one_was_read(make):
+    kept = cached(Numbers(make))
+    for _ in range(2):
+        kept[4]
+    assert kept.stats().hits == 1
+
+
+def test_a_dataset_that_is_changed_in_this_process_is_compared_at_once():
+    dataset = Numbers(labelled)
+    dataset.shift = 0
+    dataset.make = lambda index: index + dataset.shift
+    kept = cached(dataset)
+    for _ in range(2):
+        assert [*kept] == list(range(20))
+    assert dataset.asked == 20 + 2 + 1
+    dataset.shift = 1
+    with pytest.raises(CacheError, match="sample 5 of the cached Numbers differs"):
+        kept[5]
 
 
 def test_a_share_of_all_that_is_read_is_compared(monkeypatch):
@@ -328,9 +441,11 @@ def test_a_comparison_that_fails_says_that_it_was_one():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (([], 0), ValueError, "max_bytes must be a number of bytes >= 1, or such as '500MB' or '20GiB', got 0"),
+        (([], 0), ValueError, "max_bytes must be a whole number of bytes >= 1, or such as '500MB' or '20GiB', got 0"),
         (([], "5 apples"), ValueError, "got '5 apples'"),
         (([], True), ValueError, "got True"),
+        (([], 1e9), ValueError, "got 1000000000.0"),
+        (([], 10**30), ValueError, f"got {10**30}"),
         ((Stream(),), TypeError, "needs a map-style dataset, with __getitem__ and __len__, got Stream"),
         ((object(),), TypeError, "got object"),
     ],
@@ -833,9 +948,12 @@ def test_fingerprints_see_what_a_function_of_a_package_holds():
     assert of(1) != of(2)
 
 
-def test_fingerprints_see_the_versions_of_packages_that_are_named_otherwise():
-    assert fingerprint._version("PIL") == importlib.metadata.version("pillow")
+def test_fingerprints_see_the_versions_of_packages_that_are_named_otherwise(monkeypatch):
+    monkeypatch.setattr(fingerprint, "_distributions", lambda: {"a_package": ["pytest"]})
+    fingerprint._version.cache_clear()
+    assert fingerprint._version("a_package") == importlib.metadata.version("pytest")
     assert fingerprint._version("json") == ""
+    fingerprint._version.cache_clear()
 
 
 class Held(np.ndarray):
