@@ -26,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
-from rayloader.data.fingerprint import content_of, fingerprint_of
+from rayloader.data.fingerprint import WithoutContent, content_of, fingerprint_of
 from rayloader.data.sample_store import ABSENT, SampleStore, as_read, size_of
 from rayloader.errors import CacheError, add_note
 from rayloader.namespaces import attributes_in, attributes_of, functions_of, own_modules
@@ -302,7 +302,7 @@ def cache_in(dataset: Any) -> CacheStats | None:
 _here: dict[str, MemoryFile] = {}  # of caches of other nodes, by name; they live as long as a process that uses them
 
 
-class _InMemory:
+class _InMemory(WithoutContent):
     """Where a cache in memory is: in a file of the process that made it, or in one of this node."""
 
     def __init__(self, address: FileAddress, file: MemoryFile | None = None) -> None:
@@ -358,7 +358,7 @@ def _found(prefix: str) -> MemoryFile | None:
     return None
 
 
-class _InFolder:
+class _InFolder(WithoutContent):
     """Where a cache in a folder is."""
 
     def __init__(self, folder: Path, identity: bytes) -> None:

@@ -930,6 +930,12 @@ def test_fingerprints_see_what_code_uses_of_modules_of_the_program(make, monkeyp
     assert fingerprint.fingerprint_of(Numbers(make), None) == found[1]
 
 
+def test_fingerprints_do_not_see_where_a_cache_within_the_dataset_is(tmp_path):
+    found = [fingerprint.fingerprint_of(cached(Numbers(labelled), where=where), None) for where in ("memory", tmp_path)]
+    assert found == [fingerprint.fingerprint_of(cached(Numbers(labelled)), None)] * 2
+    assert found[0] != fingerprint.fingerprint_of(cached(Numbers(labelled, 19)), None)
+
+
 def test_fingerprints_see_code_of_modules_that_are_not_entered():
     def loaded(source):
         names = {"__name__": "loaded_by_a_path"}
