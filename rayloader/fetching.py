@@ -1,6 +1,7 @@
 """Fetching separated from collating, which torch's fetchers do together; optionally skips samples that raise.
 
-Promise: samples, order and errors are torch's.
+Promise: samples, order and errors are torch's. A `CacheError` is no sample's: it says that other batches would come, so
+it is never skipped.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayloader._compat import DatasetKind
-from rayloader.errors import SkipLimitError
+from rayloader.errors import CacheError, SkipLimitError
 
 logger = logging.getLogger("rayloader")
 
@@ -72,12 +73,16 @@ def _by_index(fetcher: Any, indices: Any, skipped: list[Skipped]) -> list[Any]:
     if fetcher.auto_collation and getattr(fetcher.dataset, "__getitems__", None):
         try:
             return list(fetcher.dataset.__getitems__(indices))
+        except CacheError:
+            raise
         except Exception:  # fetching one by one shows which of them raised
             pass
     samples = []
     for index in indices:
         try:
             samples.append(fetcher.dataset[index])
+        except CacheError:
+            raise
         except Exception as error:  # any error: leaving such samples out was requested
             skipped.append((reprlib.repr(index), _in_words(error)))
     return samples
@@ -93,6 +98,8 @@ def _of_stream(fetcher: Any, wanted: Any, skipped: list[Skipped]) -> list[Any]:
         except StopIteration:
             fetcher.ended = True
             break
+        except CacheError:
+            raise
         except Exception as error:  # any error, as above; a generator has ended with it, other iterators may go on
             skipped.append(("None", _in_words(error)))
     if fetcher.ended and (not samples or (fetcher.drop_last and fetcher.auto_collation)):

@@ -26,14 +26,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
-from rayloader.data.fingerprint import fingerprint_of
-from rayloader.data.sample_store import ABSENT, SampleStore, size_of
+from rayloader.data.fingerprint import WithoutContent, content_of, fingerprint_of
+from rayloader.data.sample_store import ABSENT, SampleStore, as_read, size_of
 from rayloader.errors import CacheError, add_note
-from rayloader.namespaces import own_modules
+from rayloader.namespaces import attributes_in, attributes_of, functions_of, own_modules
 from rayloader.observe.stats import CacheStats, nbytes
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search, walk
-from rayloader.resume.digest import digest
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 _T = TypeVar("_T")
@@ -43,6 +42,7 @@ logger = logging.getLogger("rayloader")
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_MOST = 1 << 62  # bytes; a file can't be larger
 # Of the samples that a process builds, so many at first and then one in so many are built twice.
 _FIRST_BUILT, _BUILT = 2, 128
 # Of those that it reads, the first and then one in so many are built too.
@@ -120,8 +120,8 @@ def _bytes_of(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
     if match is not None and match[2] in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2]])
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"max_bytes must be a number of bytes >= 1, or such as '500MB' or '20GiB', got {size!r}")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < _MOST:
+        raise ValueError(f"max_bytes must be a whole number of bytes >= 1, or such as '500MB' or '20GiB', got {size!r}")
     return size
 
 
@@ -177,32 +177,38 @@ class CachedDataset(Dataset[_T], Generic[_T]):
 
     def _is_to_be_compared(self) -> bool:
         """Whether a sample that was read is; counts it."""
-        if self._pid != os.getpid():
-            self._begin()
+        self._look()
         self._read += 1
         return self._read % _READ == 1
 
+    def _look(self) -> None:
+        """Begins again in another process, or if the program has set an attribute of the dataset."""
+        now = _attributes_of(self.dataset)
+        is_same = len(now) == len(self._attributes) and all(map(operator.is_, now, self._attributes))
+        if self._pid != os.getpid() or not is_same:
+            self._begin()
+
     def _begin(self) -> None:
-        """In a process that was forked, or has just got the dataset."""
+        """As in a process that was forked, or has just got the dataset."""
         self._pid = os.getpid()
         self._built = self._read = 0  # samples
         self._generators: list[Any] = []  # that building could draw from
+        self._attributes = _attributes_of(self.dataset)
 
     def _number(self, index: int) -> int:
         try:
             number = operator.index(index)
         except TypeError:
             raise TypeError(f"a cached dataset is asked for whole numbers from 0 on, got {index!r}") from None
-        if number < 0:
-            number += self._count
-        if not 0 <= number < self._count:
+        if number < 0:  # what that means differs between datasets
+            raise IndexError(f"a cached dataset is asked for whole numbers from 0 on, got {index}")
+        if number >= self._count:
             raise IndexError(f"index {index} is out of range for {self._count} samples")
         return number
 
     def _built_now(self, numbers: list[int]) -> list[_T]:
         """Samples that are not there: built, and kept."""
-        if self._pid != os.getpid():
-            self._begin()
+        self._look()
         samples = self._build(numbers)
         for number, sample in zip(numbers, samples, strict=True):
             if self._built < _FIRST_BUILT or self._built % _BUILT == 0:
@@ -229,7 +235,7 @@ class CachedDataset(Dataset[_T], Generic[_T]):
         except Exception as error:
             add_note(error, f"a share of a cache's samples is built again to be compared; this was sample {number}")
             raise
-        if digest(sample) != digest(again):
+        if content_of(as_read(sample)) != content_of(as_read(again)):
             raise CacheError(
                 f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, so that "
                 f"the cache {self._place} would give other batches. Something it depends on has changed (an attribute, "
@@ -239,7 +245,7 @@ class CachedDataset(Dataset[_T], Generic[_T]):
     def _build(self, numbers: list[int]) -> list[_T]:
         """Builds samples, which must not draw from any generator."""
         if self._built <= _FIRST_BUILT:  # some are created with the first sample
-            found = search({"dataset": self.dataset}, own_modules(main=True))
+            found = search({"dataset": self.dataset}, [*own_modules(main=True), *_main_of(self.dataset)])
             self._generators = [one.generator for one in found]
         before = RandomState.capture(self._generators)
         samples: Any = None
@@ -252,6 +258,9 @@ class CachedDataset(Dataset[_T], Generic[_T]):
                 )
         else:
             samples = [self.dataset[number] for number in numbers]
+        attributes, self._attributes = len(self._attributes), _attributes_of(self.dataset)
+        if len(self._attributes) != attributes:  # it may be a generator, made with these samples: all are compared
+            self._built = -len(numbers)
         if not RandomState.capture(self._generators, before).equals(before):
             which = f"sample {numbers[0]}" if len(numbers) == 1 else f"one of samples {numbers[:8]}"
             raise CacheError(
@@ -266,6 +275,22 @@ class CachedDataset(Dataset[_T], Generic[_T]):
         return self._store.stats()
 
 
+def _attributes_of(dataset: Any) -> list[Any]:
+    return list((attributes_in(dataset) or {}).values())
+
+
+def _main_of(dataset: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The globals of the program's main module, which an actor has only in the functions that came with the dataset."""
+    functions = [
+        function
+        for _, part in walk([((), dataset)])
+        for value in (part, *(value for kind in type(part).__mro__ for value in attributes_of(kind).values()))
+        for function in functions_of(value)
+        if function.__module__ == "__main__"
+    ]
+    return [("__main__", one) for one in {id(one.__globals__): one.__globals__ for one in functions}.values()]
+
+
 def cache_in(dataset: Any) -> CacheStats | None:
     """What the cache of a dataset has measured, or that of one which it holds; None if there is none."""
     for _, part in walk([((), dataset)]):
@@ -277,7 +302,7 @@ def cache_in(dataset: Any) -> CacheStats | None:
 _here: dict[str, MemoryFile] = {}  # of caches of other nodes, by name; they live as long as a process that uses them
 
 
-class _InMemory:
+class _InMemory(WithoutContent):
     """Where a cache in memory is: in a file of the process that made it, or in one of this node."""
 
     def __init__(self, address: FileAddress, file: MemoryFile | None = None) -> None:
@@ -333,7 +358,7 @@ def _found(prefix: str) -> MemoryFile | None:
     return None
 
 
-class _InFolder:
+class _InFolder(WithoutContent):
     """Where a cache in a folder is."""
 
     def __init__(self, folder: Path, identity: bytes) -> None:

@@ -1,26 +1,31 @@
 """What a dataset's samples depend on, as 32 bytes that are the same in each run of a program.
 
 Promise: datasets whose attributes, data or code differ have different fingerprints, as far as they can be seen:
-attributes and data by their values, classes and functions of the program by their code, those of installed packages by
-their names and the packages' versions. Equal ones may have different fingerprints; then samples are built again.
+attributes and data by their values, classes and functions of the program by their code, with the globals and the
+modules of the program that it names, those of installed packages by their names and the packages' versions. Equal ones
+may have different fingerprints; then samples are built again. What samples contain is described in the same way, to
+compare those that are built again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import io
 import os
+import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
-from rayloader.namespaces import is_own_name
+from rayloader._compat import no_torch_function
+from rayloader.namespaces import attributes_in, is_a, is_own_name, names_in, namespace_of
 from rayloader.transport.raw import memory
 
 # Of a class: where its source is, and not what it does.
@@ -55,6 +60,20 @@ def fingerprint_of(dataset: Any, given: str | Iterable[str | os.PathLike[str]] |
     return described.digest()
 
 
+def content_of(sample: Any) -> bytes:
+    """What a sample contains, in 32 bytes: the same for equal ones, in any process."""
+    described = hashlib.sha256()
+    try:
+        _DescribingContent(described, {}).dump(sample)
+    except ValueError:  # it contains itself
+        _Describing(described := hashlib.sha256(), {}, lenient=True).dump(sample)
+    return described.digest()
+
+
+class WithoutContent:
+    """A base of classes whose objects say nothing of what samples are: they have no description."""
+
+
 class _Into(io.RawIOBase):
     """A file whose content goes into a hash."""
 
@@ -74,16 +93,19 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
 
     Args:
         described: the hash.
-        seen: classes and functions that are described already, by identity.
+        seen: classes, functions and names in modules that are described already, with their numbers.
+        lenient: what can't be pickled counts by its type: code may use a lock or a logger.
     """
 
-    def __init__(self, described: Any, seen: dict[int, Any]) -> None:
+    def __init__(self, described: Any, seen: dict[Any, Any], *, lenient: bool = False) -> None:
         super().__init__(_Into(described), protocol=5)
-        self._seen = seen
+        self._seen, self._lenient = seen, lenient
 
     def persistent_id(self, obj: Any) -> Any:
-        """Stands for a set, whose order is another one in each run."""
-        return sorted(map(self._value, obj), key=repr) if type(obj) in (set, frozenset) else None
+        """Stands for a set, whose order is another one in each run; so no item may depend on those before it."""
+        if type(obj) not in (set, frozenset):
+            return None
+        return sorted((type(self)(None, dict(self._seen))._value(item) for item in obj), key=repr)
 
     def reducer_override(self, obj: Any) -> Any:
         """How another object is described."""
@@ -91,34 +113,70 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented
         if isinstance(obj, (type, types.FunctionType)):
             return str, (repr(self._code_of(obj)),)
-        if type(obj) is torch.Tensor and obj.layout is torch.strided:
-            whole = obj.detach().cpu().contiguous()
-            content = memory(whole.data_ptr(), whole.nbytes, whole) if whole.nbytes else b""
-            return str, (f"{obj.dtype} {tuple(obj.shape)} {_hash(content)}",)
+        if is_a(obj, WithoutContent):
+            return str, ()
+        if is_a(obj, types.ModuleType):
+            return str, (repr(self._used_of(obj, namespace_of(obj))),)
+        if "__wrapped__" in (attributes_in(obj) or ()):  # such as functools.lru_cache's, which pickle by their names
+            return str, (repr((type(obj).__qualname__, self._values(vars(obj)))),)
+        if is_a(obj, torch.Tensor) and (described := self._tensor(obj)) is not None:
+            return str, (described,)
         if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
-            content = np.ascontiguousarray(obj).reshape(-1).view(np.uint8) if obj.nbytes else b""
-            return str, (f"{type(obj).__qualname__} {obj.dtype} {obj.shape} {_hash(content)}",)
-        return super().reducer_override(obj)
+            data = np.ascontiguousarray(obj.view(np.ndarray))
+            content = data.reshape(-1).view(np.uint8) if data.nbytes else b""
+            held = {} if is_a(obj, np.memmap) else attributes_in(obj) or {}  # such as a mask
+            return str, (f"{type(obj).__qualname__} {obj.dtype} {obj.shape} {_hash(content)} {self._values(held)}",)
+        if (reduced := super().reducer_override(obj)) is not NotImplemented or not self._lenient:
+            return reduced
+        try:
+            reduce = self.dispatch_table.get(type(obj))
+            return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
+        except Exception:  # nothing that samples depend on can be seen
+            return str, (type(obj).__qualname__,)
+
+    def _tensor(self, tensor: torch.Tensor) -> str | None:
+        """A tensor, also of a class of the user's; None if it has no plain memory."""
+        with no_torch_function():
+            plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+            if not plain or tensor.device.type == "meta":
+                return None
+            whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            content = memory(whole.data_ptr(), whole.nbytes, whole) if whole.nbytes else b""
+            kind = type(tensor).__qualname__
+            return f"{kind} {tensor.dtype} {tuple(tensor.shape)} {_hash(content)} {self._values(vars(tensor))}"
 
     def _code_of(self, obj: Any) -> Any:
         """A class or a function: of the program by its code, otherwise by its package's version."""
         name = f"{obj.__module__}.{obj.__qualname__}"
-        if not is_own_name(obj.__module__):
+        # A function that another one has made may hold values, also if that one is of a package.
+        if not _is_own(obj.__module__) and "<locals>" not in name:
             return name, _version(str(obj.__module__).partition(".")[0])
         if id(obj) in self._seen:
-            return name
-        self._seen[id(obj)] = obj
+            return name, self._seen[id(obj)][0]
+        self._seen[id(obj)] = len(self._seen), obj
         if isinstance(obj, type):
             parts = {key: value for key, value in vars(obj).items() if key not in _OF_THE_SOURCE}
-            return name, [self._value(base) for base in obj.__bases__], self._values(parts)
-        cells = [cell.cell_contents for cell in obj.__closure__ or ()]
-        code, used = _code(obj.__code__)
-        globals_ = {key: obj.__globals__[key] for key in used if key in obj.__globals__}
-        held = [self._value(value) for value in (*cells, obj.__defaults__, obj.__kwdefaults__)]
-        return name, code, held, self._values(globals_)
+            return name, [self._value(base) for base in (type(obj), *obj.__bases__)], self._values(parts)
+        cells = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
+        held = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+        held |= {"__defaults__": obj.__defaults__, "__kwdefaults__": obj.__kwdefaults__, "__dict__": vars(obj)}
+        used = set(names_in(obj.__code__))
+        return name, _code(obj.__code__), self._values(held, used), self._values(_named(obj.__globals__, used), used)
 
-    def _values(self, named: dict[str, Any]) -> list[Any]:
-        return [(key, self._value(value)) for key, value in sorted(named.items())]
+    def _used_of(self, module: types.ModuleType, used: Iterable[str]) -> Any:
+        """A module: of the program by what code uses of it, otherwise by its package's version."""
+        name, contents = module.__name__, namespace_of(module)
+        if not _is_own(name):
+            return name, _version(name.partition(".")[0])
+        new = {key for key in used if not key.startswith("__") and (id(module), key) not in self._seen}
+        self._seen |= {(id(module), key): (0, module) for key in new}
+        return name, self._values({key: contents[key] for key in new if key in contents}, used)
+
+    def _values(self, named: Mapping[str, Any], used: Iterable[str] = ()) -> list[Any]:
+        return [
+            (key, self._used_of(value, used) if is_a(value, types.ModuleType) else self._value(value))
+            for key, value in sorted(named.items())
+        ]
 
     def _value(self, value: Any) -> Any:
         value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
@@ -126,33 +184,61 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
             return self._code_of(value)
         described = hashlib.sha256()
         try:
-            _Describing(described, self._seen).dump(value)
-        except Exception:  # a descriptor, a lock, a logger: nothing that samples depend on can be seen
+            type(self)(described, self._seen, lenient=True).dump(value)
+        except Exception:  # as above, but pickling has noticed it later
             return type(value).__qualname__
         return described.hexdigest()
+
+
+class _DescribingContent(_Describing):
+    """Describes a sample: classes and functions by their names, a part that it holds twice like two equal ones."""
+
+    def __init__(self, described: Any, seen: dict[Any, Any], *, lenient: bool = True) -> None:
+        super().__init__(described, seen, lenient=lenient)
+        self.fast = True  # without a record of which parts are one object: that may depend on what a dataset has kept
+
+    def _code_of(self, obj: Any) -> Any:
+        return f"{obj.__module__}.{obj.__qualname__}"
+
+
+def _named(globals_: dict[str, Any], used: set[str]) -> dict[str, Any]:
+    """What the names in a function's code mean: its globals, and modules of the program that it may import."""
+    package = f"{globals_.get('__package__') or ''}."
+    names = [(name, full) for name in used for full in (name, package + name) if full in sys.modules]
+    imported = {name: sys.modules[full] for name, full in names if _is_own(full)}
+    return imported | {name: globals_[name] for name in used if name in globals_}
+
+
+def _is_own(module: Any) -> bool:
+    """Whether the program has written the module of this name; one that was loaded without being entered is its own."""
+    return module not in sys.modules or is_own_name(module)
 
 
 def _hash(content: Any) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _code(code: types.CodeType) -> tuple[Any, set[str]]:
-    """What it does, without the lines where it is; and the names that it uses."""
+def _code(code: types.CodeType) -> Any:
+    """What it does, without the lines where it is."""
     constants: list[Any] = []
-    used = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner, names = _code(constant)
-            constants.append(inner)
-            used |= names
+            constants.append(_code(constant))
         else:
             constants.append(sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant))
-    return (code.co_name, code.co_code.hex(), code.co_names, code.co_varnames, constants), used
+    handlers = getattr(code, "co_exceptiontable", b"").hex()  # from Python 3.11 on; before, these are in the code
+    return code.co_name, code.co_code.hex(), handlers, code.co_names, code.co_varnames, constants
 
 
 @functools.cache
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    """Of an installed package, which may belong to a distribution of another name, as PIL does to pillow."""
+    for distribution in (package, *_distributions().get(package, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return ""
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()

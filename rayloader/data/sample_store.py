@@ -62,6 +62,12 @@ def size_of(count: int, max_bytes: int) -> int:
     return _data(count) + _aligned(max_bytes, mmap.PAGESIZE)
 
 
+def as_read(sample: Any) -> Any:
+    """A sample as it would be read: objects may differ from those that were pickled, though they are equal."""
+    encoded = codec.encode(sample, known_classes=True)
+    return codec.decode(encoded.skeleton, encoded.buffers)
+
+
 def _data(count: int) -> int:
     return _aligned(_HEADER + 8 * (_SLOTS + count), mmap.PAGESIZE)
 
@@ -222,6 +228,8 @@ class SampleStore:
         nbytes = starts[-1]
         with self._locked():
             self._header[_BUILT] += 1
+            if self._header[_END] > len(self._bytes):  # another process has opened it with a larger `max_bytes`
+                self._map()
             if self._index[number]:
                 return False
             at = self._header[_USED]

@@ -3,9 +3,13 @@
 import collections
 import copy
 import dataclasses
+import datetime
 import errno
+import fractions
 import functools
 import gc
+import importlib.metadata
+import io
 import logging
 import os
 import pickle
@@ -15,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 import zlib
 from pathlib import Path
 
@@ -196,12 +201,13 @@ def test_batches_are_read_at_once_and_missing_samples_built_at_once():
 
 def test_indices_are_those_of_a_sequence():
     kept = cached(Numbers(labelled))
-    assert kept[-1][1] == 19
     assert kept[np.int64(4)][1] == 4
     assert kept[torch.tensor(4)][1] == 4
     assert [label for _, label in kept] == list(range(20))
     with pytest.raises(IndexError, match="index 20 is out of range for 20 samples"):
         kept[20]
+    with pytest.raises(IndexError, match="whole numbers from 0 on, got -1"):
+        kept[-1]
     with pytest.raises(TypeError, match="whole numbers from 0 on, got 'a'"):
         kept["a"]
     kept.dataset.count = 21
@@ -260,6 +266,31 @@ def test_a_sample_that_draws_from_a_generator_of_its_dataset_is_refused():
         cached(Noisy(None))[0]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_generator_that_comes_late_and_is_rarely_drawn_from_is_found(at_once):
+    class Late(Numbers):
+        def __getitem__(self, index):
+            if index >= 10 and not hasattr(self, "generator"):
+                self.generator = np.random.default_rng(0)
+            return self.generator.random() if index == 13 else index
+
+    kept = cached(Late(None))
+    assert [kept[index] for index in range(10)] == list(range(10))
+    with pytest.raises(CacheError, match=r"sample 13 of the cached Late draws"):
+        kept.__getitems__(list(range(10, 20))) if at_once else [kept[index] for index in range(10, 20)]
+    assert 13 not in [index for index in range(20) if kept._store._index[index]]
+
+
+def test_a_generator_of_a_main_module_is_found_where_that_came_with_the_dataset():
+    names = {"__name__": "__main__", "Numbers": Numbers, "GENERATOR": random.Random(0)}
+    source = "class Rare(Numbers):\n def __getitem__(s, i): return GENERATOR.random() if i == 13 else i"
+    exec(source, names)
+    kept = cached(names["Rare"](None))
+    assert [kept[index] for index in range(10)] == list(range(10))
+    with pytest.raises(CacheError, match=r"sample 13 of the cached Rare draws"):
+        kept[13]
+
+
 def test_a_generator_of_a_sample_s_own_is_no_draw():
     kept = cached(Numbers(lambda index: np.random.default_rng(index).random(3)))
     assert all(same(kept[i], np.random.default_rng(i).random(3)) for i in (1, 2, 1, 2))
@@ -281,6 +312,90 @@ def test_samples_of_a_dataset_that_has_changed_are_not_given(where):
         another(kept)[2]
 
 
+class Moving:
+    """Equal ones are, and it has no attributes to see."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number):
+        self.number = number
+
+
+OPAQUE = {
+    "dates": lambda n: datetime.datetime.fromtimestamp(n, datetime.timezone.utc),
+    "slots": Moving,
+    "paths": lambda n: Path(str(n)),
+    "fractions": lambda n: fractions.Fraction(n, 7),
+    "buffers": lambda n: io.BytesIO(bytes([n])),
+    "sparse tensors": lambda n: torch.tensor([n, 1]).to_sparse(),
+    "subclasses": lambda n: torch.nn.Parameter(torch.tensor([1.0, n])),
+    "one number of many": lambda n: np.r_[np.zeros(100_003), n],
+}
+
+
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_samples_of_all_kinds_are_compared_in_whole(kind):
+    numbers = iter(range(10, 20))
+    with pytest.raises(CacheError, match="sample 4 of the cached Numbers differs when it is built again"):
+        cached(Numbers(lambda index: OPAQUE[kind](next(numbers))))[4]
+    kept = cached(Numbers(OPAQUE[kind]))
+    for _ in range(2):
+        kept[4]
+
+
+class Restored:
+    """Has another attribute when it has been pickled, as images with palettes and data frames do."""
+
+    def __init__(self, number):
+        self.number, self.kept = number, {}
+
+    def __reduce__(self):
+        return Restored._again, (self.number,)
+
+    @staticmethod
+    def _again(number):
+        made = Restored(number)
+        made.restored = True
+        return made
+
+
+def itself(index):
+    sample = [index]
+    return [*sample, sample.append(sample), sample]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: torch.tensor([1 + 2j]).conj(),
+        lambda i: torch.tensor([1 + 2j]).conj().imag,
+        lambda i: np.array([i], ">f4"),
+        lambda i: Restored(i),
+        lambda i: {"words": {"a", "b", str(i)}, "same": [str(i)] * 2},
+        lambda i: [lambda x: x + i, Pair],
+        itself,
+    ],
+)
+def test_equal_samples_do_not_differ_when_one_was_read(make):
+    kept = cached(Numbers(make))
+    for _ in range(2):
+        kept[4]
+    assert kept.stats().hits == 1
+
+
+def test_a_dataset_that_is_changed_in_this_process_is_compared_at_once():
+    dataset = Numbers(labelled)
+    dataset.shift = 0
+    dataset.make = lambda index: index + dataset.shift
+    kept = cached(dataset)
+    for _ in range(2):
+        assert [*kept] == list(range(20))
+    assert dataset.asked == 20 + 2 + 1
+    dataset.shift = 1
+    with pytest.raises(CacheError, match="sample 5 of the cached Numbers differs"):
+        kept[5]
+
+
 def test_a_share_of_all_that_is_read_is_compared(monkeypatch):
     monkeypatch.setattr(module, "_READ", 10)
     dataset = Numbers(labelled)
@@ -288,6 +403,26 @@ def test_a_share_of_all_that_is_read_is_compared(monkeypatch):
     for _ in range(31):
         kept[0]
     assert dataset.asked == 1 + 1 + 3
+
+
+class Read(IterableDataset):
+    def __init__(self, kept):
+        self.kept = kept
+
+    def __iter__(self):
+        return map(self.kept.__getitem__, range(20))
+
+
+@pytest.mark.parametrize("around", [lambda kept: kept, lambda kept: Numbers(kept.__getitem__), Read])
+def test_what_may_not_be_cached_is_not_skipped(around):
+    def make(index):
+        if index == 2:
+            raise LookupError("no such file")
+        return torch.rand(1) if index == 3 else index
+
+    loader = rayloader.DataLoader(around(cached(Numbers(make))), batch_size=4, on_error="skip")
+    with pytest.raises(CacheError, match="draws from a random generator"):
+        list(loader)
 
 
 def test_a_comparison_that_fails_says_that_it_was_one():
@@ -306,9 +441,11 @@ def test_a_comparison_that_fails_says_that_it_was_one():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (([], 0), ValueError, "max_bytes must be a number of bytes >= 1, or such as '500MB' or '20GiB', got 0"),
+        (([], 0), ValueError, "max_bytes must be a whole number of bytes >= 1, or such as '500MB' or '20GiB', got 0"),
         (([], "5 apples"), ValueError, "got '5 apples'"),
         (([], True), ValueError, "got True"),
+        (([], 1e9), ValueError, "got 1000000000.0"),
+        (([], 10**30), ValueError, f"got {10**30}"),
         ((Stream(),), TypeError, "needs a map-style dataset, with __getitem__ and __len__, got Stream"),
         ((object(),), TypeError, "got object"),
     ],
@@ -668,6 +805,15 @@ def test_a_cache_may_grow(tmp_path):
     assert [smaller[i] for i in range(20)] == [dataset.make(i) for i in range(20)]
 
 
+def test_one_that_has_the_small_file_fills_the_larger_one_too(tmp_path):
+    dataset = Numbers(lambda i: b"%04d" % i * 1000)
+    small = cached(dataset, 20_000, tmp_path, fingerprint="numbers")
+    large = cached(dataset, "1MB", tmp_path, fingerprint="numbers")
+    for kept, numbers in [(large, range(10)), (small, range(20)), (small, range(20)), (large, range(20))]:
+        assert [kept[i] for i in numbers] == [dataset.make(i) for i in numbers]
+    assert (small.stats().present, small.stats().full) == (20, False)
+
+
 def test_fingerprints_are_of_memory_no_matter():
     with pytest.raises(ValueError, match="fingerprint= is of a folder"):
         cached([1], fingerprint="x")
@@ -725,12 +871,135 @@ def test_fingerprints_see_values_code_and_what_the_code_uses(monkeypatch):
     assert of(Numbers(sized)) != before
 
 
+MADE = "class Made:\n def __len__(s): return 3\n def __getitem__(s, i): return s.m\n"
+# Programs with a class `Made`, in which `A` is replaced by 1 and by 2.
+PROGRAMS = {
+    "a cached property": MADE + " @functools.cached_property\n def m(s): return A",
+    "a method with a cache": MADE + " @functools.lru_cache\n def m(s): return A",
+    "a function with a cache": "@functools.cache\ndef m(): return A\nclass Made:\n def __getitem__(s, i): return m()",
+    "a partial method": MADE + " def n(s, k): return k\n m = functools.partialmethod(n, A)",
+    "a generic function": "@functools.singledispatch\ndef m(i): return A\nclass Made:\n m = m",
+    "which of two functions": MADE + " a, b = (lambda s: 1), (lambda s: 2)\n m = (a, b)[A - 1]",
+    "a metaclass": "class M(type):\n def k(c): return A\nclass Made(metaclass=M):\n pass",
+    "a function's attribute": "def m(): return m.k\nm.k = A\nclass Made:\n def __getitem__(s, i): return m()",
+    "a global beside a lock": "G = {0: A, 1: threading.Lock()}\nclass Made:\n def __getitem__(s, i): return G[i]",
+    "an object with a lock": (
+        "class T:\n def __init__(s): s.lock = threading.Lock()\n def __call__(s, i): return A\n"
+        "t = T()\nclass Made:\n def __getitem__(s, i): return t(i)"
+    ),
+    "what an exception leads to": (
+        "class Made:\n def __getitem__(s, i):\n  try: return i / 0\n  except (ValueError, KeyError)[A - 1]: return 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_fingerprints_see_code_however_it_is_wrapped(program):
+    found = []
+    for number in ("1", "2", "2"):
+        names = {"__name__": "__main__", "functools": functools, "threading": threading}
+        exec(PROGRAMS[program].replace("A", number), names)
+        found.append(fingerprint.fingerprint_of(names["Made"](), None))
+    assert found[0] != found[1] == found[2]
+
+
+HELPER = types.ModuleType("a_helper")
+
+
+def helped(index):
+    return HELPER.decode(index)
+
+
+def helped_by_an_import(index):
+    from a_helper import decode
+
+    return decode(index)
+
+
+@pytest.mark.parametrize("make", [helped, helped_by_an_import])
+def test_fingerprints_see_what_code_uses_of_modules_of_the_program(make, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "a_helper", HELPER)
+    monkeypatch.setattr(HELPER, "__file__", str(tmp_path / "a_helper.py"), raising=False)
+    found = []
+    for source in ("SIZE = 1", "SIZE = 2", "def decode(i): return i", "SIZE = 2\ndef decode(i): return i * SIZE"):
+        exec("def decode(i): return i * SIZE\n" + source, vars(HELPER))
+        found.append(fingerprint.fingerprint_of(Numbers(make), None))
+    assert len({*found[:3]}) == 3
+    assert found[3] == found[1]
+    HELPER.unused = 1
+    assert fingerprint.fingerprint_of(Numbers(make), None) == found[1]
+
+
+def test_fingerprints_do_not_see_where_a_cache_within_the_dataset_is(tmp_path):
+    found = [fingerprint.fingerprint_of(cached(Numbers(labelled), where=where), None) for where in ("memory", tmp_path)]
+    assert found == [fingerprint.fingerprint_of(cached(Numbers(labelled)), None)] * 2
+    assert found[0] != fingerprint.fingerprint_of(cached(Numbers(labelled, 19)), None)
+
+
+def test_fingerprints_see_code_of_modules_that_are_not_entered():
+    def loaded(source):
+        names = {"__name__": "loaded_by_a_path"}
+        exec(source, names)
+        return fingerprint.fingerprint_of(Numbers(names["make"]), None)
+
+    assert loaded("def make(i): return 1") != loaded("def make(i): return 2")
+
+
+def test_fingerprints_see_what_a_function_of_a_package_holds():
+    def of(number):
+        made = {"__name__": "torch.utils.data"}
+        exec("def resizing(n):\n def resize(i): return i * n\n return resize", made)
+        return fingerprint.fingerprint_of(Numbers(made["resizing"](number)), None)
+
+    assert of(1) != of(2)
+
+
+def test_fingerprints_see_the_versions_of_packages_that_are_named_otherwise(monkeypatch):
+    monkeypatch.setattr(fingerprint, "_distributions", lambda: {"a_package": ["pytest"]})
+    fingerprint._version.cache_clear()
+    assert fingerprint._version("a_package") == importlib.metadata.version("pytest")
+    assert fingerprint._version("json") == ""
+    fingerprint._version.cache_clear()
+
+
+class Held(np.ndarray):
+    pass
+
+
+def held(number):
+    array = np.zeros(3).view(Held)
+    array.number = number
+    return array
+
+
+def marked(number):
+    tensor = torch.zeros(3)
+    tensor.number = number
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[1, 0])),
+        (held(1), held(2)),
+        (marked(1), marked(2)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj()),
+        (torch.tensor([1 + 2j]).imag, torch.tensor([1 + 2j]).conj().imag),
+    ],
+)
+def test_fingerprints_see_all_of_an_array(one, other):
+    assert fingerprint.fingerprint_of([one], None) != fingerprint.fingerprint_of([other], None)
+
+
 def test_fingerprints_are_the_same_in_each_run(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, torch, numpy as np\n" + "\n" * int("3") + "LIMIT = {'b', 'a', 'c'}\n"
+        "import enum, sys, torch, numpy as np\nColor = enum.Enum('Color', 'red green blue')\n"
+        + "\n" * int("3")
+        + "LIMIT = {'b', 'a', 'c'}\n"
         "class Photos(torch.utils.data.Dataset):\n"
-        "    size = {'x', 'y', 'z'}\n"
+        "    size, colors = {'x', 'y', 'z'}, set(Color)\n"
         "    def __init__(self): self.names, self.t, self.f = {'p', 'q', 'r'}, torch.arange(9), lambda i: i in LIMIT\n"
         "    def __getitem__(self, i): return i in {'k', 'l', 'm'}\n"
         "from rayloader.data.fingerprint import fingerprint_of\n"
