@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,9 +32,13 @@ _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
 _CACHED_BYTES = 256 * 2**20
 
 _Path = str | os.PathLike[str]
+if TYPE_CHECKING:
+    _DatasetOfRows = Dataset[Row]
+else:  # as in loader.py: what parameters torch's classes have may change
+    _DatasetOfRows = Dataset
 
 
-class ArrowDataset(Dataset[Row]):
+class ArrowDataset(_DatasetOfRows):
     """Rows of a table, which are mappings of names to values; a loader's batch is a dict of columns.
 
     Whole batches are taken column by column, and the default `collate_fn` gives the columns as they are:

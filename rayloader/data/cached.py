@@ -22,7 +22,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -37,6 +37,10 @@ from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileE
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
+if TYPE_CHECKING:
+    _DatasetOf = Dataset
+else:  # as in loader.py: what parameters torch's classes have may change
+    _DatasetOf = {_T: Dataset}
 
 logger = logging.getLogger("rayloader")
 
@@ -125,7 +129,7 @@ def _bytes_of(size: int | str) -> int:
     return size
 
 
-class CachedDataset(Dataset[_T], Generic[_T]):
+class CachedDataset(_DatasetOf[_T], Generic[_T]):
     """A dataset with a cache, from `cached`.
 
     Attributes:

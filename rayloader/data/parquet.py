@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 import numpy as np
@@ -44,9 +44,13 @@ _FOOTERS = 16  # that are read at the same time
 _LOST_BY_FORK = {"s3", "gcs", "abfs", "hdfs"}
 
 _Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    _DatasetOfAny = IterableDataset[Any]
+else:  # as in loader.py: what parameters torch's classes have may change
+    _DatasetOfAny = IterableDataset
 
 
-class ParquetStream(IterableDataset[Any]):
+class ParquetStream(_DatasetOfAny):
     """The rows of Parquet files, for workers of all ranks, each of which reads its part.
 
     Rows are mappings of names to values, and become a dict of columns in a batch, as those of an `ArrowDataset` do.
