@@ -448,6 +448,7 @@ TESTS = {
         ],
     },
     "unit/test_arrow.py": {
+        "test_what_needs_pyarrow_says_so": ["rayloader... needs pyarrow"],
         "test_what_is_wrong_is_an_error_that_says_so": [
             "... takes paths",
             "... needs at least one file",
