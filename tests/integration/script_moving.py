@@ -19,7 +19,7 @@ import torch.utils.data
 
 from rayloader import DataLoader
 
-LIMIT = 220.0  # seconds until both are settled; on expiry the program fails
+LIMIT = 500.0  # seconds until both are settled; on expiry the program fails
 AFTER = 2  # further epochs
 
 

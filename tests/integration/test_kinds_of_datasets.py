@@ -13,6 +13,7 @@ from kinds import KINDS
 from test_scripts import finish, kill_group, start
 
 SIDES = "torch", "fork", "ray"
+MOVE_LIMIT = 540  # seconds for workers to move on a machine with other work; on expiry the test fails
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +62,7 @@ def test_forks_give_what_torchs_workers_give_and_actors_the_same_or_a_clear_erro
 
 def test_workers_move_to_actors_unless_the_dataset_cannot_be_pickled_which_the_log_says_once(results, tmp_path):
     assert results  # the programs that use all cores have ended
-    output, errors = finish(program := start("script_moving.py", tmp_path))
+    output, errors = finish(program := start("script_moving.py", tmp_path), MOVE_LIMIT)
     assert program.returncode == 0, errors
     found = json.loads(output[-1])
     ((name, level, line),) = found["lines"]

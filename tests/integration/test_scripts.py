@@ -35,10 +35,10 @@ def start(name, *arguments, joined=False, **options):
     )
 
 
-def finish(script):
+def finish(script, limit=HANG_LIMIT):
     """Its output, once it has ended by itself."""
     try:
-        output, errors = script.communicate(timeout=HANG_LIMIT)
+        output, errors = script.communicate(timeout=limit)
     finally:
         kill_group(script)
     return output.splitlines(), errors
