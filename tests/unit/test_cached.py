@@ -1,9 +1,11 @@
 """`rayloader.cached`: the same samples as without it, from memory or a folder, or an error; here without workers."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import errno
+import fcntl
 import functools
 import gc
 import logging
@@ -487,11 +489,85 @@ def test_a_writer_that_is_killed_with_the_lock_stops_nobody(where):
     kept = cached(Numbers(labelled), where=where)
 
     def work():
-        with kept._store._locked():
-            os.kill(os.getpid(), signal.SIGKILL)
+        kept._store._alone(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     assert in_fork(work) == -signal.SIGKILL
     assert same(kept[1], labelled(1))
+
+
+class Interrupts:
+    """Raises at the `left`-th place of the store where Python handles signals: at a function's entry, after a call."""
+
+    FILES = sample_store.__file__, contextlib.__file__
+
+    def __init__(self, left):
+        self.left = left
+
+    def __enter__(self):
+        sys.setprofile(self.event)
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def event(self, frame, event, argument):
+        if event in ("call", "return", "c_return") and frame.f_code.co_filename in self.FILES and self.left:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+
+def test_an_interrupt_at_any_place_leaves_no_lock_held(where):
+    kept = cached(Numbers(labelled, 1000), where=where)
+    kept[0], kept[1], kept[2]  # the first ones are compared
+    interrupts = []
+    for number in range(3, 1000):
+        try:
+            with Interrupts(number - 2):
+                kept[number]
+            break
+        except KeyboardInterrupt as error:
+            interrupts.append(error)  # with its traceback, as an interpreter keeps the last one
+        assert not kept._store._lock._mutex.locked()
+        own = os.open(f"/proc/self/fd/{kept._store._fd}", os.O_RDWR)
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(own)
+    assert len(interrupts) > 20
+    stats = kept.stats()
+    assert stats.present == sum(map(bool, kept._store._index))
+    assert all(same(kept[i], labelled(i)) for i in range(number + 1))
+
+
+def test_threads_of_a_fork_that_take_the_lock_at_once_exclude_each_other(monkeypatch):
+    """Each may make the lock of the new process."""
+    kept = cached(Numbers(labelled))
+
+    def work():
+        both, inside = threading.Barrier(2), []
+        pid = os.getpid()
+
+        def getpid():
+            if threading.current_thread().name == "racer" and both.n_waiting < 2 and not inside:
+                both.wait(HANG_LIMIT)
+            return pid
+
+        def alone():
+            inside.append(threading.get_ident())
+            other = os.open(f"/proc/self/fd/{kept._store._fd}", os.O_RDWR)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(other)
+            done.append(1)
+
+        done = []
+        monkeypatch.setattr(sample_store.os, "getpid", getpid)
+        racers = [threading.Thread(target=kept._store._alone, args=(alone,), name="racer") for _ in range(2)]
+        for racer in racers:
+            racer.start()
+        for racer in racers:
+            racer.join(HANG_LIMIT)
+        assert len(done) == 2
+
+    assert in_fork(work) == 0
 
 
 def test_copies_in_other_processes_read_the_same_samples(tmp_path):
