@@ -16,7 +16,8 @@ calls: the `with` block of a generator or of a class written in Python could be 
 NOTE [After a crash of the machine]. Processes that die leave a file in a folder whole, for the kernel has it; but when
 the machine dies, the index may have reached the disk, and a record not. So the header names the boot in which the file
 was written. Whoever opens it in a later one marks all its entries as doubtful, and a doubtful record is compared with
-its checksum when it is first read.
+its checksum when it is first read. Where the header has not reached the disk, the file is emptied. What the header
+says of allocated room is not relied on either, for that may be missing, also in a copy of the file.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _IDENTITY, _BOOT = slice(96, 128), slice(128, 164)
 _HEADER = 4096
 _SLOTS = 4096  # of counts of hits; further processes share them
 _DOUBTFUL = 1 << 63  # in an index entry
-_RECORD = struct.Struct("<QQIII4x")  # bytes, number of the sample, bytes of the skeleton, buffers, checksum of the rest
+_RECORD = struct.Struct("<QQIII4x")  # bytes, number of the sample, bytes of the skeleton, buffers, checksum
 _ALIGN = 64  # bytes; as the codec's spans
 _CHUNK = 1 << 24  # bytes that are allocated at a time
 _SPARE = 1 << 29  # bytes of memory that a cache leaves free
@@ -87,10 +88,14 @@ class SampleStore:
         self._lock = _Lock(fd)
 
         def begin() -> None:
-            is_new = os.fstat(fd).st_size < _HEADER or not any(os.pread(fd, 8, 0))
+            is_new = not any(os.pread(fd, 8, 0))
             if is_new:
+                if not in_memory:
+                    os.ftruncate(fd, 0)
                 os.ftruncate(fd, size_of(count, max_bytes))
-                os.posix_fallocate(fd, 0, _data(count))
+            elif os.fstat(fd).st_size < _data(count):
+                raise ValueError("it is of another format, or was cut off")
+            os.posix_fallocate(fd, 0, _data(count))
             self._map()
             if is_new:
                 self._header[_COUNT], self._header[_END] = count, size_of(count, max_bytes)
@@ -101,6 +106,8 @@ class SampleStore:
                 raise ValueError(f"it is of another format, or of {self._header[_COUNT]} samples instead of {count}")
             elif bytes(self._bytes[_IDENTITY]) != identity:
                 raise ValueError("it is of another dataset")
+            elif not _data(count) <= self._header[_USED] <= self._header[_END] or self._header[_USED] % _ALIGN:
+                raise ValueError("its header is damaged")
             else:
                 self._adopt(max_bytes)
             self._take_slot()
@@ -122,6 +129,8 @@ class SampleStore:
             self._map()
         if end != self._header[_END]:
             self._header[_END], self._header[_FULL] = end, 0
+        if not self._in_memory:
+            self._header[_ALLOCATED] = self._header[_USED]
         if bytes(self._bytes[_BOOT]) != _boot():
             used = self._header[_USED]
             for number, entry in enumerate(self._index):
@@ -150,10 +159,10 @@ class SampleStore:
         entry = self._index[number]
         if entry & _DOUBTFUL:
             entry = self._examined(number, entry & ~_DOUBTFUL)
-        if not entry or entry + _RECORD.size > len(self._bytes):
+        if not entry or not self._reaches(entry + _RECORD.size):
             return ABSENT
         nbytes, of, skeleton, count, _ = _RECORD.unpack_from(self._bytes, entry)
-        if of != number or entry + nbytes > len(self._bytes):  # written by a process that has a larger file
+        if of != number or not self._reaches(entry + nbytes):
             return ABSENT
         view = self._private(entry, nbytes)
         sizes = view[_RECORD.size : _RECORD.size + 8 * count].cast("Q")
@@ -169,6 +178,12 @@ class SampleStore:
         self._hits[slot] += 1
         return sample
 
+    def _reaches(self, end: int) -> bool:
+        """Whether the file is so long; another process may have made it longer."""
+        if end > len(self._bytes):
+            self._map()
+        return end <= len(self._bytes)
+
     def _private(self, start: int, nbytes: int) -> memoryview:
         if nbytes >= _MAPPED:
             with contextlib.suppress(OSError):  # the kernel's limit of mappings, when very many samples are kept
@@ -182,8 +197,7 @@ class SampleStore:
         if entry + _RECORD.size <= len(self._bytes):
             nbytes, of, *_, checksum = _RECORD.unpack_from(self._bytes, entry)
             is_inside = _RECORD.size <= nbytes <= len(self._bytes) - entry
-            content = self._bytes[entry + _RECORD.size : entry + nbytes]
-            if of == number and is_inside and zlib.crc32(content) == checksum:
+            if of == number and is_inside and _checksum(self._bytes[entry : entry + nbytes]) == checksum:
                 self._index[number] = entry
                 return entry
 
@@ -212,15 +226,17 @@ class SampleStore:
             starts.append(starts[-1] + size)
         nbytes = starts[-1]
         at, is_first = self._alone(lambda: self._reserve(number, _aligned(nbytes)))
-        if not at:
+        if not at or not self._reaches(at + nbytes):
             return is_first
         record = self._bytes[at : at + nbytes]
         head = struct.pack(f"<{len(sizes)}Q", *sizes) + encoded.skeleton
         record[_RECORD.size : _RECORD.size + len(head)] = head
         for start, buffer in zip(starts, encoded.buffers, strict=False):
             record[start : start + buffer.nbytes] = buffer
-        checksum = 0 if self._in_memory else zlib.crc32(record[_RECORD.size :])
-        _RECORD.pack_into(record, 0, nbytes, number, len(encoded.skeleton), len(sizes), checksum)
+        fields = nbytes, number, len(encoded.skeleton), len(sizes)
+        _RECORD.pack_into(record, 0, *fields, 0)
+        if not self._in_memory:
+            _RECORD.pack_into(record, 0, *fields, _checksum(record))
 
         def publish() -> None:
             if not self._index[number]:
@@ -304,6 +320,11 @@ class _Lock:
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._own >= 0:
             close(self._own)
+
+
+def _checksum(record: memoryview) -> int:
+    """Of all but the checksum itself."""
+    return zlib.crc32(record[_RECORD.size :], zlib.crc32(record[: _RECORD.size - 8]))
 
 
 def _boot() -> bytes:
