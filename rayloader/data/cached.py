@@ -304,9 +304,11 @@ class _InMemory:
         if kind in _here:
             return _here[kind]
         with socket.socket(socket.AF_UNIX) as turn:  # its name is taken while the first one looks and makes
-            while not _bound(turn, f"\0rayloader-cache-{kind}"):
+            file = None
+            while file is None and not _bound(turn, f"\0rayloader-cache-{kind}"):
                 time.sleep(_TURN_S)
-            if (file := _found(f"rayloader-cache-{kind}-")) is None:
+                file = _found(f"rayloader-cache-{kind}-")  # a fork of the first one may keep the name
+            if file is None and (file := _found(f"rayloader-cache-{kind}-")) is None:
                 file = MemoryFile(f"cache-{kind}", size_of(count, max_bytes))
                 SampleStore(file.fd, count, max_bytes, in_memory=True)
         return _here.setdefault(kind, file)
@@ -327,7 +329,9 @@ def _found(prefix: str) -> MemoryFile | None:
             target = os.readlink(link)
             if prefix in target:
                 fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
-                return MemoryFile.received(fd, target.removeprefix("/memfd:").removesuffix(" (deleted)"))
+                if os.readlink(f"/proc/self/fd/{fd}") == target:
+                    return MemoryFile.received(fd, target.removeprefix("/memfd:").removesuffix(" (deleted)"))
+                os.close(fd)  # the number has become another file's meanwhile
         except OSError:  # of another user, or closed meanwhile
             continue
     return None

@@ -15,6 +15,7 @@ import pickle
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -610,6 +611,35 @@ def test_the_processes_of_another_node_share_a_file_of_their_own():
     assert first.returncode == 0
     assert kept.stats().present == 1
     run(made, "assert kept.stats().present == 0")  # it has ended with its last process
+
+
+def test_a_name_that_a_fork_keeps_stops_nobody(monkeypatch):
+    kept = cached(torch.arange(10))
+    kind = kept._place._address.name.split("-")[2]
+    there = module._InMemory(dataclasses.replace(kept._place._address, machine="another one"))
+    monkeypatch.setattr(module, "_here", {})
+    with socket.socket(socket.AF_UNIX) as turn:
+        turn.bind(f"\0rayloader-cache-{kind}")
+        copied = module.CachedDataset(kept.dataset, there, 10, 1000)
+    kept[3]
+    assert copied.stats().present == 1
+
+
+def test_a_number_that_has_become_another_file_s_is_not_taken(monkeypatch, tmp_path):
+    victim = os.open(tmp_path / "victim", os.O_RDWR | os.O_CREAT)
+    fd = os.memfd_create("rayloader-cache-raced-0")
+    opened = os.open
+
+    def raced(path, *options):
+        os.dup2(victim, fd)
+        return opened(path, *options)
+
+    monkeypatch.setattr(os, "open", raced)
+    try:
+        assert module._found("rayloader-cache-raced-") is None
+    finally:
+        os.close(fd)
+        os.close(victim)
 
 
 def test_nothing_is_left_of_a_cache_that_is_dropped(where):
