@@ -13,6 +13,7 @@ the name of the file says of what its samples are: see fingerprint.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import os
@@ -325,7 +326,7 @@ class _InMemory(WithoutContent):
                 self._file = MemoryFile.received(open_file(self._address, writable=True), self._address.name)
             except MemoryFileError:
                 self._file = self._of_this_node(count, max_bytes)
-        return SampleStore(self._file.fd, count, max_bytes, in_memory=True)
+        return SampleStore(self._file.fd, count, max_bytes, in_memory=True, again=True)
 
     def _of_this_node(self, count: int, max_bytes: int) -> MemoryFile:
         """The file that processes of this node share, whose name begins like the original's; made if there is none."""
@@ -333,9 +334,11 @@ class _InMemory(WithoutContent):
         if kind in _here:
             return _here[kind]
         with socket.socket(socket.AF_UNIX) as turn:  # its name is taken while the first one looks and makes
-            while not _bound(turn, f"\0rayloader-cache-{kind}"):
+            file = None
+            while file is None and not _bound(turn, f"\0rayloader-cache-{kind}"):
                 time.sleep(_TURN_S)
-            if (file := _found(f"rayloader-cache-{kind}-")) is None:
+                file = _found(f"rayloader-cache-{kind}-")  # a fork of the first one may keep the name
+            if file is None and (file := _found(f"rayloader-cache-{kind}-")) is None:
                 file = MemoryFile(f"cache-{kind}", size_of(count, max_bytes))
                 SampleStore(file.fd, count, max_bytes, in_memory=True)
         return _here.setdefault(kind, file)
@@ -356,7 +359,9 @@ def _found(prefix: str) -> MemoryFile | None:
             target = os.readlink(link)
             if prefix in target:
                 fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
-                return MemoryFile.received(fd, target.removeprefix("/memfd:").removesuffix(" (deleted)"))
+                if os.readlink(f"/proc/self/fd/{fd}") == target:
+                    return MemoryFile.received(fd, target.removeprefix("/memfd:").removesuffix(" (deleted)"))
+                os.close(fd)  # the number has become another file's meanwhile
         except OSError:  # of another user, or closed meanwhile
             continue
     return None
@@ -365,8 +370,8 @@ def _found(prefix: str) -> MemoryFile | None:
 class _InFolder(WithoutContent):
     """Where a cache in a folder is."""
 
-    def __init__(self, folder: Path, identity: bytes) -> None:
-        self._folder, self._identity = folder, identity
+    def __init__(self, folder: Path, identity: bytes, *, again: bool = False) -> None:
+        self._folder, self._identity, self._again = folder, identity, again
 
     def __str__(self) -> str:
         return f"in {self._folder}"
@@ -377,12 +382,13 @@ class _InFolder(WithoutContent):
         path = self._folder / f"{self._identity.hex()[:32]}-{os.uname().nodename}.rayloader-cache"
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         in_memory = os.fstat(self._fd).st_dev == _device_of("/dev/shm")
-        return SampleStore(self._fd, count, max_bytes, in_memory=in_memory, identity=self._identity)
+        options: dict[str, Any] = {"in_memory": in_memory, "identity": self._identity, "again": self._again}
+        return SampleStore(self._fd, count, max_bytes, **options)
 
     _fd = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._folder, self._identity)
+        return functools.partial(type(self), again=True), (self._folder, self._identity)
 
     def __del__(self, close: Any = os.close) -> None:
         if self._fd >= 0:

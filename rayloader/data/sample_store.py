@@ -10,12 +10,14 @@ the records of the samples. It is sparse: it takes the room of what was written.
 NOTE [Publishing]. A writer reserves room and counts under the lock, writes the record, and only then, again under the
 lock, enters its offset in the index, with one store of eight aligned bytes. A writer that is killed before leaves an
 unused range. The lock is the kernel's, of a file description that each process opens for itself: it ends with the
-process.
+process. A signal handler may raise at almost any line, so what is done under the lock is a function that `_Lock.alone`
+calls: the `with` block of a generator or of a class written in Python could be left with the lock still held.
 
 NOTE [After a crash of the machine]. Processes that die leave a file in a folder whole, for the kernel has it; but when
 the machine dies, the index may have reached the disk, and a record not. So the header names the boot in which the file
 was written. Whoever opens it in a later one marks all its entries as doubtful, and a doubtful record is compared with
-its checksum when it is first read.
+its checksum when it is first read. Where the header has not reached the disk, the file is emptied. What the header
+says of allocated room is not relied on either, for that may be missing, also in a copy of the file.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rayloader.observe.stats import CacheStats
 from rayloader.transport import codec
@@ -38,7 +40,7 @@ from rayloader.transport.raw import new_memory
 
 FORMAT = 0x7261_796C_6F61_6401  # of the file, with its version in the last byte
 ABSENT = object()  # instead of a sample
-_CLOSED = -1
+_T = TypeVar("_T")
 
 # The header's fields, of eight bytes each.
 _FORMAT, _COUNT, _END, _USED, _ALLOCATED, _PRESENT, _NBYTES, _BUILT, _FULL, _PROCESSES = range(10)
@@ -46,7 +48,7 @@ _IDENTITY, _BOOT = slice(96, 128), slice(128, 164)
 _HEADER = 4096
 _SLOTS = 4096  # of counts of hits; further processes share them
 _DOUBTFUL = 1 << 63  # in an index entry
-_RECORD = struct.Struct("<QQIII4x")  # bytes, number of the sample, bytes of the skeleton, buffers, checksum of the rest
+_RECORD = struct.Struct("<QQIII4x")  # bytes, number of the sample, bytes of the skeleton, buffers, checksum
 _ALIGN = 64  # bytes; as the codec's spans
 _CHUNK = 1 << 24  # bytes that are allocated at a time
 _SPARE = 1 << 29  # bytes of memory that a cache leaves free
@@ -81,20 +83,35 @@ class SampleStore:
         max_bytes: that they may take in all.
         in_memory: the file takes memory, of which some must remain.
         identity: what the samples are of, 32 bytes.
+        again: another object of the same cache has opened it; so its limits stay as they have become.
 
     Raises:
         OSError: there is no room for the index.
         ValueError: the file is of another format, number of samples or identity.
     """
 
-    def __init__(self, fd: int, count: int, max_bytes: int, *, in_memory: bool, identity: bytes = bytes(32)) -> None:
+    def __init__(
+        self,
+        fd: int,
+        count: int,
+        max_bytes: int,
+        *,
+        in_memory: bool,
+        identity: bytes = bytes(32),
+        again: bool = False,
+    ) -> None:
         self._fd, self._count, self._in_memory = fd, count, in_memory
-        self._mutex, self._pid, self._own = threading.Lock(), os.getpid(), _CLOSED
-        with self._locked():
-            is_new = os.fstat(fd).st_size < _HEADER or not any(os.pread(fd, 8, 0))
+        self._lock = _Lock(fd)
+
+        def begin() -> None:
+            is_new = not any(os.pread(fd, 8, 0))
             if is_new:
+                if not in_memory:
+                    os.ftruncate(fd, 0)
                 os.ftruncate(fd, size_of(count, max_bytes))
-                os.posix_fallocate(fd, 0, _data(count))
+            elif os.fstat(fd).st_size < _data(count):
+                raise ValueError("it is of another format, or was cut off")
+            os.posix_fallocate(fd, 0, _data(count))
             self._map()
             if is_new:
                 self._header[_COUNT], self._header[_END] = count, size_of(count, max_bytes)
@@ -105,9 +122,13 @@ class SampleStore:
                 raise ValueError(f"it is of another format, or of {self._header[_COUNT]} samples instead of {count}")
             elif bytes(self._bytes[_IDENTITY]) != identity:
                 raise ValueError("it is of another dataset")
+            elif not _data(count) <= self._header[_USED] <= self._header[_END] or self._header[_USED] % _ALIGN:
+                raise ValueError("its header is damaged")
             else:
-                self._adopt(max_bytes)
-            self._slot = self._next_slot()
+                self._adopt(None if again else max_bytes)
+            self._take_slot()
+
+        self._alone(begin)
 
     def _map(self) -> None:
         self._bytes = memoryview(mmap.mmap(self._fd, os.fstat(self._fd).st_size))
@@ -116,14 +137,17 @@ class SampleStore:
         index = _HEADER + 8 * _SLOTS
         self._index = self._bytes[index : index + 8 * self._count].cast("Q")
 
-    def _adopt(self, max_bytes: int) -> None:
+    def _adopt(self, max_bytes: int | None) -> None:
         """Prepares a file that was there before; see NOTE [After a crash of the machine]."""
-        end = max(size_of(self._count, max_bytes), self._header[_USED])
-        if end > len(self._bytes):
-            os.ftruncate(self._fd, end)
-            self._map()
-        if end != self._header[_END]:
-            self._header[_END], self._header[_FULL] = end, 0
+        if max_bytes is not None:
+            end = max(size_of(self._count, max_bytes), self._header[_USED])
+            if end > len(self._bytes):
+                os.ftruncate(self._fd, end)
+                self._map()
+            if end != self._header[_END]:
+                self._header[_END], self._header[_FULL] = end, 0
+        if not self._in_memory:
+            self._header[_ALLOCATED] = self._header[_USED]
         if bytes(self._bytes[_BOOT]) != _boot():
             used = self._header[_USED]
             for number, entry in enumerate(self._index):
@@ -134,31 +158,16 @@ class SampleStore:
 
     # ---- each process, forks included, has a lock and a count of its own
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One thread of one process at a time."""
-        self._after_fork()
-        with self._mutex:
-            if self._own == _CLOSED:  # a fork shares the locks of descriptions that it has from its parent
-                self._own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
-            fcntl.flock(self._own, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._own, fcntl.LOCK_UN)
+    def _alone(self, work: Callable[[], _T]) -> _T:
+        """Does it, in one thread of one process at a time."""
+        if self._lock.pid != os.getpid():
+            self._lock = _Lock(self._fd)
+        return self._lock.alone(work)
 
-    def _after_fork(self) -> None:
-        if self._pid != (pid := os.getpid()):
-            own, self._own = self._own, _CLOSED
-            self._mutex, self._pid, self._slot = threading.Lock(), pid, None
-            if own != _CLOSED:
-                os.close(own)
-
-    def _next_slot(self) -> int:
+    def _take_slot(self) -> int:
         self._header[_PROCESSES] += 1
-        return self._header[_PROCESSES] % _SLOTS
-
-    _slot: int | None = None
+        self._lock.slot = slot = self._header[_PROCESSES] % _SLOTS
+        return slot
 
     # ---- samples
 
@@ -167,10 +176,10 @@ class SampleStore:
         entry = self._index[number]
         if entry & _DOUBTFUL:
             entry = self._examined(number, entry & ~_DOUBTFUL)
-        if not entry or entry + _RECORD.size > len(self._bytes):
+        if not entry or not self._reaches(entry + _RECORD.size):
             return ABSENT
         nbytes, of, skeleton, count, _ = _RECORD.unpack_from(self._bytes, entry)
-        if of != number or entry + nbytes > len(self._bytes):  # written by a process that has a larger file
+        if of != number or not self._reaches(entry + nbytes):
             return ABSENT
         view = self._private(entry, nbytes)
         sizes = view[_RECORD.size : _RECORD.size + 8 * count].cast("Q")
@@ -181,11 +190,16 @@ class SampleStore:
             buffers.append(view[start : start + size])
             start += size
         sample = codec.decode(view[_RECORD.size + 8 * count : _RECORD.size + 8 * count + skeleton], buffers)
-        if self._slot is None or self._pid != os.getpid():
-            with self._locked():
-                self._slot = self._next_slot()
-        self._hits[self._slot] += 1
+        if (slot := self._lock.slot) is None or self._lock.pid != os.getpid():
+            slot = self._alone(self._take_slot)
+        self._hits[slot] += 1
         return sample
+
+    def _reaches(self, end: int) -> bool:
+        """Whether the file is so long; another process may have made it longer."""
+        if end > len(self._bytes):
+            self._map()
+        return end <= len(self._bytes)
 
     def _private(self, start: int, nbytes: int) -> memoryview:
         if nbytes >= _MAPPED:
@@ -200,14 +214,16 @@ class SampleStore:
         if entry + _RECORD.size <= len(self._bytes):
             nbytes, of, *_, checksum = _RECORD.unpack_from(self._bytes, entry)
             is_inside = _RECORD.size <= nbytes <= len(self._bytes) - entry
-            content = self._bytes[entry + _RECORD.size : entry + nbytes]
-            if of == number and is_inside and zlib.crc32(content) == checksum:
+            if of == number and is_inside and _checksum(self._bytes[entry : entry + nbytes]) == checksum:
                 self._index[number] = entry
                 return entry
-        with self._locked():
-            if self._index[number]:
+
+        def drop() -> None:
+            if self._index[number] == entry | _DOUBTFUL:  # nobody else has dropped it, and built the sample again
                 self._index[number] = 0
                 self._header[_PRESENT] -= 1
+
+        self._alone(drop)
         return 0
 
     def write(self, number: int, sample: Any) -> bool:
@@ -226,30 +242,41 @@ class SampleStore:
             starts[-1] = _aligned(starts[-1])
             starts.append(starts[-1] + size)
         nbytes = starts[-1]
-        with self._locked():
-            self._header[_BUILT] += 1
-            if self._header[_END] > len(self._bytes):  # another process has opened it with a larger `max_bytes`
-                self._map()
-            if self._index[number]:
-                return False
-            at = self._header[_USED]
-            if not self._has_room(at + _aligned(nbytes)):
-                was_full, self._header[_FULL] = self._header[_FULL], 1
-                return not was_full
-            self._header[_USED] = at + _aligned(nbytes)
+        at, is_first = self._alone(lambda: self._reserve(number, _aligned(nbytes)))
+        if not at or not self._reaches(at + nbytes):
+            return is_first
         record = self._bytes[at : at + nbytes]
         head = struct.pack(f"<{len(sizes)}Q", *sizes) + encoded.skeleton
         record[_RECORD.size : _RECORD.size + len(head)] = head
         for start, buffer in zip(starts, encoded.buffers, strict=False):
             record[start : start + buffer.nbytes] = buffer
-        checksum = 0 if self._in_memory else zlib.crc32(record[_RECORD.size :])
-        _RECORD.pack_into(record, 0, nbytes, number, len(encoded.skeleton), len(sizes), checksum)
-        with self._locked():
+        fields = nbytes, number, len(encoded.skeleton), len(sizes)
+        _RECORD.pack_into(record, 0, *fields, 0)
+        if not self._in_memory:
+            _RECORD.pack_into(record, 0, *fields, _checksum(record))
+
+        def publish() -> None:
             if not self._index[number]:
                 self._index[number] = at
                 self._header[_PRESENT] += 1
                 self._header[_NBYTES] += nbytes
+            elif self._header[_USED] == at + _aligned(nbytes):  # another process was faster: the room is for the next
+                self._header[_USED] = at
+
+        self._alone(publish)
         return False
+
+    def _reserve(self, number: int, nbytes: int) -> tuple[int, bool]:
+        """The offset of room for a sample that was built, or 0, and whether this is the first one that finds none."""
+        self._header[_BUILT] += 1
+        if self._index[number]:
+            return 0, False
+        at = self._header[_USED]
+        if not self._has_room(at + nbytes):
+            was_full, self._header[_FULL] = self._header[_FULL], 1
+            return 0, not was_full
+        self._header[_USED] = at + nbytes
+        return at, False
 
     def _has_room(self, end: int) -> bool:
         """Allocates what is missing up to there; what can't be had is not asked for again."""
@@ -284,13 +311,39 @@ class SampleStore:
             full=bool(header[_FULL]),
         )
 
-    def __del__(self, close: Any = os.close, getpid: Any = os.getpid) -> None:
-        if self._own != _CLOSED and self._pid == getpid():
-            close(self._own)
-            self._own = _CLOSED
 
-    _own = _CLOSED  # for `__del__`, if the constructor was interrupted
-    _pid = 0
+class _Lock:
+    """Held by one thread of one process at a time. Each process, forks included, makes one of its own.
+
+    Attributes:
+        pid: the process.
+        slot: where it counts its hits.
+    """
+
+    _own = -1  # for `__del__`, if the constructor was interrupted
+
+    def __init__(self, fd: int) -> None:
+        self.pid, self._mutex = os.getpid(), threading.Lock()
+        self.slot: int | None = None
+        self._own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a fork shares the locks of its parent's
+
+    def alone(self, work: Callable[[], _T]) -> _T:
+        """Does it under the lock, which is free afterwards, whatever interrupts; see NOTE [Publishing]."""
+        with self._mutex:  # entered and left in C
+            try:
+                fcntl.flock(self._own, fcntl.LOCK_EX)
+                return work()
+            finally:
+                fcntl.flock(self._own, fcntl.LOCK_UN)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self._own >= 0:
+            close(self._own)
+
+
+def _checksum(record: memoryview) -> int:
+    """Of all but the checksum itself."""
+    return zlib.crc32(record[_RECORD.size :], zlib.crc32(record[: _RECORD.size - 8]))
 
 
 def _boot() -> bytes:

@@ -1,21 +1,25 @@
 """`rayloader.cached`: the same samples as without it, from memory or a folder, or an error; here without workers."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import datetime
 import errno
+import fcntl
 import fractions
 import functools
 import gc
 import importlib.metadata
 import io
 import logging
+import mmap
 import os
 import pickle
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -520,6 +524,41 @@ def test_a_limit_of_the_size_of_files_is_like_a_full_disk(tmp_path):
     assert in_fork(work) == 0
 
 
+def test_a_copy_leaves_a_full_cache_full(where, monkeypatch, caplog):
+    """Otherwise the workers of each epoch would ask for memory again, and say again that there is none."""
+    kept = cached(Numbers(KINDS["large"]), where=where)
+    allocate = os.posix_fallocate
+
+    def only_the_tables(fd, start, nbytes):
+        if start:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        allocate(fd, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", only_the_tables)
+    for cache in (kept, another(kept), another(kept)):
+        assert [same(cache[i], KINDS["large"](i)) for i in range(20)] == [True] * 20
+    assert kept.stats().full
+    assert caplog.text.count("is full with 0 of 20 samples") == 1
+
+
+def test_room_is_not_lost_where_two_build_the_same_sample(where, monkeypatch):
+    kept = cached(Numbers(KINDS["large"]), where=where)
+    used = kept._store._header[sample_store._USED]
+    assert same(kept[1], KINDS["large"](1))
+    one = kept._store._header[sample_store._USED] - used
+    reserve = kept._store._reserve
+
+    def reserved(number, nbytes):
+        at = reserve(number, nbytes)
+        monkeypatch.undo()
+        kept._store._index[number] = kept._store._index[1]  # another process has been faster
+        return at
+
+    monkeypatch.setattr(kept._store, "_reserve", reserved)
+    kept._store.write(2, KINDS["large"](2))
+    assert kept._store._header[sample_store._USED] - used == one
+
+
 def test_memory_files_may_be_refused(monkeypatch):
     def refused(*_):
         raise OSError(errno.EMFILE, "too many open files")
@@ -624,11 +663,85 @@ def test_a_writer_that_is_killed_with_the_lock_stops_nobody(where):
     kept = cached(Numbers(labelled), where=where)
 
     def work():
-        with kept._store._locked():
-            os.kill(os.getpid(), signal.SIGKILL)
+        kept._store._alone(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     assert in_fork(work) == -signal.SIGKILL
     assert same(kept[1], labelled(1))
+
+
+class Interrupts:
+    """Raises at the `left`-th place of the store where Python handles signals: at a function's entry, after a call."""
+
+    FILES = sample_store.__file__, contextlib.__file__
+
+    def __init__(self, left):
+        self.left = left
+
+    def __enter__(self):
+        sys.setprofile(self.event)
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def event(self, frame, event, argument):
+        if event in ("call", "return", "c_return") and frame.f_code.co_filename in self.FILES and self.left:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+
+def test_an_interrupt_at_any_place_leaves_no_lock_held(where):
+    kept = cached(Numbers(labelled, 1000), where=where)
+    kept[0], kept[1], kept[2]  # the first ones are compared
+    interrupts = []
+    for number in range(3, 1000):
+        try:
+            with Interrupts(number - 2):
+                kept[number]
+            break
+        except KeyboardInterrupt as error:
+            interrupts.append(error)  # with its traceback, as an interpreter keeps the last one
+        assert not kept._store._lock._mutex.locked()
+        own = os.open(f"/proc/self/fd/{kept._store._fd}", os.O_RDWR)
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(own)
+    assert len(interrupts) > 20
+    stats = kept.stats()
+    assert stats.present == sum(map(bool, kept._store._index))
+    assert all(same(kept[i], labelled(i)) for i in range(number + 1))
+
+
+def test_threads_of_a_fork_that_take_the_lock_at_once_exclude_each_other(monkeypatch):
+    """Each may make the lock of the new process."""
+    kept = cached(Numbers(labelled))
+
+    def work():
+        both, inside = threading.Barrier(2), []
+        pid = os.getpid()
+
+        def getpid():
+            if threading.current_thread().name == "racer" and both.n_waiting < 2 and not inside:
+                both.wait(HANG_LIMIT)
+            return pid
+
+        def alone():
+            inside.append(threading.get_ident())
+            other = os.open(f"/proc/self/fd/{kept._store._fd}", os.O_RDWR)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(other)
+            done.append(1)
+
+        done = []
+        monkeypatch.setattr(sample_store.os, "getpid", getpid)
+        racers = [threading.Thread(target=kept._store._alone, args=(alone,), name="racer") for _ in range(2)]
+        for racer in racers:
+            racer.start()
+        for racer in racers:
+            racer.join(HANG_LIMIT)
+        assert len(done) == 2
+
+    assert in_fork(work) == 0
 
 
 def test_copies_in_other_processes_read_the_same_samples(tmp_path):
@@ -670,6 +783,35 @@ def test_the_processes_of_another_node_share_a_file_of_their_own():
     assert first.returncode == 0
     assert kept.stats().present == 1
     run(made, "assert kept.stats().present == 0")  # it has ended with its last process
+
+
+def test_a_name_that_a_fork_keeps_stops_nobody(monkeypatch):
+    kept = cached(torch.arange(10))
+    kind = kept._place._address.name.split("-")[2]
+    there = module._InMemory(dataclasses.replace(kept._place._address, machine="another one"))
+    monkeypatch.setattr(module, "_here", {})
+    with socket.socket(socket.AF_UNIX) as turn:
+        turn.bind(f"\0rayloader-cache-{kind}")
+        copied = module.CachedDataset(kept.dataset, there, 10, 1000)
+    kept[3]
+    assert copied.stats().present == 1
+
+
+def test_a_number_that_has_become_another_file_s_is_not_taken(monkeypatch, tmp_path):
+    victim = os.open(tmp_path / "victim", os.O_RDWR | os.O_CREAT)
+    fd = os.memfd_create("rayloader-cache-raced-0")
+    opened = os.open
+
+    def raced(path, *options):
+        os.dup2(victim, fd)
+        return opened(path, *options)
+
+    monkeypatch.setattr(os, "open", raced)
+    try:
+        assert module._found("rayloader-cache-raced-") is None
+    finally:
+        os.close(fd)
+        os.close(victim)
 
 
 def test_nothing_is_left_of_a_cache_that_is_dropped(where):
@@ -758,6 +900,50 @@ def test_the_machine_may_die(paths, tmp_path, monkeypatch):
         assert (again.stats().built, again.stats().present) == (built, 5)
 
 
+def test_the_machine_may_die_before_the_header_has_reached_the_disk(paths, tmp_path):
+    kept = cached(Files(paths), where=tmp_path)
+    assert [*kept] == [0, 1, 2, 3, 4]
+    kept._store._bytes[: mmap.PAGESIZE] = bytes(mmap.PAGESIZE)
+    kept._store._bytes[kept._store._index[3] + sample_store._RECORD.size + 2] ^= 1
+    del kept
+    again = cached(Files(paths), where=tmp_path)
+    assert again.stats().present == 0
+    assert [*again] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("field", [8, 16, 20, 24])
+def test_damage_to_a_record_s_own_fields_is_seen(paths, tmp_path, monkeypatch, field):
+    kept = cached(Files(paths), where=tmp_path)
+    assert [*kept] == [0, 1, 2, 3, 4]
+    kept._store._bytes[kept._store._index[3] + field] ^= 1
+    del kept
+    monkeypatch.setattr(sample_store, "_boot", lambda: b"x" * 36)
+    assert [*cached(Files(paths), where=tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_room_that_a_file_only_says_to_have_is_allocated(paths, tmp_path, monkeypatch):
+    """As in a copy that has left out what was zeros: writing there would crash on a full disk."""
+    kept = cached(Files(paths), where=tmp_path)
+    assert kept[0] == 0
+    used = kept._store._header[sample_store._USED]
+    del kept
+    asked = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, nbytes: asked.append(range(start, start + nbytes)))
+    again = cached(Files(paths), where=tmp_path)
+    assert again[1] == 1
+    assert 0 in asked[0]
+    assert used in asked[1]
+
+
+@pytest.mark.parametrize("used", [0, 4096, (1 << 64) - 64])
+def test_a_damaged_header_is_an_error(paths, tmp_path, used):
+    kept = cached(Files(paths), where=tmp_path)
+    kept._store._header[sample_store._USED] = used
+    del kept
+    with pytest.raises(CacheError, match="its header is damaged"):
+        cached(Files(paths), where=tmp_path)
+
+
 def test_a_record_that_is_beyond_the_header_s_end_is_not_used(paths, tmp_path, monkeypatch):
     kept = cached(Files(paths), where=tmp_path)
     assert [*kept] == [0, 1, 2, 3, 4]
@@ -781,10 +967,11 @@ def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(pa
 def test_a_file_of_another_kind_is_not_written_over(paths, tmp_path):
     cached(Files(paths), where=tmp_path)
     (file,) = caches_in(tmp_path)
-    file.write_bytes(b"important " * 10_000)
-    with pytest.raises(CacheError, match="can't be used: it is of another format"):
-        cached(Files(paths), where=tmp_path)
-    assert file.read_bytes() == b"important " * 10_000
+    for times in (1, 10_000):
+        file.write_bytes(b"important " * times)
+        with pytest.raises(CacheError, match="can't be used: it is of another format"):
+            cached(Files(paths), where=tmp_path)
+        assert file.read_bytes() == b"important " * times
 
 
 def test_a_cache_may_grow(tmp_path):
@@ -795,11 +982,11 @@ def test_a_cache_may_grow(tmp_path):
     assert small.stats().full
     large = cached(dataset, "1MB", tmp_path, fingerprint="numbers")
     assert not large.stats().full
-    for i in range(20):
+    for i in range(15):
         assert large[i] == dataset.make(i)
-    assert large.stats().present == 20
     for i in range(20):  # one that has the small file goes on
         assert small[i] == dataset.make(i)
+    assert large.stats().present == 20
     smaller = cached(dataset, 5_000, tmp_path, fingerprint="numbers")
     assert smaller.stats().present == 20
     assert [smaller[i] for i in range(20)] == [dataset.make(i) for i in range(20)]
@@ -1017,7 +1204,8 @@ def test_checksums_of_records_are_of_their_whole_content(tmp_path):
     kept[0]
     at = kept._store._index[0]
     nbytes, *_, checksum = sample_store._RECORD.unpack_from(kept._store._bytes, at)
-    assert zlib.crc32(kept._store._bytes[at + sample_store._RECORD.size : at + nbytes]) == checksum
+    record = bytes(kept._store._bytes[at : at + nbytes])
+    assert zlib.crc32(record[:24] + record[sample_store._RECORD.size :]) == checksum
 
 
 def test_a_file_can_be_mapped_in_part(tmp_path):

@@ -50,6 +50,8 @@ NOT_ON_THE_PAGE = {
     "... node ... does not have": "goes on after `The dataset refers to`",
     "... this worker on ... can't open": "goes on after `The dataset refers to`",
     "it is of another format, or of ... samples": "goes on after `the cache ... can't be used`",
+    "it is of another format, or was cut off": "goes on after `the cache ... can't be used`",
+    "its header is damaged": "goes on after `the cache ... can't be used`",
     "it is of another dataset": "goes on after `the cache ... can't be used`",
 }
 
