@@ -244,6 +244,26 @@ def test_a_row_travels_and_is_collated_as_before():
     assert same(default_collate([{**row} for row in dataset.__getitems__([0])])["s"], ["a"])
 
 
+def test_who_changes_a_batch_does_not_change_the_rows():
+    table = pa.table({"x": [1, 2], "t": ["a", "b"], "s": [{"a": 1}, {"a": 2}]})
+    for as_ in ("tensors", "numpy"):
+        rows = ArrowDataset(table, as_=as_).__getitems__([0, 1])
+        batch = default_collate(rows)
+        batch["x"] += 10
+        batch["s"]["a"] += 10
+        batch["t"][0] = "changed"
+        assert same(
+            default_collate(rows), {"x": torch.tensor([1, 2]), "t": ["a", "b"], "s": {"a": torch.tensor([1, 2])}}
+        )
+
+
+def test_a_row_is_made_of_a_dict_as_libraries_do_that_map_over_samples():
+    row = ArrowDataset(pa.table({"x": [1], "t": ["a"]}))[0]
+    doubled = type(row)({name: value * 2 for name, value in row.items()})
+    assert doubled == {"x": torch.tensor(2), "t": "aa"}
+    assert same(default_collate([doubled]), {"x": torch.tensor([2]), "t": ["aa"]})
+
+
 def test_rows_of_different_datasets_are_stacked():
     one, other = (ArrowDataset(pa.table({"x": pa.array([k], kind)})) for k, kind in enumerate((pa.int64(), pa.int64())))
     (batch,) = TorchDataLoader(ConcatDataset([one, other]), 2)
