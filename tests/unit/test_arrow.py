@@ -396,6 +396,26 @@ REFUSED = [
         "fill_null must have values of the columns' types, got 'a'",
         lambda: ArrowDataset(TABLE, fill_null={"x": "a"}),
     ),
+    (
+        ValueError,
+        r"fill_null must name columns that exist, got 's'; there are s\.a",
+        lambda: ArrowDataset(pa.table({"s": [{"a": 1}, None]}), fill_null={"s": {"a": 0}}),
+    ),
+    (
+        ValueError,
+        r"fill_null must name columns that exist, got 'l\[\]'; there are l",
+        lambda: ArrowDataset(pa.table({"l": [[None, 1]]}), fill_null={"l[]": 0}, as_="arrow"),
+    ),
+    (
+        ValueError,
+        "column 's' is a struct<a: int64, a: int64>; rename its fields",
+        lambda: ArrowDataset(pa.table({"s": pa.StructArray.from_arrays([pa.array([1])] * 2, ["a", "a"])})),
+    ),
+    (
+        TypeError,
+        r"column 's\.a' is of type map",
+        lambda: ArrowDataset(pa.table({"s.a": pa.array([[]], pa.map_(pa.string(), pa.int8())), "s": [{"a": 1}]})),
+    ),
     (ValueError, "a table needs none, got '/tmp'", lambda: ArrowDataset(TABLE, cache="/tmp")),
     (
         TypeError,
