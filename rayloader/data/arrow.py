@@ -80,6 +80,10 @@ class ArrowDataset(_DatasetOfRows):
             schema, files = table.schema, []
         else:
             files = _files(source)
+            if cache is not None and os.path.abspath(cache) in map(os.path.dirname, files):
+                raise ValueError(
+                    f"cache must be another folder than those of the files, which would be read twice, got {cache!r}"
+                )
             schema = _schema(files[0])
         self._converter = Converter(schema, columns, as_, decode, fill_null)
         wanted = self._converter.schema
@@ -125,10 +129,11 @@ class ArrowDataset(_DatasetOfRows):
         places = np.asarray(indices, None if len(indices) else np.int64)
         if places.ndim != 1 or places.dtype.kind not in "iu":
             raise TypeError(f"an index of an ArrowDataset must be a whole number, got {indices!r:.200}")
-        places, length = places.astype(np.int64), len(self)
+        length = len(self)
         wrong = (places < -length) | (places >= length)
         if wrong.any():
             raise IndexError(f"ArrowDataset index {places[wrong.argmax()]} is out of range for {length} rows")
+        places = places.astype(np.int64)
         return np.where(places < 0, places + length, places)
 
     def _taken(self, places: np.ndarray[Any, Any]) -> pa.RecordBatch | pa.Table:
@@ -168,7 +173,7 @@ class _Mapped:
                 f"{self.path}, a file of an ArrowDataset, has {source.size()} bytes here, and had {self.nbytes} when "
                 "the dataset was made; make the dataset again, and replace its files by renaming, never in place"
             )
-        return [batch.select(self.schema.names) for batch in _batches_of(source, self.path)]
+        return [_with(self.schema, batch) for batch in _batches_of(source, self.path)]
 
 
 def _files(source: Any) -> list[str]:
@@ -192,10 +197,37 @@ def _files(source: Any) -> list[str]:
 def _without_views(table: pa.Table) -> pa.Table:
     """A table whose text and binary data are as everywhere: pyarrow cannot take rows of views, which others export."""
     for index, field in enumerate(table.schema):
-        if pa.types.is_string_view(field.type) or pa.types.is_binary_view(field.type):
-            kind = pa.large_string() if pa.types.is_string_view(field.type) else pa.large_binary()
-            table = table.set_column(index, field.with_type(kind), table.column(index).cast(kind))
+        kind = _without_view(field.type)
+        if kind != field.type:
+            chunks = [_cast(chunk, kind) for chunk in table.column(index).chunks]
+            table = table.set_column(index, field.with_type(kind), pa.chunked_array(chunks, kind))
     return table
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_binary_view(kind):
+        return pa.large_binary()
+    if types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _without_view(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_without_view(field.type)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        item = kind.value_field.with_type(_without_view(kind.value_type))
+        if types.is_fixed_size_list(kind):
+            return pa.list_(item, kind.list_size)
+        return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
+    return kind
+
+
+def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    if isinstance(array, pa.DictionaryArray):  # pyarrow has no such cast
+        return pa.DictionaryArray.from_arrays(
+            array.indices, array.dictionary.cast(kind.value_type), ordered=kind.ordered
+        )
+    return array.cast(kind)
 
 
 def _kind(path: str) -> bytes:
@@ -229,6 +261,11 @@ def _batches_of(source: Any, path: str) -> Iterator[pa.RecordBatch]:
             yield from reader
         else:
             yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def _with(schema: pa.Schema, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The columns of this schema. What a file says beyond their types, as that nothing in it is null, is dropped."""
+    return pa.RecordBatch.from_arrays([batch.column(name) for name in schema.names], schema=schema)
 
 
 class _naming:
@@ -273,10 +310,10 @@ def _to_convert(path: str, wanted: pa.Schema) -> Iterator[pa.RecordBatch]:
         if _kind(path) == _PARQUET:
             with parquet.ParquetFile(path, pre_buffer=True) as file:
                 batches = file.iter_batches(columns=wanted.names)
-                yield from (batch.select(wanted.names) for batch in batches)
+                yield from (_with(wanted, batch) for batch in batches)
         else:
             with pa.memory_map(path) as source:
-                yield from (batch.select(wanted.names) for batch in _batches_of(source, path))
+                yield from (_with(wanted, batch) for batch in _batches_of(source, path))
 
 
 def _in_large_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
@@ -293,8 +330,8 @@ def _in_large_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
     """The path of the Arrow file in the cache; it is written if it is not there."""
     status = os.stat(path)
-    content = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, str(wanted), pa.__version__))
-    name = f"{Path(path).stem}-{hashlib.sha256(content.encode()).hexdigest()[:24]}.arrow"
+    content = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, wanted.names, pa.__version__))
+    name = f"{Path(path).stem[:40]}-{hashlib.sha256(content.encode()).hexdigest()[:24]}.arrow"
     target = os.path.join(os.path.abspath(cache), name)
     if os.path.exists(target):
         return target
@@ -302,7 +339,8 @@ def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
     descriptor, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f".{name}-", dir=cache)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            with pa.ipc.new_file(file, wanted.remove_metadata()) as writer:
+            # A stream: in the file format a column has one dictionary for all batches.
+            with pa.ipc.new_stream(file, wanted.remove_metadata()) as writer:
                 for table in _in_large_parts(_to_convert(path, wanted)):
                     writer.write_table(table.combine_chunks())
             file.flush()

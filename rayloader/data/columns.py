@@ -68,13 +68,15 @@ class Converter:
         names = _names(schema, columns)
         self.schema = pa.schema([schema.field(name) for name in names])
         self._decode = _functions(decode)
-        paths = {path: kind for field in self.schema for path, kind in _paths(field.type, field.name)}
-        for path, kind in paths.items() if as_ != "arrow" else ():
+        paths = [pair for field in self.schema for pair in _paths(field.type, field.name)]
+        for path, kind in paths if as_ != "arrow" else ():
             if not _has_rule(kind):
                 raise TypeError(
                     f"column {path!r} is of type {kind}, which has no form as {as_}; leave it out by columns=, cast it "
                     'before, or use as_="arrow"'
                 )
+            if types.is_struct(kind) and len({field.name for field in kind}) < len(kind):
+                raise ValueError(f"a row has each field once, and column {path!r} is a {kind}; rename its fields")
         for name in self._decode:
             _check_named("decode", name, names)
             if not _is(self.schema.field(name).type, *_BYTES, *_TEXTS):
@@ -82,7 +84,9 @@ class Converter:
                     f"decode is called with each value of a column of binary data or text, and column {name!r} is of "
                     f"type {self.schema.field(name).type}"
                 )
-        self._fill = _fillings(fill_null, paths)
+        # Arrow's own arrays are filled as they are; a struct has no form of its own, in which it could be filled.
+        filled = [pair for pair in paths if (pair[0] in names if as_ == "arrow" else not types.is_struct(pair[1]))]
+        self._fill = _fillings(fill_null, dict(filled))
         self._sliced = [field.name for field in self.schema if _is_fixed_in_fixed(field.type)]
 
     def take(self, table: pa.Table | pa.RecordBatch, places: Any) -> pa.Table | pa.RecordBatch:

@@ -200,9 +200,9 @@ class _Files:
             footers = list(threads.map(footer, paths))
         first = footers[0][1]
         converter = Converter(first, *arguments)
-        _check_filters(filters, first)
         for path, (_, schema) in zip(paths, footers, strict=True):
             check_alike(converter.schema, paths[0], schema, path)
+            _check_filters(filters, schema, path)
         return cls(
             filesystem,
             paths,
@@ -343,7 +343,8 @@ class _Reading(Iterator[Any]):
         def name(row: int) -> str:
             place = places[row]
             number, path = self._files.place(self._groups[place])
-            return f"row {self._rows[place]} of row group {number} of {path}"
+            among = "" if self._files.filters is None else " among those that the filters let through"
+            return f"row {self._rows[place]}{among} of row group {number} of {path}"
 
         return self._files.converter.convert(self._files.converter.take(self._pool, places), name)
 
@@ -568,9 +569,9 @@ def _expression(filters: Any) -> dataset.Expression | None:
         ) from None
 
 
-def _check_filters(filters: dataset.Expression | None, schema: pa.Schema) -> None:
+def _check_filters(filters: dataset.Expression | None, schema: pa.Schema, path: str) -> None:
     if filters is not None:
         try:
             schema.empty_table().filter(filters)
         except (pa.ArrowException, TypeError, ValueError) as error:
-            raise ValueError(f"filters do not fit the columns {', '.join(schema.names)}: {error}") from None
+            raise ValueError(f"filters do not fit the columns {', '.join(schema.names)} of {path}: {error}") from None

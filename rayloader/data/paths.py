@@ -31,15 +31,21 @@ def paths_of(given: Any, reader: str) -> list[str]:
 
 
 def data_files(folder: str, paths: Iterable[str], suffixes: tuple[str, ...]) -> list[str]:
-    """The files of a folder that hold data, in the order of their names; hidden ones and those with `_` do not.
+    """The files of a folder that hold data, in the order of their names.
+
+    Files and folders in it whose names begin with `.` or `_` hold what other programs have put there.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    found = sorted(path for path in paths if path.endswith(suffixes) and os.path.basename(path)[0] not in "._")
+    found = sorted(path for path in paths if path.endswith(suffixes) and not _is_hidden(os.path.relpath(path, folder)))
     if not found:
         raise FileNotFoundError(f"the folder {folder} has no file that ends in {' or '.join(suffixes)}")
     return found
+
+
+def _is_hidden(path: str) -> bool:
+    return any(name[0] in "._" for name in path.split("/"))
 
 
 def check_alike(wanted: pa.Schema, first: str, schema: pa.Schema, path: str) -> None:

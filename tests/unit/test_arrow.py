@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
 from rayloader import ArrowDataset, ReplicaError
+from rayloader.data import arrow
 from rayloader.data.rows import Row
 
 ROWS = 4
@@ -244,6 +245,26 @@ def test_a_row_travels_and_is_collated_as_before():
     assert same(default_collate([{**row} for row in dataset.__getitems__([0])])["s"], ["a"])
 
 
+def test_who_changes_a_batch_does_not_change_the_rows():
+    table = pa.table({"x": [1, 2], "t": ["a", "b"], "s": [{"a": 1}, {"a": 2}]})
+    for as_ in ("tensors", "numpy"):
+        rows = ArrowDataset(table, as_=as_).__getitems__([0, 1])
+        batch = default_collate(rows)
+        batch["x"] += 10
+        batch["s"]["a"] += 10
+        batch["t"][0] = "changed"
+        assert same(
+            default_collate(rows), {"x": torch.tensor([1, 2]), "t": ["a", "b"], "s": {"a": torch.tensor([1, 2])}}
+        )
+
+
+def test_a_row_is_made_of_a_dict_as_libraries_do_that_map_over_samples():
+    row = ArrowDataset(pa.table({"x": [1], "t": ["a"]}))[0]
+    doubled = type(row)({name: value * 2 for name, value in row.items()})
+    assert doubled == {"x": torch.tensor(2), "t": "aa"}
+    assert same(default_collate([doubled]), {"x": torch.tensor([2]), "t": ["aa"]})
+
+
 def test_rows_of_different_datasets_are_stacked():
     one, other = (ArrowDataset(pa.table({"x": pa.array([k], kind)})) for k, kind in enumerate((pa.int64(), pa.int64())))
     (batch,) = TorchDataLoader(ConcatDataset([one, other]), 2)
@@ -376,6 +397,26 @@ REFUSED = [
         "fill_null must have values of the columns' types, got 'a'",
         lambda: ArrowDataset(TABLE, fill_null={"x": "a"}),
     ),
+    (
+        ValueError,
+        r"fill_null must name columns that exist, got 's'; there are s\.a",
+        lambda: ArrowDataset(pa.table({"s": [{"a": 1}, None]}), fill_null={"s": {"a": 0}}),
+    ),
+    (
+        ValueError,
+        r"fill_null must name columns that exist, got 'l\[\]'; there are l",
+        lambda: ArrowDataset(pa.table({"l": [[None, 1]]}), fill_null={"l[]": 0}, as_="arrow"),
+    ),
+    (
+        ValueError,
+        "column 's' is a struct<a: int64, a: int64>; rename its fields",
+        lambda: ArrowDataset(pa.table({"s": pa.StructArray.from_arrays([pa.array([1])] * 2, ["a", "a"])})),
+    ),
+    (
+        TypeError,
+        r"column 's\.a' is of type map",
+        lambda: ArrowDataset(pa.table({"s.a": pa.array([[]], pa.map_(pa.string(), pa.int8())), "s": [{"a": 1}]})),
+    ),
     (ValueError, "a table needs none, got '/tmp'", lambda: ArrowDataset(TABLE, cache="/tmp")),
     (
         TypeError,
@@ -467,6 +508,26 @@ def test_an_object_that_exports_arrow_data():
     assert dict(ArrowDataset(TABLE.to_batches()[0])[0]) == {"x": torch.tensor(1), "s": "a"}
 
 
+def test_views_as_polars_exports_them():
+    view = pa.string_view()
+    table = pa.table(
+        {
+            "list": pa.array([["a"], ["b", "c"]], pa.list_(view)),
+            "long list": pa.array([["a"], ["b", "c"]], pa.large_list(view)),
+            "pair": pa.array([["a", "b"]] * 2, pa.list_(view, 2)),
+            "struct": pa.array([{"b": b"x"}] * 2, pa.struct({"b": pa.binary_view()})),
+            "category": pa.DictionaryArray.from_arrays(pa.array([1, 0], pa.uint32()), pa.array(["u", "v"], view)),
+        }
+    )
+    assert default_collate(ArrowDataset(table).__getitems__([0, 1])) == {
+        "list": [["a"], ["b", "c"]],
+        "long list": [["a"], ["b", "c"]],
+        "pair": [["a", "b"]] * 2,
+        "struct": {"b": [b"x"] * 2},
+        "category": ["v", "u"],
+    }
+
+
 def test_a_folder_without_files_is_an_error(tmp_path):
     (tmp_path / "x.csv").touch()
     with pytest.raises(FileNotFoundError, match=r"has no file that ends in \.arrow or "):
@@ -482,6 +543,17 @@ def test_files_that_differ_are_an_error_that_names_column_and_file(tmp_path):
     with pytest.raises(ValueError, match=f"column 'x' is int64 in {one}, and {lacking} has none"):
         ArrowDataset([one, lacking])
     assert len(ArrowDataset([one, other, lacking], columns=["y"])) == 3
+
+
+@pytest.mark.parametrize("how", ["parquet", "file"])
+def test_files_that_differ_in_whether_nulls_are_allowed(how, tmp_path):
+    for number, nullable in enumerate((True, False)):
+        schema = pa.schema([pa.field("x", pa.int64(), nullable)])
+        write(
+            tmp_path / f"{number}.{'parquet' if how == 'parquet' else 'arrow'}", how, pa.table({"x": [number]}, schema)
+        )
+    for cache in (None, tmp_path / "cache"):
+        assert default_collate(ArrowDataset(tmp_path, cache=cache).__getitems__([1, 0]))["x"].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("how", ["parquet", "file", "compressed", "stream"])
@@ -524,6 +596,33 @@ def test_the_cache_is_written_once_and_for_each_content_and_choice_of_columns(tm
     write(path, "parquet", LARGE.slice(0, 10))
     assert len(ArrowDataset(path, cache=cache)) == 10
     assert len(list(cache.iterdir())) == 3
+
+
+def test_a_cache_of_dictionaries_that_differ_from_part_to_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow, "_CACHED_BYTES", 1)
+    with pa.ipc.new_stream(
+        str(tmp_path / "x"),
+        pa.schema({"d": pa.dictionary(pa.int32(), pa.string())}),
+        options=pa.ipc.IpcWriteOptions(compression="zstd"),
+    ) as writer:
+        for letters in ("ab", "ca"):
+            writer.write_table(pa.table({"d": pa.array([*letters] * 50).dictionary_encode()}))
+    dataset = ArrowDataset(tmp_path / "x", cache=tmp_path / "cache")
+    assert [row["d"] for row in dataset] == [*"ab"] * 50 + [*"ca"] * 50
+
+
+def test_names_that_differ_at_their_ends_have_different_caches(tmp_path):
+    names = ["x" * 200 + end for end in "ab"]
+    path = write(tmp_path / f"{'y' * 240}.parquet", "parquet", pa.table(dict(zip(names, ([1], [2]), strict=True))))
+    for number, name in enumerate(names, 1):
+        assert ArrowDataset(path, columns=[name], cache=tmp_path / "cache")[0][name] == number
+
+
+def test_a_cache_among_the_files_is_refused(tmp_path):
+    path = write(tmp_path / "x.parquet", "parquet")
+    for source in (path, tmp_path):
+        with pytest.raises(ValueError, match="cache must be another folder than those of the files"):
+            ArrowDataset(source, cache=tmp_path)
 
 
 def test_a_full_disk_leaves_nothing_damaged(tmp_path):

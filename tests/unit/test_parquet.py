@@ -121,6 +121,22 @@ def test_filters_leave_rows_out(folder):
         assert sorted(itertools.chain(*parts(ParquetStream(folder, filters=filters, shuffle_buffer=5), 3))) == expected
 
 
+def test_filters_must_fit_all_files(tmp_path):
+    """Pyarrow would take a column that is missing in a file for one of nulls, and leave out all rows of the file."""
+    parquet.write_table(pa.table({"i": [1], "y": [1]}), tmp_path / "1.parquet")
+    parquet.write_table(pa.table({"i": [2]}), tmp_path / "2.parquet")
+    with pytest.raises(ValueError, match=r"filters do not fit the columns i of .*2\.parquet"):
+        ParquetStream(tmp_path, columns=["i"], filters=[("y", ">", 0)])
+
+
+def test_a_row_among_those_that_filters_let_through_is_named_as_such(tmp_path):
+    parquet.write_table(pa.table({"i": [0, 1, None], "y": [0, 1, 2]}), tmp_path / "1.parquet")
+    iterator = iter(ParquetStream(tmp_path, filters=[("y", ">", 0)]))
+    assert next(iterator)["i"] == 1
+    with pytest.raises(ValueError, match="in row 1 among those that the filters let through of row group 0 of "):
+        next(iterator)
+
+
 # ---- shuffling
 
 
@@ -407,9 +423,12 @@ def test_paths_of_each_kind(folder, tmp_path, monkeypatch):
     assert numbers(pickle.loads(pickle.dumps(ParquetStream("1.parquet", filesystem=below)))) == list(range(28, 58))
 
 
+HIDDEN = ("_temporary/0/x.parquet", "a/.checkpoints/x.parquet")
+
+
 def test_a_folder_is_read_with_the_folders_in_it(tmp_path):
-    for name in ("b/x.parquet", "a/x.parquet", "a/_x.parquet", "a/.x.parquet", "c.parquet", "a/x.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("b/x.parquet", "a/x.parquet", "a/_x.parquet", "a/.x.parquet", "c.parquet", "a/x.txt", *HIDDEN):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pa.table({"p": [name]}), tmp_path / name)
     assert [row["p"] for row in ParquetStream(tmp_path)] == ["a/x.parquet", "b/x.parquet", "c.parquet"]
 
