@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -271,6 +271,14 @@ class _Files:
         return pieces
 
 
+class _Part(NamedTuple):
+    """Rows that follow each other in a row group, and the number of the first."""
+
+    table: pa.Table
+    group: int
+    first: int
+
+
 class _Reading(Iterator[Any]):
     """One reader's way through an epoch; see NOTE [The pool].
 
@@ -353,17 +361,18 @@ class _Reading(Iterator[Any]):
     def _read_on(self) -> bool:
         """Lets more rows come next; False at the end."""
         block = self._block()
-        if block is None:
+        if not block:
             if not len(self._buffer):
                 return False
             rest = self._generator.permutation(self._buffer)
             self._next, self._at, self._buffer = np.concatenate([self._next[self._at :], rest]), 0, rest[:0]
             return True
-        table, group, first = block
         coming = self._coming
-        self._keep(np.concatenate([self._next[self._at :], self._buffer]), table)
-        self._groups = np.concatenate([self._groups, np.full(table.num_rows, group, np.int32)])
-        self._rows = np.concatenate([self._rows, np.arange(first, first + table.num_rows, dtype=np.int32)])
+        self._keep(np.concatenate([self._next[self._at :], self._buffer]), [part.table for part in block])
+        groups = [np.full(part.table.num_rows, part.group, np.int32) for part in block]
+        rows = [np.arange(part.table.num_rows, dtype=np.int32) + part.first for part in block]
+        self._groups = np.concatenate([self._groups, *groups])
+        self._rows = np.concatenate([self._rows, *rows])
         drawn = np.arange(coming, self._pool.num_rows)
         if self._stream.shuffle_buffer:
             drawn = self._generator.permutation(drawn)
@@ -372,21 +381,28 @@ class _Reading(Iterator[Any]):
         self._buffer = np.sort(drawn[given:])
         return True
 
-    def _keep(self, places: _Array, block: pa.Table) -> None:
+    def _keep(self, places: _Array, block: list[pa.Table]) -> None:
         """Makes the pool of these places of it, and a block."""
         kept = [self._files.converter.take(self._pool, places)] if len(places) else []
-        self._pool = pa.concat_tables([*kept, block]).combine_chunks()
+        self._pool = pa.concat_tables([*kept, *block]).combine_chunks()
         self._groups, self._rows = self._groups[places], self._rows[places]
 
-    def _block(self) -> tuple[pa.Table, int, int] | None:
-        """The next rows, their row group, and the number of the first; None at the end."""
-        most = max(_BLOCK, self._stream.shuffle_buffer)
-        while self._piece < len(self._pieces):
+    def _block(self) -> list[_Part]:
+        """The next rows, none at the end.
+
+        With a shuffle buffer they are of so many row groups as make a large block, for each block costs a look at all
+        of the buffer; otherwise of one.
+        """
+        parts: list[_Part] = []
+        left = max(_BLOCK, self._stream.shuffle_buffer)
+        while left and self._piece < len(self._pieces) and (not parts or self._stream.shuffle_buffer):
             group, first, end = self._pieces[self._piece]
             following = self._pieces[self._piece + 1][0] if self._piece + 1 < len(self._pieces) else None
             try:
                 table = self._ahead.get(group, following)
             except RayloaderError as error:
+                if parts and self._stream.on_error == "raise":
+                    break  # these rows first; the next call meets the error again
                 self._piece, self._row = self._piece + 1, 0
                 if self._stream.on_error == "raise":
                     raise
@@ -394,13 +410,16 @@ class _Reading(Iterator[Any]):
                 logger.warning("rayloader: skipped a row group: %s", error)
                 continue
             begin = first + self._row
-            count = min(most, (table.num_rows if end is None else end) - begin)
+            count = min(left, (table.num_rows if end is None else end) - begin)
             if count > 0:
                 self._row += count
-                return table.slice(begin, count), group, begin
-            self._piece, self._row = self._piece + 1, 0
-        self._ahead.close()
-        return None
+                left -= count
+                parts.append(_Part(table.slice(begin, count), group, begin))
+            else:
+                self._piece, self._row = self._piece + 1, 0
+        if not parts:
+            self._ahead.close()
+        return parts
 
     # ---- states
 

@@ -525,3 +525,15 @@ def test_it_is_found_in_the_package():
     assert rayloader.ParquetStream is ParquetStream
     with pytest.raises(AttributeError, match="has no attribute 'ParquetStreams'"):
         rayloader.ParquetStreams  # noqa: B018
+
+
+def test_small_row_groups_make_large_blocks_for_a_shuffle_buffer(tmp_path, monkeypatch):
+    """Each block costs a look at all of the buffer, so that blocks of single row groups would take long."""
+    parquet.write_table(pa.table({"x": range(1000)}), tmp_path / "a.parquet", row_group_size=10)
+    monkeypatch.setattr(module, "_BLOCK", 1)
+    reading = iter(ParquetStream(tmp_path / "a.parquet", shuffle_buffer=200))
+    blocks = []
+    block = reading._block
+    reading._block = lambda: blocks.append(block()) or blocks[-1]
+    assert sorted(row["x"].item() for row in reading) == list(range(1000))
+    assert [sum(part.table.num_rows for part in parts) for parts in blocks if parts] == [200] * 5
