@@ -27,10 +27,6 @@ from rayloader.workers.process import NeverStarts
 from rayloader.workers.takeover import Ended, Stays, Takeover
 from rayloader.workers.worker import Worker
 
-# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else they stay
-# with forks.
-MOVE_S = 0.5
-
 
 def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) -> None:
     """Brings actors to where they can take over, and offers them.
@@ -59,9 +55,7 @@ def move(actors: Actors, takeover: Takeover, workers: list[Worker], count: int) 
         for actor in lent:
             if left_behind := _answer(takeover, actor.handle.stop.remote()):
                 raise Stays(f"it leaves something behind in its processes: {left_behind}")
-        if seconds <= MOVE_S:
-            offered = True
-            takeover.offer(actors, lent)
+        offered = takeover.offer(actors, lent, seconds)
     finally:
         if not offered:
             actors.release(busy=True, reuse=True)

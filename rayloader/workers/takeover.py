@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Forks that have worked for so many seconds are to be taken over: short epochs never pay for it, or for Ray.
 START_AFTER_S = 1.0
+# Workers move in mid-epoch if actors were ready for their next batches within so many seconds; else they stay with
+# forks.
+MOVE_S = 0.5
 # How often the thread looks for what it waits for, in seconds.
 TICK_S = 0.05
 
@@ -101,11 +104,14 @@ class Takeover:
         if self._ended:
             raise Ended
 
-    def offer(self, actors: Actors, lent: list[Any]) -> None:
-        """The workers are to move to these actors."""
+    def offer(self, actors: Actors, lent: list[Any], seconds: float) -> bool:
+        """The workers are to move to these actors, unless they took too many seconds; returns whether they are."""
+        if seconds > MOVE_S:
+            return False
         self._ready = actors, lent
         if self._ended:
             self.close()
+        return True
 
     def close(self) -> None:
         """The fleet has ended. Callable more than once."""

@@ -80,7 +80,7 @@ def lane(request, monkeypatch):
 def move_at_some_batch(monkeypatch, chance):
     """The workers of each fleet move at a batch that is drawn by lot, as far as their datasets can move."""
     monkeypatch.setattr(takeover, "START_AFTER_S", 0.0)
-    monkeypatch.setattr(moving, "MOVE_S", math.inf)
+    monkeypatch.setattr(takeover, "MOVE_S", math.inf)
     has_news = takeover.Takeover.has_news.fget
     begins = takeover.Takeover.__init__
 
