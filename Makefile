@@ -11,7 +11,7 @@ DOCS_READY := $(VENV)/.ready-docs
 
 # The tests run in parts, each in a process with a Ray of its own, three side by side, for tests of workers leave cores
 # idle; what takes longest begins first. A part is a folder, unless its files are given here.
-PARTS := integration programs multinode others conformance checkpoints unit
+PARTS := integration programs unit conformance multinode others checkpoints
 FOLDERS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py))))
 FILES_checkpoints := $(wildcard tests/integration/test_checkpoint*.py)
 FILES_programs := $(patsubst %,tests/integration/test_%.py,closing examples forks interrupts kinds_of_datasets \
