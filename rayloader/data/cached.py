@@ -249,10 +249,11 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
 
     def _build(self, numbers: list[int]) -> list[_T]:
         """Builds samples, which must not draw from any generator."""
+        generators = self._generators  # another thread may look for them too
         if self._built <= _FIRST_BUILT:  # some are created with the first sample
             found = search({"dataset": self.dataset}, [*own_modules(main=True), *_main_of(self.dataset)])
-            self._generators = [one.generator for one in found]
-        before = RandomState.capture(self._generators)
+            self._generators = generators = [one.generator for one in found]
+        before = RandomState.capture(generators)
         samples: Any = None
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
             samples = self.dataset.__getitems__(numbers)
@@ -266,7 +267,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         attributes, self._attributes = len(self._attributes), _attributes_of(self.dataset)
         if len(self._attributes) != attributes:  # it may be a generator, made with these samples: all are compared
             self._built = -len(numbers)
-        if not RandomState.capture(self._generators, before).equals(before):
+        if not RandomState.capture(generators, before).equals(before):
             which = f"sample {numbers[0]}" if len(numbers) == 1 else f"one of samples {numbers[:8]}"
             raise CacheError(
                 f"{which} of the cached {type(self.dataset).__name__} draws from a random generator, so that it is "

@@ -451,6 +451,7 @@ TESTS = {
     },
     "unit/test_arrow.py": {
         "test_what_needs_pyarrow_says_so": ["rayloader... needs pyarrow"],
+        "test_a_cache_among_the_files_is_refused": ["cache must be another folder"],
         "test_what_is_wrong_is_an_error_that_says_so": [
             "... takes paths",
             "... needs at least one file",
@@ -460,6 +461,7 @@ TESTS = {
             "columns must name at least",
             "... must name columns",
             "a row has each column once",
+            "a row has each field once",
             "decode must be a dict",
             "decode is called with",
             "fill_null must be a dict",
