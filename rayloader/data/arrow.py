@@ -318,11 +318,13 @@ def _to_convert(path: str, wanted: pa.Schema) -> Iterator[pa.RecordBatch]:
 
 def _in_large_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     part: list[pa.RecordBatch] = []
+    nbytes = 0
     for batch in batches:
         part.append(batch.replace_schema_metadata(None))
-        if sum(one.nbytes for one in part) >= _CACHED_BYTES:
+        nbytes += batch.nbytes
+        if nbytes >= _CACHED_BYTES:
             yield pa.Table.from_batches(part)
-            part = []
+            part, nbytes = [], 0
     if part:
         yield pa.Table.from_batches(part)
 
@@ -347,7 +349,7 @@ def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException:  # also an interrupt: nothing half-written is left
         os.unlink(temporary)
         raise
     return target
