@@ -34,8 +34,10 @@ from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, 
 from rayloader.resume.digest import chain, digest
 from rayloader.resume.draws import drawn
 from rayloader.resume.samplers import Resuming
+from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import has_state, load_state
 from rayloader.resume.state import State, Stream
+from rayloader.task import Task
 
 
 class OfOneProcess:
@@ -54,9 +56,15 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     Args:
         loader: without workers.
         state: loaded, for this iterator to continue from; None: it begins an epoch.
+        skips: what it skips in place of the loader's `skip_steps`.
+
+    Attributes:
+        last_task: whose indices were drawn last.
     """
 
-    def __init__(self, loader: Any, state: State | None) -> None:
+    last_task: Task
+
+    def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = device_of(self._options.device)
         saved, _ = goes_on(loader, state, 0)
@@ -64,7 +72,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self.position = position = new_position(loader, state, 0, 0)
         if saved is None:
             position.begins(False)
-            read_skips(loader, position)
+            read_skips(loader, position, skips)
         # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
         BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -88,7 +96,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         else:
             self._sampler_iter = position.unpack(saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
-            read_skips(loader, position)
+            read_skips(loader, position, skips)
             self._num_yielded = position.delivered
             self._go_on(Stream() if saved.stream is None else replace(saved.stream))
         self._tally = loader._recorder.begins(self, 0)
@@ -187,6 +195,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._asked = True
             position.first_draw(self._sampler_iter)
         try:
+            if self._drawn >= position.skips.end:
+                raise StopIteration
             indices = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             position.sampler_ended(self._drawn)
@@ -194,10 +204,12 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._tally.ended()
             raise
         task, self._drawn = self._drawn, self._drawn + 1
+        self.last_task = Task(task, None)
         if self._iterable:  # its indices carry no information
             return task, indices, 0
         try:
-            self._checksum = drawn(indices, self._checksum).checksum
+            self.last_task.indices = drawn(indices, self._checksum)
+            self._checksum = self.last_task.indices.checksum
         except Exception:  # here they need not be picklable
             position.error = f"the indices of batch {task} cannot be pickled:\n{traceback.format_exc()}"
         position.drawn(task, self._sampler_iter, indices, self._checksum)

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from rayloader._compat import no_torch_function
-from rayloader.transport.codec import PLAIN, Encoded
+from rayloader.protocol import carried
+from rayloader.transport.codec import PLAIN, Encoded, encode
 from rayloader.transport.raw import memory
 
 _ALL = 2048  # bytes: a buffer up to this size is read completely
@@ -46,6 +47,21 @@ def digest(batch: Any, encoded: Encoded | None = None) -> int:
         return _Walk().of(batch, 0, 0)
     except Exception:  # an object that does not even reveal its attributes
         return zlib.crc32(type(batch).__qualname__.encode())
+
+
+def digest_of(batch: Any, error: BaseException | None = None) -> int:
+    """The checksum of a batch that no worker has built, or of the exception in its place, as a worker computes it."""
+    if error is not None:
+        return of_error(type(error))
+    try:
+        return digest(batch, encode(batch, known_classes=True, carry=carried()))
+    except Exception:  # here it need not be picklable
+        return digest(batch)
+
+
+def of_error(kind: type[BaseException]) -> int:
+    """The checksum of an exception of this kind in the place of a batch."""
+    return zlib.crc32(kind.__qualname__.encode())
 
 
 class _Walk:
