@@ -45,6 +45,7 @@ from rayloader.readers import EarlierState, ReadAhead, find_reader
 from rayloader.resume import checkpoint
 from rayloader.resume.ranks import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.resume.samplers import note_first_attributes
+from rayloader.resume.skips import Given
 from rayloader.resume.state import State
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -187,6 +188,12 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             `pin_memory` is not needed. Without workers a batch is moved when it is asked for. A device that is not
             there is a ValueError from `iter()`.
         prefetch_to_device: how many batches are on the device, or on their way, before they are asked for.
+        skip_steps: batches that are not built, nor delivered, as after a spike of the loss: numbers of steps of the
+            first epoch, pairs of an epoch and a step, or the path of a file with one of these in each line
+            ("48213", "2:48213"), to which lines may be added while the run goes on. Steps and epochs count from 0; a
+            step is a batch's number in the order of its epoch's sampler, so skipping one changes no other's. A batch
+            of an iterable dataset is built, and dropped. All of it is part of `state_dict()`. All ranks must skip the
+            same; where there are several, a file is read at `iter()` only.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -246,6 +253,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         seed: int = 0,
         device: torch.device | str | None = None,
         prefetch_to_device: int = 2,
+        skip_steps: Given = None,
     ) -> None:
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
@@ -279,6 +287,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if device is not None:  # likewise
             self.device = device
         self.prefetch_to_device = prefetch_to_device
+        self.skip_steps = skip_steps
         ranks = ranks_of(num_replicas, rank, seed)
         order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
         if ranks is not None:

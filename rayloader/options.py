@@ -16,6 +16,7 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from torch.utils.data import IterableDataset
 
+from rayloader.resume.skips import Given, steps_in
 from rayloader.transport.lanes import switched_off
 
 # Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
@@ -59,6 +60,7 @@ class OwnArguments(TypedDict, total=False):
     seed: int
     device: torch.device | str | None
     prefetch_to_device: int
+    skip_steps: Given
 
 
 # Actor options that the loader sets itself, with the reason that the error gives.
@@ -173,6 +175,7 @@ def check(loader: Any) -> None:
         if not is_whole(value := getattr(loader, name)) or value < 0:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
     check_device(loader.device)
+    steps_in(loader.skip_steps)
     if not is_whole(loader.prefetch_to_device) or loader.prefetch_to_device < 1:
         raise ValueError(
             f"prefetch_to_device must be a whole number of batches >= 1, got {loader.prefetch_to_device!r}; to keep "

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayloader import fetching
@@ -556,6 +556,8 @@ class Engine:
                 result.wire = received(result.wire, task.lent)
             task.samples = result.samples
             worker.journal.answered(task.task_id, result.digest)
+            if self._position.is_skipped(task.task_id):  # of a stream, which goes on after it
+                result = replace(result, kind=ResultKind.EMPTY, wire=None, nbytes=0)
         self._note_news(worker, answer)
         if not exhausted:
             self._handle(TaskDone(task.task_id, result, result.nbytes, answer.seconds))

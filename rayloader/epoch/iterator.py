@@ -40,10 +40,9 @@ from rayloader.epoch.to_device import Moved, delivery_of, device_of
 from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
 from rayloader.options import Options
 from rayloader.protocol import Replica, Setup
-from rayloader.resume.checkpoint import goes_on
+from rayloader.resume.checkpoint import goes_on, new_position, read_skips
 from rayloader.resume.journal import Resumed
-from rayloader.resume.position import Position
-from rayloader.resume.samplers import Resuming, Samplers
+from rayloader.resume.samplers import Resuming
 from rayloader.resume.state import State
 from rayloader.start import session
 from rayloader.task import Task
@@ -238,7 +237,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
             )
         self._iterable = self._dataset_kind == DatasetKind.Iterable
-        self.position = Position(Samplers(loader), int(self._base_seed), self.num_workers, iterable=self._iterable)
+        self.position = new_position(loader, state, int(self._base_seed), self.num_workers)
         self._redeal = state.redeal if state is not None else None
         self._saved: Any = None  # the sampler's iterator of an epoch that is to be continued
         if saved is not None:
@@ -262,6 +261,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             saved, self._saved = self._saved, None
             if plan.begin is Begin.RESUMED:
                 self._sampler_iter, self._num_yielded = saved, self.position.delivered
+                read_skips(loader, self.position)
             else:
                 self._begin_epoch(loader, first_iter, plan)
             self._engine = self._new_engine(loader, plan)
@@ -301,6 +301,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         """Begins a new epoch, drawn by a new iterator of the sampler."""
         # torch's argument may be any object that is true or false.
         self.position.begins(bool(self._persistent_workers) and plan.begin is Begin.NEXT)
+        read_skips(loader, self.position)
         super()._reset(loader, first_iter)
         redeal, self._redeal = self._redeal, None
         if redeal is not None:

@@ -30,11 +30,10 @@ from rayloader.epoch.to_device import device_of, moved_here
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
-from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, restore_random
+from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
 from rayloader.resume.digest import chain, digest
 from rayloader.resume.draws import drawn
-from rayloader.resume.position import Position
-from rayloader.resume.samplers import Resuming, Samplers
+from rayloader.resume.samplers import Resuming
 from rayloader.resume.snapshot import has_state, load_state
 from rayloader.resume.state import State, Stream
 
@@ -62,9 +61,10 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self._target = device_of(self._options.device)
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
-        self.position = position = Position(Samplers(loader), 0, 0, iterable=self._iterable)
+        self.position = position = new_position(loader, state, 0, 0)
         if saved is None:
             position.begins(False)
+            read_skips(loader, position)
         # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
         BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -88,6 +88,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         else:
             self._sampler_iter = position.unpack(saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
+            read_skips(loader, position)
             self._num_yielded = position.delivered
             self._go_on(Stream() if saved.stream is None else replace(saved.stream))
         self._tally = loader._recorder.begins(self, 0)
@@ -208,6 +209,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         ended = False
         try:
             data = self._build(task, indices, skipped)
+            if self._iterable and self.position.is_skipped(task):  # it was built: the stream goes on after it
+                return fetching.NOTHING
             if self._pin_memory:
                 data = pin_memory(data, self._pin_memory_device)
             return data if self._target is None else moved_here(data, self._target[0])

@@ -340,6 +340,8 @@ class Schedule:
             return []
         self._next_task_id += 1
         self.taken += 1
+        if self.in_order and not self.dynamic:
+            self._next_with_room()  # it would have been this worker's; the others' tasks stay theirs
         return self._draw(1)
 
     def _next_with_room(self) -> int | None:

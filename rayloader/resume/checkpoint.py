@@ -11,7 +11,10 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
@@ -23,8 +26,10 @@ from rayloader.random.search import Found, in_words, search
 from rayloader.resume.position import Checksums, Position
 from rayloader.resume.ranks import Stage, in_batches, order_of, share
 from rayloader.resume.samplers import RANK, Samplers
+from rayloader.resume.skips import SkipSteps, Step, steps_in
 from rayloader.resume.snapshot import WorkerState, load_state, told_by
 from rayloader.resume.state import (
+    VERSIONS,
     EpochBegin,
     Fits,
     Process,
@@ -49,14 +54,36 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         StateError: the state of the dataset or the sampler could not be saved.
     """
     if position is None:
-        return _state(loader, Samplers(loader), num_workers).pack()
+        return _state(loader, Samplers(loader), num_workers, skip_steps=steps_in(loader.skip_steps)).pack()
     samplers, place = position.samplers_of(loader), None
     with position.lock:
         stateful = position.stateful
         if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
             place, num_workers = position.state(), position.num_workers
-    state = _state(loader, samplers, num_workers, place, stateful=stateful, asked=True)
+        epoch, skips = position.epochs_begun - (not position.finished), {*position.skips.steps}
+    state = _state(loader, samplers, num_workers, place, epoch=epoch, skip_steps=skips, stateful=stateful, asked=True)
     return state.pack(position.parts)
+
+
+def new_position(loader: Any, state: State | None, base_seed: int, num_workers: int) -> Position:
+    """The position of a new iterator of the loader, which continues from a state, or begins another epoch."""
+    earlier = loader._position
+    if state is not None:
+        begun, skips = state.epoch, state.skip_steps
+    else:
+        begun, skips = (0, ()) if earlier is None else (earlier.epochs_begun, earlier.skips.steps)
+    iterable = bool(loader._dataset_kind)
+    position = Position(Samplers(loader), base_seed, num_workers, iterable=iterable, epochs_begun=begun)
+    position.skips = SkipSteps(known=skips)
+    return position
+
+
+def read_skips(loader: Any, position: Position) -> None:
+    """Reads the loader's `skip_steps` for an epoch that begins, or is resumed."""
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = ranks and torch.distributed.get_world_size() > 1
+    several = ranks or loader._ranks is not None or position.samplers.part is not None
+    position.read_skips(loader.skip_steps, is_one_of_several=several)
 
 
 def still(loader: Any, state: State) -> dict[str, Any]:
@@ -72,6 +99,8 @@ def _state(
     num_workers: int,
     place: SavedPlace | None = None,
     *,
+    epoch: int = 0,
+    skip_steps: Iterable[Step] = (),
     stateful: bool = False,
     asked: bool = False,
 ) -> State:
@@ -86,6 +115,9 @@ def _state(
         samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None), asked=asked),
         None if loader.num_workers else capture(loader),
         place,
+        epoch=epoch,
+        skip_steps=tuple(sorted(skip_steps)),
+        versions=VERSIONS,
     )
 
 
@@ -210,8 +242,11 @@ def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
         )
     # A rank that has read the sampler knows what it has drawn from its generators, which is the same in all ranks.
     lead = next((state for state in states if state.position is not None and state.position.draws), states[0])
+    if any(state.skip_steps != lead.skip_steps for state in states):
+        raise StateError("the ranks' states differ in their skip_steps; all ranks must skip the same steps")
     now = samplers.of_this_rank(lead.moment)
-    state = _state(loader, samplers, states[0].num_workers)
+    state = _state(loader, samplers, states[0].num_workers, skip_steps=lead.skip_steps)
+    state = state._replace(epoch=min(one.epoch for one in states))
     state = state._replace(now=now.random, sampler=lead.sampler._replace(own=None, attributes=now.attributes))
     places = [state.position for state in states if state.position is not None]
     if all(place.finished for place in places):

@@ -23,6 +23,7 @@ from rayloader.resume.draws import Drawn, drawn
 from rayloader.resume.journal import Journal
 from rayloader.resume.ranks import Stage
 from rayloader.resume.samplers import Samplers
+from rayloader.resume.skips import Given, SkipSteps
 from rayloader.resume.snapshot import has_state, told_by
 from rayloader.resume.state import (
     EpochBegin,
@@ -118,7 +119,9 @@ class _LastWorker:
 class Position:
     """The position of one iterator's user; kept up to date by the epoch, under `lock`."""
 
-    def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
+    def __init__(
+        self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool, epochs_begun: int = 0
+    ) -> None:
         self.lock = threading.RLock()  # taken and released in C: no interrupt comes in between, unlike with a Condition
         self.handed: Any = None  # the `Task` whose batch the user was given last
         self.samplers = self._samplers_now = samplers
@@ -131,11 +134,19 @@ class Position:
         self._workers = [_LastWorker() for _ in range(num_workers)]
         self._begin = EpochBegin()
         self.epoch = 0  # epochs of these workers before this one
+        self.epochs_begun = epochs_begun  # of the run, this one included
+        self.skips = SkipSteps()
         self._forget_epoch()
+
+    @property
+    def epoch_of_run(self) -> int:
+        """The number of this epoch, from 0."""
+        return self.epochs_begun - 1
 
     def begins(self, again: bool) -> None:
         """A new epoch, before the sampler's iterator is created; `again`: of workers that had one before."""
         self.epoch += again
+        self.epochs_begun += 1
         self._forget_epoch()
         self.starts += (Start(self.samplers.capture(), self.samplers.own_state()),)
 
@@ -167,6 +178,7 @@ class Position:
     def redeals(self, begin: EpochBegin) -> Any:
         """The epoch was begun by other ranks: returns the iterator over this rank's share of the rest."""
         self.starts, self.stages = begin.starts, begin.stages
+        self.skips.forget(self.epoch_of_run)
         with self.samplers.at(self.starts[0].moment):
             return self.samplers.iterator(self.stages)
 
@@ -188,7 +200,7 @@ class Position:
         """The sampler has given the indices of this task."""
         self._draws = max(self._draws, task_id + 1)
         self._checksums[task_id] = checksum
-        if task_id in self._ahead:
+        if task_id in self._ahead or (not self.iterable and self.skips.has((self.epoch_of_run, task_id))):
             self._ahead[task_id] = checksum
         if task_id == 0 and self.stateful and len(self.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
@@ -201,6 +213,15 @@ class Position:
     def has(self, task_id: int) -> bool:
         """Whether the user already has this task's batch."""
         return task_id in self._ahead
+
+    def read_skips(self, given: Given, *, is_one_of_several: bool) -> None:
+        """Reads the loader's `skip_steps`, in an epoch of which nothing was drawn since it was begun or resumed."""
+        at = self.epoch_of_run, self.next_task
+        self.skips = SkipSteps(given, self.skips.steps, at, follows=not is_one_of_several)
+
+    def is_skipped(self, task_id: int) -> bool:
+        """Whether nobody is to get a batch, because of `skip_steps`."""
+        return (self.epoch_of_run, task_id) in self.skips.steps
 
     def settle(self) -> None:
         """Counts the batch that was handed over last, if it is not counted yet."""
@@ -228,6 +249,8 @@ class Position:
         while self.next_task in self._ahead:
             self.checksum = self._ahead[self.next_task]
             del self._ahead[self.next_task]
+            if self.journals and self.next_task > task_id:  # it is skipped, and would have been the next worker's
+                self.next_worker = (self.next_worker + 1) % self.num_workers
             self.next_task += 1
         while self._forgotten < self.next_task:
             self._checksums.pop(self._forgotten, None)
@@ -294,6 +317,7 @@ class Position:
             StateError: the sampler does not reproduce its indices.
         """
         begin = saved.begin
+        self.epochs_begun += not saved.finished
         self.base_seed, self.shared_seed, self.epoch = begin.base_seed, begin.shared_seed, begin.epoch
         self.starts, self.stages = begin.starts, begin.stages
         self.next_task, self.next_worker = saved.next_task, saved.next_worker

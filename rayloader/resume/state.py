@@ -16,6 +16,7 @@ import contextlib
 import copy
 import operator
 import pickle
+import platform
 import reprlib
 import struct
 import zlib
@@ -24,6 +25,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
+import numpy as np
+import torch
 
 from rayloader import plain_state
 from rayloader.errors import StateError
@@ -32,14 +35,16 @@ from rayloader.random.random_state import RandomState
 from rayloader.resume.draws import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
+from rayloader.resume.skips import Step
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 13
+FORMAT, VERSION = "rayloader", 14
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 TAKEN = "_num_yielded"
+VERSIONS = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
 
 _TASK = struct.Struct("<qI")  # its number, and the digest of the delivered batch
 _T = TypeVar("_T")
@@ -298,6 +303,9 @@ class State(NamedTuple):
         sampler: the program's samplers.
         process: the program's own objects that do the work; None: workers do.
         position: in the epoch; None: the next `iter()` begins one.
+        epoch: the number of the epoch that the next `iter()` continues or begins, of all of the run, from 0.
+        skip_steps: what `skip_steps` named, as pairs of an epoch and a step.
+        versions: of what built the batches.
         redeal: how an epoch of other ranks began, which the next `iter()` continues with new workers.
     """
 
@@ -307,6 +315,9 @@ class State(NamedTuple):
     sampler: SamplerState
     process: Process | None
     position: SavedPlace | None
+    epoch: int
+    skip_steps: tuple[Step, ...]
+    versions: dict[str, str]
     redeal: EpochBegin | None = None
 
     @property
@@ -343,6 +354,9 @@ class State(NamedTuple):
             "sampler": part("sampler", self.sampler, _SAMPLER.pack),
             "process": None if process is None else part("process", process, _PROCESS.pack, Process.equals),
             "position": None if self.position is None else _packed_place(self.position, parts),
+            "epoch": self.epoch,
+            "skip_steps": self.skip_steps,
+            "versions": {**self.versions},
             "redeal": None if redeal is None else part("redeal", redeal, _BEGIN.pack),
         }
 
@@ -499,5 +513,7 @@ _STATE = _record(
     sampler=_SAMPLER,
     process=_maybe(_PROCESS),
     position=_maybe(_Form(_PLAIN.pack, _unpacked_place)),  # `State.pack` packs it
+    skip_steps=_each(_Form(tuple, lambda step: tuple(map(operator.index, step)))),
+    versions=_Form(dict, dict),
     redeal=_maybe(_BEGIN),
 )
