@@ -1,0 +1,1 @@
+"""What a run has loaded: described, compared, built again."""
