@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -16,14 +16,17 @@ from rich.table import Table
 from rayloader.cli import sources
 from rayloader.cli.console import AsJson, fail, out, print_json
 from rayloader.cli.sources import SourceError
-from rayloader.errors import StateError
-from rayloader.replay import compare, describe
+from rayloader.errors import RayloaderError
+from rayloader.replay import describe
 from rayloader.replay.describe import Difference
-from rayloader.replay.provenance import Log
 from rayloader.resume.state import State
 
+if TYPE_CHECKING:
+    from rayloader.replay.compare import Comparison, Parting
+    from rayloader.replay.provenance import Log
+
 Key = Annotated[
-    str, typer.Option(help="where in a checkpoint the state lies, if it holds several: such as loaders.train")
+    str, typer.Option(help="which one, if there are several: a state's place, as loaders.train; a loader's name")
 ]
 _FEW = 20  # differences that are printed
 _LONG = 120  # characters of a value that are printed
@@ -37,15 +40,17 @@ def show(source: Source, key: Key = "", as_json: AsJson = False) -> None:
     """Say what a checkpoint or a provenance log is: position, seeds, workers, and what can go on from it."""
     with _errors():
         found = sources.load(source, key)
-        if isinstance(found, Log):
-            described: Any = compare.described_log(found)
-            rows = compare.log_in_words(described)
-        elif isinstance(found, list):
-            described = [describe.described(State.load(one)) for one in found]
+        if isinstance(found, list):
+            described: Any = [describe.described(State.load(one)) for one in found]
             rows = describe.together_in_words(described)
-        else:
+        elif isinstance(found, dict):
             described = describe.described(State.load(found))
             rows = describe.in_words(described)
+        else:
+            from rayloader.replay import compare  # needs pyarrow
+
+            described = compare.described_log(found)
+            rows = compare.log_in_words(described)
     if as_json:
         print_json(described)
         return
@@ -61,12 +66,12 @@ def diff(a: Source, b: Source, key: Key = "", as_json: AsJson = False) -> None:
     """Say where two states, or two runs by their logs, part ways. Exits with 1 if they do, and with 0 if not."""
     with _errors():
         ours, theirs = sources.load(a, key), sources.load(b, key)
-        if isinstance(ours, Log) and isinstance(theirs, Log):
-            same = _diff_logs(ours, theirs, as_json)
-        elif isinstance(ours, Log) or isinstance(theirs, Log):
+        if isinstance(ours, (dict, list)) and isinstance(theirs, (dict, list)):
+            same = _diff_states(_pairs(ours, theirs), as_json)
+        elif isinstance(ours, (dict, list)) or isinstance(theirs, (dict, list)):
             raise SourceError(f"compare two states or two logs: one of {a} and {b} is a state, and the other a log")
         else:
-            same = _diff_states(_pairs(ours, theirs), as_json)
+            same = _diff_logs(ours, theirs, as_json)
     raise typer.Exit(not same)
 
 
@@ -75,7 +80,7 @@ def _errors() -> Iterator[None]:
     """Ends the command where a source is not what it must be."""
     try:
         yield
-    except (SourceError, StateError) as error:
+    except (SourceError, RayloaderError) as error:
         fail(error)
 
 
@@ -121,7 +126,12 @@ def _diff_states(pairs: list[tuple[State, State]], as_json: bool) -> bool:
 
 
 def _diff_logs(a: Log, b: Log, as_json: bool) -> bool:
-    found = compare.compared(a, b)
+    from rayloader.replay.compare import compared  # needs pyarrow
+
+    for log in (a, b):
+        if len(log.loaders) > 1:
+            raise SourceError(f"{log.path} is of several loaders; choose one by --key: {', '.join(log.loaders)}")
+    found = compared(a, b)
     if not found.compared:
         raise SourceError("the logs have no step in common")
     if as_json:
@@ -130,16 +140,20 @@ def _diff_logs(a: Log, b: Log, as_json: bool) -> bool:
         return found.same
     out.print(f"{found.compared:,} steps are in both logs. " + _verdict(found))
     if found.partings:
-        _print_differences(
-            [Difference(f"{one.column}, epoch {one.epoch}, step {one.step}", one.a, one.b) for one in found.partings]
-        )
+        _print_differences([_in_row(one) for one in found.partings])
     if found.causes:
         out.print("What else differs:")
         _print_differences(found.causes)
     return found.same
 
 
-def _verdict(found: compare.Comparison) -> str:
+def _in_row(parting: Parting) -> Difference:
+    column, epoch, step, *values = parting
+    a, b = (f"{value:08x}" if column == "digest" else value for value in values)
+    return Difference(f"{column}, epoch {epoch}, step {step}", a, b)
+
+
+def _verdict(found: Comparison) -> str:
     if found.same:
         return "The runs had the same batches."
     first = next(one for one in found.partings if one.is_decisive)

@@ -11,13 +11,15 @@ import pickle
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rayloader.errors import StateError
-from rayloader.replay.provenance import Log, read
 from rayloader.resume.state import FORMAT, State
+
+if TYPE_CHECKING:
+    from rayloader.replay.provenance import Log
 
 _ARROW = b"\xff\xff\xff\xff"  # how each message of an Arrow stream begins
 _SHOWN = 20  # keys that an error lists
@@ -32,10 +34,12 @@ def load(path: str | Path, key: str = "") -> dict[str, Any] | list[dict[str, Any
 
     Args:
         path: of a JSON file, of one that `torch.save` has written, or of a provenance log.
-        key: where in a checkpoint the state lies, if there are several: names and numbers with dots in between.
+        key: which one, if it holds several: where in a checkpoint the state lies, as names and numbers with dots in
+            between; or the loader's name in a log.
 
     Raises:
         SourceError: there is no such file, or no state in it, or several.
+        RayloaderError: it is no provenance log, though it begins like one, or is damaged.
     """
     path = Path(path)
     try:
@@ -48,11 +52,22 @@ def load(path: str | Path, key: str = "") -> dict[str, Any] | list[dict[str, Any
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror}") from None
     if begin == _ARROW:
-        if key:
-            raise SourceError(f"--key is for checkpoints, and {path} is a provenance log; leave it out")
-        return read(path)
+        return _log(path, key)
     chosen: dict[str, Any] | list[dict[str, Any]] = _chosen(dict(_states(_content(path))), path, key)
     return chosen
+
+
+def _log(path: Path, key: str) -> Log:
+    try:
+        from rayloader.replay.provenance import read
+    except ModuleNotFoundError as error:
+        if error.name != "pyarrow":
+            raise
+        raise SourceError("a provenance log is read by pyarrow; run: pip install 'rayloader[arrow]'") from None
+    log = read(path)
+    if key and key not in log.loaders:
+        raise SourceError(f"{path} is of no loader {key}; choose one by --key: {', '.join(log.loaders)}")
+    return log.of_loader(key) if key else log
 
 
 def _content(path: Path) -> Any:

@@ -7,6 +7,7 @@ reported too; by itself it makes no run another one.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,14 +16,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayloader.replay.describe import Difference, described, in_words, unequal
-from rayloader.replay.provenance import Iteration, Log
+from rayloader.replay.provenance import OUTCOMES, Iteration, Log
 from rayloader.resume.state import State
 
 # Columns by which runs part ways, and then what is only told.
-_DECIDE = ("indices", "outcome", "digest")
+_DECIDE = ("indices", "indices_other", "outcome", "digest")
 _TOLD = ("worker",)
-_FEW = 10  # iterations at each end of a log that are told
-_OUTCOMES = {"error": "errors", "empty": "without a sample that could be built", "skipped": "in skip_steps"}
+_FEW = 10  # iterations of a loader that are told, apart from the last
+_OF_A_LOADER = ("dataset", "samplers", "seeds", "workers", "ranks", "saved with")
+_TO_TELL = {"error": "errors", "empty": "without a sample that could be built", "skipped": "in skip_steps"}
 
 
 class Parting(NamedTuple):
@@ -118,7 +120,12 @@ def _first(steps: Any, a: pa.ChunkedArray, b: pa.ChunkedArray) -> tuple[int, Any
             low = middle
         else:
             high = middle
-    return int(steps[low]), a[low].as_py(), b[low].as_py()
+    return int(steps[low]), _plain(a[low].as_py()), _plain(b[low].as_py())
+
+
+def _plain(value: Any) -> Any:
+    """A value of a log in types that JSON knows; pickled indices are not unpickled, for that could run code."""
+    return f"{len(value)} bytes, checksum {zlib.crc32(value):08x}" if isinstance(value, bytes) else value
 
 
 def _lone(a: dict[int, pa.Table], b: dict[int, pa.Table]) -> Parting | None:
@@ -166,23 +173,27 @@ def _begin(iteration: Iteration) -> dict[str, Any]:
 
 def described_log(log: Log) -> dict[str, Any]:
     """What was logged, in types that JSON knows."""
-    steps = sum(len(_numbers(rows)) for rows in _steps(log).values())
-    return {"steps": steps, "iterations": [_iteration(one) for one in log.iterations]}
+    return {
+        "bytes": log.path.stat().st_size,
+        "loaders": log.loaders,
+        "iterations": [_iteration(one) for one in log.iterations],
+    }
 
 
 def _iteration(iteration: Iteration) -> dict[str, Any]:
     rows = iteration.rows
     steps = _numbers(rows)
-    outcomes = {one["values"].as_py(): one["counts"].as_py() for one in pc.value_counts(rows["outcome"])}
+    outcomes = {OUTCOMES[one["values"].as_py()]: one["counts"].as_py() for one in pc.value_counts(rows["outcome"])}
     return {
+        "loader": iteration.loader,
         "epoch": iteration.epoch,
+        "began": iteration.began,
         "first_step": int(steps.min()) if len(steps) else None,
         "last_step": int(steps.max()) if len(steps) else None,
         "steps": len(steps),
         "outcomes": outcomes,
         "samples_skipped": pc.sum(rows["skipped"]).as_py() or 0,
         "restarts": pc.max(rows["restarts"]).as_py() or 0,
-        "workers": len(pc.unique(rows["worker"])),
         "state": None if iteration.state is None else described(State.load(iteration.state)),
         "error": iteration.error,
         "versions": {**iteration.versions},
@@ -193,26 +204,26 @@ def _iteration(iteration: Iteration) -> dict[str, Any]:
 def log_in_words(found: dict[str, Any]) -> list[tuple[str, str]]:
     """The same, as pairs of a heading and a text."""
     iterations = found["iterations"]
-    rows = [("provenance log", f"{found['steps']:,} steps of {len({one['epoch'] for one in iterations}):,} epochs")]
-    shown = iterations if len(iterations) <= 2 * _FEW else [*iterations[:_FEW], None, *iterations[-_FEW:]]
-    for one in shown:
-        rows.append(("...", f"{len(iterations) - 2 * _FEW} more") if one is None else _iteration_in_words(one))
-    if iterations:
-        last = iterations[-1]
-        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in last["versions"].items())))
-        rows.append(("parts", ", ".join(f"{name} {checksum}" for name, checksum in last["parts"].items())))
+    steps = sum(one["steps"] for one in iterations)
+    rows = [("provenance log", f"{steps:,} rows, {found['bytes'] / 1000:,.1f} kB")]
+    for name in found["loaders"]:
+        own = [one for one in iterations if one["loader"] == name]
+        rows.append(("loader", name))
+        rows += [(f"epoch {one['epoch']:,}", _iteration_in_words(one)) for one in own[:_FEW]]
+        if len(own) > _FEW:
+            rows.append(("...", f"{len(own) - _FEW - 1:,} more") if len(own) > _FEW + 1 else ("", ""))
+            rows.append((f"epoch {own[-1]['epoch']:,}", _iteration_in_words(own[-1])))
+        last = own[-1]
         if last["state"] is not None:
-            rows += [row for row in in_words(last["state"]) if row[0] in ("dataset", "samplers", "seeds", "workers")]
+            rows += [row for row in in_words(last["state"]) if row[0] in _OF_A_LOADER]
+        rows.append(("parts", ", ".join(last["parts"])))
     return [(heading, text) for heading, text in rows if text]
 
 
-def _iteration_in_words(one: dict[str, Any]) -> tuple[str, str]:
-    heading = f"epoch {one['epoch']:,}"
-    if not one["steps"]:
-        return heading, "no steps"
-    texts = [f"steps {one['first_step']:,} to {one['last_step']:,}"]
-    texts += [f"{count:,} {_OUTCOMES[name]}" for name, count in one["outcomes"].items() if name != "batch"]
+def _iteration_in_words(one: dict[str, Any]) -> str:
+    texts = [f"steps {one['first_step']:,} to {one['last_step']:,}" if one["steps"] else "no steps"]
+    texts += [f"{count:,} {_TO_TELL[name]}" for name, count in one["outcomes"].items() if name in _TO_TELL]
     texts += [f"{one['samples_skipped']:,} samples skipped"] * bool(one["samples_skipped"])
     texts += [f"{one['restarts']:,} workers lost"] * bool(one["restarts"])
     texts += [f"no state: {one['error']}"] * bool(one["error"])
-    return heading, "; ".join(texts)
+    return "; ".join(texts)
