@@ -1,0 +1,1 @@
+"""Any batch of a run again: what each batch was, and how to build it once more."""
