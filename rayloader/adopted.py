@@ -47,6 +47,7 @@ class Adopted:
 
     label = DataLoader.label
     live_iterator = DataLoader.live_iterator
+    opened_log = DataLoader.opened_log
     __slots__ = ("__weakref__", "_dataset_epoch", "_last_iterator", "_loader", "_ranks", "_recorder", "own")
 
     def __init__(self, own: dict[str, Any]) -> None:

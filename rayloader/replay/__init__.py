@@ -1,1 +1,1 @@
-"""What a run has loaded: described, compared, built again."""
+"""Any batch of a run again: what each batch was, and how to build it once more."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rayloader._compat import no_torch_function
-from rayloader.transport.codec import PLAIN, Encoded
+from rayloader.transport.codec import PLAIN, Encoded, encode
 from rayloader.transport.raw import memory
 
 _ALL = 2048  # bytes: a buffer up to this size is read completely
@@ -46,6 +46,15 @@ def digest(batch: Any, encoded: Encoded | None = None) -> int:
         return _Walk().of(batch, 0, 0)
     except Exception:  # an object that does not even reveal its attributes
         return zlib.crc32(type(batch).__qualname__.encode())
+
+
+def digest_as_sent(batch: Any) -> int:
+    """The checksum that a worker has for this batch, which it encodes in any case."""
+    try:
+        encoded = encode(batch, known_classes=True)
+    except Exception:  # no worker could send it
+        encoded = None
+    return digest(batch, encoded)
 
 
 class _Walk:

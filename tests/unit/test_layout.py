@@ -18,7 +18,7 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 
 # Which folders the files of a folder may import from; "" is the package itself.
 MAY_IMPORT = {
-    "": {"cli", "data", "epoch", "inherit", "observe", "random", "replica", "resume", "sharing"}
+    "": {"cli", "data", "epoch", "inherit", "observe", "random", "replay", "replica", "resume", "sharing"}
     | {"transport", "workers"},
     "cli": {"", "observe", "replay", "resume", "start", "transport", "workers"},
     "data": {"", "observe", "random", "resume", "transport"},
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "inherit": {"", "random", "transport"},
     "observe": {""},
     "random": {"", "transport"},
-    "replay": {"", "random", "resume"},
+    "replay": {"", "data", "random", "resume", "transport"},
     "replica": {"", "transport"},
     "resume": {"", "random", "transport"},
     "sharing": {"", "data", "epoch", "inherit", "random", "replica", "resume", "start", "transport", "workers"},
