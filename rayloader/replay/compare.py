@@ -80,10 +80,12 @@ def compared(a: Log, b: Log) -> Comparison:
         both, left, right = np.intersect1d(_numbers(one), _numbers(other), assume_unique=True, return_indices=True)
         count += len(both)
         for column in (*_DECIDE, *_TOLD):
-            if column not in partings and (
-                found := _first(both, one.column(column).take(left), other.column(column).take(right))
-            ):
-                partings[column] = Parting(column, epoch, *found)
+            if column in partings:
+                continue
+            found = _first(both, one.column(column).take(left), other.column(column).take(right))
+            if found is not None:
+                step, *values = found
+                partings[column] = Parting(column, epoch, step, *[_plain(column, value) for value in values])
     if ours and theirs and (lone := _lone(ours, theirs)) is not None:
         partings["step"] = lone
     ordered = sorted(partings.values(), key=lambda parting: (parting.epoch, parting.step))
@@ -120,11 +122,13 @@ def _first(steps: Any, a: pa.ChunkedArray, b: pa.ChunkedArray) -> tuple[int, Any
             low = middle
         else:
             high = middle
-    return int(steps[low]), _plain(a[low].as_py()), _plain(b[low].as_py())
+    return int(steps[low]), a[low].as_py(), b[low].as_py()
 
 
-def _plain(value: Any) -> Any:
+def _plain(column: str, value: Any) -> Any:
     """A value of a log in types that JSON knows; pickled indices are not unpickled, for that could run code."""
+    if column == "outcome":
+        return OUTCOMES[value]
     return f"{len(value)} bytes, checksum {zlib.crc32(value):08x}" if isinstance(value, bytes) else value
 
 
@@ -211,7 +215,7 @@ def log_in_words(found: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("loader", name))
         rows += [(f"epoch {one['epoch']:,}", _iteration_in_words(one)) for one in own[:_FEW]]
         if len(own) > _FEW:
-            rows.append(("...", f"{len(own) - _FEW - 1:,} more") if len(own) > _FEW + 1 else ("", ""))
+            rows += [("...", f"{len(own) - _FEW - 1:,} more")] * (len(own) > _FEW + 1)
             rows.append((f"epoch {own[-1]['epoch']:,}", _iteration_in_words(own[-1])))
         last = own[-1]
         if last["state"] is not None:
