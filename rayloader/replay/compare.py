@@ -140,7 +140,7 @@ def _lone(a: dict[int, pa.Table], b: dict[int, pa.Table]) -> Parting | None:
         lone = [
             (step, has)
             for has, (first, last) in ((0, spans[1]), (1, spans[0]))
-            for step in np.setdiff1d(numbers[has], numbers[1 - has])
+            for step in np.setdiff1d(numbers[has], numbers[1 - has], assume_unique=True)
             if first < (epoch, step) < last
         ]
         if lone:
