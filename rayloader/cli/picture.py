@@ -16,6 +16,7 @@ import html
 import itertools
 import math
 import reprlib
+import string
 import struct
 import zlib
 from collections import Counter
@@ -85,34 +86,26 @@ def write_html(
         details: what else to tell of the batch, with headings.
         decode: makes text of a sample's sequence of whole numbers, such as the `decode` of a tokenizer.
     """
-    places = _as_list(indices)
-    count = len(places) if places is not None else _samples_in(batch)
-    is_one = indices is not None and places is None
-    fields = [
-        *itertools.islice(_fields({"": [batch]} if is_one else batch, "", 1 if is_one else count, 0), _MOST_FIELDS + 1)
-    ]
-    labels = [str(indices)] if is_one else [str(place) for place in places or range(count or 0)]
+    if isinstance(indices, (Tensor, np.ndarray)):
+        indices = indices.tolist()
+    is_one = indices is not None and not isinstance(indices, (list, tuple))
+    if is_one:
+        indices, batch = [indices], [batch]
+    known = indices is not None and any(index is not None for index in indices)
+    labels = [*map(str, indices if known else range(_samples_in(batch) or 0))]
+    fields = [*itertools.islice(_fields(batch, "", len(labels), 0), _MOST_FIELDS + 1)]
     parts = [_table_of_details(details)]
-    if places is not None:
+    if known:
         parts.append(_section("Indices", _indices(labels)))
     parts.append(_section("Parts of the batch", _table_of_fields(fields)))
     if samples := [field for field in fields[:_MOST_FIELDS] if field.by_sample]:
-        parts.append(_section("Samples", _samples(samples, labels, places is not None or is_one, decode)))
+        parts.append(_section("Samples", _samples(samples, labels, known, decode)))
     body = f"<h1>{_text(title)}</h1>" + "".join(parts)
-    page = _PAGE.replace("TITLE", _text(title)).replace("BODY", body)
+    page = _PAGE.substitute(title=_text(title), body=body)
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 # ---- what a batch holds
-
-
-def _as_list(indices: Any) -> list[Any] | None:
-    """The indices of several samples; None if they are unknown, or it is one."""
-    if isinstance(indices, (Tensor, np.ndarray)):
-        indices = indices.tolist()
-    if not isinstance(indices, Sequence) or isinstance(indices, (str, bytes)):
-        return None
-    return None if all(index is None for index in indices) else list(indices)
 
 
 def _samples_in(batch: Any) -> int | None:
@@ -126,39 +119,40 @@ def _has_length(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray))
+    return isinstance(value, np.ndarray) or (isinstance(value, Tensor) and not value.is_nested)
 
 
 def _fields(obj: Any, name: str, count: int | None, depth: int) -> Iterator[_Field]:
     """The parts of a batch of so many samples."""
-    if isinstance(obj, Mapping):
-        inner = [(f"{name}.{key}" if name else f"{key}", value) for key, value in obj.items()]
-    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        inner = [
-            (f"{name}.{one.name}" if name else one.name, getattr(obj, one.name)) for one in dataclasses.fields(obj)
-        ]
-    elif isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        inner = [(f"{name}.{key}" if name else key, value) for key, value in zip(obj._fields, obj, strict=True)]
-    elif isinstance(obj, (list, tuple)) and not _is_by_sample(obj, count):
-        plain = all(isinstance(value, (str, bytes, int, float, type(None))) for value in obj)
-        inner = [] if plain else [(f"{name}[{place}]", value) for place, value in enumerate(obj)]
-    elif (
-        isinstance(obj, (list, tuple))
-        and obj
-        and all(isinstance(one, Mapping) and one.keys() == obj[0].keys() for one in obj)
-    ):
-        inner = [(f"{name}.{key}" if name else f"{key}", [one[key] for one in obj]) for key in obj[0]]
-    else:
-        inner = []
-    if not inner or depth == _DEPTH:
+    inner = _inner(obj, count) if depth < _DEPTH else []
+    if not inner:
         yield _Field(name, obj, _has_length(obj) and len(obj) == count)
-    for inner_name, value in inner if depth < _DEPTH else []:
-        yield from _fields(value, inner_name, count, depth + 1)
+    for key, value in inner:
+        yield from _fields(value, f"{name}.{key}".lstrip(".") if key[:1] != "[" else f"{name}{key}", count, depth + 1)
+
+
+def _inner(obj: Any, count: int | None) -> list[tuple[str, Any]]:
+    """The parts of a part, with their names in it; none if it is shown as a whole."""
+    if isinstance(obj, Mapping):
+        return [(str(key), value) for key, value in obj.items()]
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return [(one.name, getattr(obj, one.name)) for one in dataclasses.fields(obj)]
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return [*zip(obj._fields, obj, strict=True)]
+    if not isinstance(obj, (list, tuple)):
+        return []
+    if not _is_by_sample(obj, count):
+        plain = all(isinstance(value, (str, bytes, int, float, type(None))) for value in obj)
+        return [] if plain else [(f"[{place}]", value) for place, value in enumerate(obj)]
+    samples = [dict(_inner(sample, None)) if isinstance(sample, (Mapping, tuple)) else {} for sample in obj]
+    alike = all(sample.keys() == samples[0].keys() for sample in samples)
+    return [(key, [sample[key] for sample in samples]) for key in samples[0]] if samples and alike else []
 
 
 def _is_by_sample(obj: Sequence[Any], count: int | None) -> bool:
     """Whether a list has one entry for each sample, rather than entries for all of them."""
-    return len(obj) == count and not any(_has_length(one) and len(one) == count for one in obj)
+    lengths = [len(one) for one in obj if _has_length(one)]
+    return len(obj) == count and not (lengths and all(length == count for length in lengths))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -167,10 +161,13 @@ def _tensors(value: Any) -> list[Tensor]:
     found = []
     for one in values:
         if isinstance(one, (bool, int, float)):
-            one = torch.tensor(float(one))
+            try:
+                one = torch.tensor(float(one))
+            except OverflowError:  # a whole number that is no float
+                return []
         elif isinstance(one, np.ndarray):
             try:
-                one = torch.as_tensor(np.ascontiguousarray(one))
+                one = torch.from_numpy(np.require(one, requirements=["C", "W"]))
             except TypeError:  # of objects, texts or dates
                 return []
         if not isinstance(one, Tensor) or one.layout is not torch.strided or one.is_nested or one.is_quantized:
@@ -459,13 +456,13 @@ def _png(pixels: np.ndarray[Any, Any]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(written)
 
 
-_PAGE = """<!doctype html>
+_PAGE = string.Template("""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>TITLE</title>
+<title>$title</title>
 <style>
 :root { color-scheme: light dark; --ink: #1c2128; --soft: #667080; --line: #dde2e8; --card: #fff; --page: #f5f6f8;
   --mark: #2f6fb5; --bad: #c0262d; }
@@ -511,6 +508,6 @@ svg { display: block; }
 .line polyline { fill: none; stroke: var(--mark); vector-effect: non-scaling-stroke; }
 </style>
 </head>
-<body>BODY</body>
+<body>$body</body>
 </html>
-"""
+""")
