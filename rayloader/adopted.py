@@ -47,6 +47,7 @@ class Adopted:
 
     label = DataLoader.label
     live_iterator = DataLoader.live_iterator
+    opened_log = DataLoader.opened_log
     __slots__ = (
         "__weakref__",
         "_dataset_epoch",

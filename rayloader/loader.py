@@ -43,6 +43,7 @@ from rayloader.options import (
 )
 from rayloader.readers import EarlierState, ReadAhead, find_reader
 from rayloader.resume import checkpoint
+from rayloader.resume.position import StepLog
 from rayloader.resume.ranks import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
 from rayloader.resume.samplers import note_first_attributes
 from rayloader.resume.skips import Given
@@ -194,6 +195,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             step is a batch's number in the order of its epoch's sampler, so skipping one changes no other's. A batch
             of an iterable dataset is built, and dropped. All of it is part of `state_dict()`. All ranks must skip the
             same; where there are several, a file is read at `iter()` only.
+        provenance: a file, or a folder (one that exists, or a path that ends with "/"), in which a log says of each
+            step what the batch was: indices, worker, digest; see the how-to page on replays. A folder gets one file
+            for each loader, by its name, and rank. The file is an Arrow stream, to which each run appends, and is
+            readable whenever the run is killed. Needs pyarrow.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -254,6 +259,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         device: torch.device | str | None = None,
         prefetch_to_device: int = 2,
         skip_steps: Given = None,
+        provenance: str | os.PathLike[str] | None = None,
     ) -> None:
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
@@ -288,6 +294,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             self.device = device
         self.prefetch_to_device = prefetch_to_device
         self.skip_steps = skip_steps
+        self.provenance = provenance
         ranks = ranks_of(num_replicas, rank, seed)
         order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
         if ranks is not None:
@@ -388,6 +395,24 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._state, self._of_other_workers = None, False
         self._position, self._last_iterator = iterator.position, None
         return iterator
+
+    def opened_log(self) -> StepLog | None:
+        """The provenance log for a new iterator; None if this loader has none.
+
+        Raises:
+            ImportError: pyarrow is missing.
+            OSError: the file cannot be opened.
+            RayloaderError: another process writes to it, or it is no such log.
+        """
+        if self.provenance is None:
+            return None
+        try:
+            from rayloader.replay.provenance import opened
+        except ImportError as error:
+            if error.name == "pyarrow":
+                raise ImportError("provenance= needs pyarrow: pip install rayloader[arrow]") from error
+            raise
+        return opened(self)
 
     @property
     def label(self) -> str:
@@ -606,7 +631,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and what this object has measured.
-        own = {"_position": None, "_last_iterator": None, "_before": None, "_source": no_loader, "_read_anew": False}
+        own: dict[str, Any] = {
+            "_position": None,
+            "_last_iterator": None,
+            "_before": None,
+            "_source": no_loader,
+            "_read_anew": False,
+        }
+        if self.provenance is not None:  # where this process means it to be
+            own["provenance"] = os.path.join(os.getcwd(), os.fspath(self.provenance))
         return {**self.__dict__, **own, "_recorder": Recorder()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

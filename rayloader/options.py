@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import operator
+import os
 import sys
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -61,6 +62,7 @@ class OwnArguments(TypedDict, total=False):
     device: torch.device | str | None
     prefetch_to_device: int
     skip_steps: Given
+    provenance: str | os.PathLike[str] | None
 
 
 # Actor options that the loader sets itself, with the reason that the error gives.
@@ -176,6 +178,7 @@ def check(loader: Any) -> None:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
     check_device(loader.device)
     steps_in(loader.skip_steps)
+    _check_provenance(loader.provenance)
     if not is_whole(loader.prefetch_to_device) or loader.prefetch_to_device < 1:
         raise ValueError(
             f"prefetch_to_device must be a whole number of batches >= 1, got {loader.prefetch_to_device!r}; to keep "
@@ -245,6 +248,11 @@ def check_device(device: Any) -> None:
         torch.device("cpu" if device is None else device)
     except RuntimeError as error:
         raise ValueError(f"device must name one that torch knows, got {device!r}; torch says: {error}") from None
+
+
+def _check_provenance(path: Any) -> None:
+    if path is not None and not (isinstance(path, (str, os.PathLike)) and os.fspath(path)):
+        raise TypeError(f"provenance must be the path of a file or of a folder, or None, got {path!r}")
 
 
 def check_name(name: Any) -> None:

@@ -31,6 +31,15 @@ class TaskState(Enum):
 QUEUED, OUTSTANDING, READY, DELIVERED, LOST, GONE = TaskState
 
 
+class Outcome:
+    """What the user got in a step's turn, as a number in the provenance log."""
+
+    BATCH = 0
+    ERROR = 1  # an exception
+    EMPTY = 2  # nothing: every sample was skipped
+    SKIPPED = 3  # nothing: the step is one of `skip_steps`
+
+
 @dataclass(eq=False, slots=True)
 class Task:
     """One request to build one batch.
@@ -47,6 +56,8 @@ class Task:
         result: the answer, until the batch is taken.
         nbytes: of the batch's buffers.
         samples: in the batch.
+        outcome: of `Outcome`.
+        skipped: samples that were left out of the batch.
         data: the batch as the user gets it, from when it is opened until it is handed over; UNOPENED before.
         counted: whether the user's position includes it.
         recorded: whether the measurements include it.
@@ -63,6 +74,8 @@ class Task:
     result: Any = field(default=None, repr=False)
     nbytes: int = 0
     samples: int = 0
+    outcome: int = Outcome.BATCH
+    skipped: int = 0
     data: Any = field(default=UNOPENED, repr=False)
     counted: bool = False
     recorded: bool = False

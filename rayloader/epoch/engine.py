@@ -67,7 +67,7 @@ from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.snapshot import WorkerState
-from rayloader.task import DELIVERED, UNOPENED, Task
+from rayloader.task import DELIVERED, UNOPENED, Outcome, Task
 from rayloader.transport.lanes import Recycled, leased_bytes, received
 from rayloader.workers.connection import LineRefused, Message, ProcessLost
 from rayloader.workers.fleet import Fleet
@@ -280,6 +280,7 @@ class Engine:
         self._out_is_taken = True
         self._note_given(task.nbytes)
         if skipped:
+            task.skipped = len(skipped)
             self._tally.skipped += len(skipped)
             try:
                 self._position.skip(skipped, self._options.max_skipped)
@@ -290,6 +291,8 @@ class Engine:
     def _drop_out(self) -> None:
         """Counts the next batch as handed over although the user does not get it."""
         if self._out is not None:
+            if self._out.data is not fetching.NOTHING:
+                self._out.outcome = Outcome.ERROR  # the one that takes its place
             self._out.data = None
             self._position.handed = self._out
             self._position.settle()
@@ -319,6 +322,7 @@ class Engine:
         self._ahead = self._preparation = None  # it refers to this object
         self._copies.close()
         self.fleet.ring()
+        self._position.flush_log()
 
     @change
     def _end(self, resuming: bool) -> None:
@@ -556,7 +560,10 @@ class Engine:
                 result.wire = received(result.wire, task.lent)
             task.samples = result.samples
             worker.journal.answered(task.task_id, result.digest)
+            if result.kind != ResultKind.BATCH:
+                task.outcome = Outcome.EMPTY if result.kind == ResultKind.EMPTY else Outcome.ERROR
             if self._position.is_skipped(task.task_id):  # of a stream, which goes on after it
+                task.outcome = Outcome.SKIPPED
                 result = replace(result, kind=ResultKind.EMPTY, wire=None, nbytes=0)
         self._note_news(worker, answer)
         if not exhausted:

@@ -13,6 +13,7 @@ import contextlib
 import random
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import perf_counter
@@ -31,13 +32,13 @@ from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
-from rayloader.resume.digest import chain, digest
+from rayloader.resume.digest import chain, digest, digest_of, of_error
 from rayloader.resume.draws import drawn
 from rayloader.resume.samplers import Resuming
 from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import has_state, load_state
 from rayloader.resume.state import State, Stream
-from rayloader.task import Task
+from rayloader.task import Outcome, Task
 
 
 class OfOneProcess:
@@ -67,9 +68,11 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = device_of(self._options.device)
+        log = loader.opened_log()
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
         self.position = position = new_position(loader, state, 0, 0)
+        position.log = log
         if saved is None:
             position.begins(False)
             read_skips(loader, position, skips)
@@ -104,6 +107,10 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self._drawn = position.next_task  # tasks whose indices were drawn
         self._checksum = position.checksum  # of their indices
         self._asked = saved is not None  # the sampler's iterator
+        self._digest = 0  # of the last batch, for a log
+        if log is not None:
+            log.begin(loader, position, self._tally)
+            weakref.finalize(self, position.flush_log)
 
     # ---- the dataset's iterator
 
@@ -200,7 +207,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             indices = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             position.sampler_ended(self._drawn)
-            position.finished = True
+            position.ends()
             self._tally.ended()
             raise
         task, self._drawn = self._drawn, self._drawn + 1
@@ -219,23 +226,29 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         """The batch, or `NOTHING`. The task counts as the user's in any case, unless the stream has ended."""
         skipped: list[fetching.Skipped] = []
         ended = False
+        outcome, self._digest = Outcome.BATCH, 0
         try:
             data = self._build(task, indices, skipped)
             if self._iterable and self.position.is_skipped(task):  # it was built: the stream goes on after it
+                outcome = Outcome.SKIPPED
                 return fetching.NOTHING
             if self._pin_memory:
                 data = pin_memory(data, self._pin_memory_device)
             return data if self._target is None else moved_here(data, self._target[0])
         except fetching.NothingLeft:
+            outcome = Outcome.EMPTY
             return fetching.NOTHING
-        except StopIteration:
-            ended = self._iterable
+        except BaseException as error:
+            ended = self._iterable and isinstance(error, StopIteration)
+            outcome, self._digest = Outcome.ERROR, of_error(type(error))
             raise
         finally:
             if ended:
-                self.position.finished = True
+                self.position.ends()
                 self._tally.ended()
             else:
+                if self.position.log is not None:
+                    self.position.log.add(task, 0, self._digest, outcome, len(skipped))
                 self.position.taken(0, task, checksum)
             self._stream.ended = getattr(self._dataset_fetcher, "ended", False)
             self._count_skipped(skipped)
@@ -251,6 +264,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             del samples
         if self._iterable and task == 0:
             self._reader.has_read(self._dataset)
+        if self.position.log is not None:
+            self._digest = digest_of(data)
         if self._stream.begin is not None:
             self._stream.digest = chain(digest(data), self._stream.digest)
         return data

@@ -1,1 +1,1 @@
-"""Any batch of a run again: what a run leaves behind, and building one batch from it."""
+"""Any batch of a run again: what each batch was, and how to build it once more."""

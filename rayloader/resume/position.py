@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from rayloader import fetching
 from rayloader.errors import StateError
@@ -116,6 +116,25 @@ class _LastWorker:
         return worker
 
 
+class StepLog(Protocol):
+    """A log of what became of each step; see `replay/provenance.py`. It is used under the lock of its position."""
+
+    def forget(self) -> None:
+        """Another epoch begins."""
+
+    def begin(self, loader: Any, position: Position, tally: Any) -> None:
+        """The epoch has begun, or goes on, and the user has got nothing of it yet."""
+
+    def drawn(self, step: int, indices: Any, *, skipped: bool) -> None:
+        """The sampler has given a step's indices; `skipped`: nobody builds the batch."""
+
+    def add(self, step: int, worker_id: int, digest: int, outcome: int, skipped: int) -> None:
+        """The user has what came of a step. Calling it twice in a row does no harm."""
+
+    def flush(self) -> None:
+        """Writes what is not written yet."""
+
+
 class Position:
     """The position of one iterator's user; kept up to date by the epoch, under `lock`."""
 
@@ -136,6 +155,7 @@ class Position:
         self.epoch = 0  # epochs of these workers before this one
         self.epochs_begun = epochs_begun  # of the run, this one included
         self.skips = SkipSteps()
+        self.log: StepLog | None = None
         self._forget_epoch()
 
     @property
@@ -174,6 +194,8 @@ class Position:
         self.stream: Stream | None = None  # without workers
         self.error = ""  # why the position can't be saved
         self._draws = 0  # from the sampler, including the one that found its end
+        if self.log is not None:
+            self.log.forget()
 
     def redeals(self, begin: EpochBegin) -> Any:
         """The epoch was begun by other ranks: returns the iterator over this rank's share of the rest."""
@@ -200,8 +222,12 @@ class Position:
         """The sampler has given the indices of this task."""
         self._draws = max(self._draws, task_id + 1)
         self._checksums[task_id] = checksum
-        if task_id in self._ahead or (not self.iterable and self.skips.has((self.epoch_of_run, task_id))):
+        known = task_id in self._ahead
+        skipped = not known and not self.iterable and self.skips.has((self.epoch_of_run, task_id))
+        if known or skipped:
             self._ahead[task_id] = checksum
+        if self.log is not None and not known:
+            self.log.drawn(task_id, indices, skipped=skipped)
         if task_id == 0 and self.stateful and len(self.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
             self.starts += (Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum),)
@@ -228,8 +254,22 @@ class Position:
         with self.lock:
             if self.handed is not None and not self.handed.counted:
                 task = self.handed
+                if self.log is not None:
+                    self.log.add(task.task_id, task.worker_id, task.digest or 0, task.outcome, task.skipped)
                 self.taken(task.worker_id, task.task_id, task.indices.checksum)
                 self.handed.counted = True
+
+    def ends(self) -> None:
+        """The last batch of the epoch was taken."""
+        self.finished = True
+        self.flush_log()
+
+    def flush_log(self) -> None:
+        """Completes the log, if there is one, up to the batch that was handed over last."""
+        if self.log is not None:
+            with self.lock:
+                self.settle()
+                self.log.flush()
 
     def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
         """The user has this task's batch now. Calling it twice in a row does no harm, see `Journal.taken`."""

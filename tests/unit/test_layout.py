@@ -20,7 +20,7 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 MAY_IMPORT = {
     "": {"cli", "data", "epoch", "inherit", "observe", "random", "replay", "replica", "resume", "sharing"}
     | {"transport", "workers"},
-    "cli": {"", "observe", "start", "transport", "workers"},
+    "cli": {"", "observe", "replay", "resume", "start", "transport", "workers"},
     "data": {"", "observe", "random", "resume", "transport"},
     "epoch": {"", "data", "inherit", "observe", "random", "replica", "resume", "start", "transport", "workers"},
     "host": {"", "data", "inherit", "observe", "random", "replica", "resume", "start", "transport"},
