@@ -563,19 +563,28 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._iterator = self._before = None
         self._read_anew = False
 
-    def batch_at(self, epoch: int, step: int, *, state: dict[str, Any] | Sequence[dict[str, Any]] | None = None) -> Any:
+    def batch_at(
+        self,
+        epoch: int,
+        step: int,
+        *,
+        state: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        log: str | os.PathLike[str] | None = None,
+    ) -> Any:
         """Builds one batch of the run again: bit for bit the one that it delivered.
 
-        It is built in a fork of this process, in which neither Ray nor the other steps' batches are needed: with
+        It is built in a fork of this process, without Ray, and without the other workers' batches: with
         `seeding="batch"` and a dataset without state at once, otherwise after the batches that the same worker has
-        built since the state. For an iterable dataset of several workers all of these are read.
+        built since the state. Without a log, all workers' batches of an iterable dataset are built.
 
         Args:
-            epoch: of the run, from 0; resumed epochs count as one.
+            epoch: of the run, from 0; epochs that were resumed count as one.
             step: number of the batch in the order of the epoch's sampler, from 0.
             state: from which to go on: a result of `state_dict()`, or several (also of all ranks), of which the
-                nearest one counts; by default the loader's own. It must be of that epoch, or have been saved before it
-                began. The nearer it is before the step, the fewer batches are built.
+                nearest one counts. It must be of that epoch, or have been saved before it began. By default those in
+                the log, or else the loader's own.
+            log: the run's provenance log; by default the loader's own, if it has `provenance`. With it, each batch that
+                is built is compared with the digest of the run's.
 
         Returns:
             The batch, on the loader's `device`.
@@ -586,10 +595,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             Exception: raised by the dataset, as in the run.
         """
         from rayloader.epoch.to_device import device_of, moved_here
-        from rayloader.replay.rebuild import rebuilt_in_fork
+        from rayloader.replay.rebuild import known_of, rebuilt_in_fork
 
-        states = self._tell_state() if state is None else state
-        batch = rebuilt_in_fork(self, [states] if isinstance(states, dict) else states, epoch, step).batch
+        states, found = known_of(self, epoch, state, log)
+        batch = rebuilt_in_fork(self, states, epoch, step, found).batch
         target = device_of(self.device)
         return batch if target is None else moved_here(batch, target[0])
 

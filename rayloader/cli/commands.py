@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rayloader.cli import doctor, inspecting, rates
+from rayloader.cli import doctor, inspecting, rates, replaying
 from rayloader.cli.console import AsJson, err, fail, out, print_json
 from rayloader.cli.rates import LoaderKind, Measurer, Rate, Workload
 
@@ -35,6 +35,7 @@ Seconds = Annotated[float, typer.Option(help="how long to measure each loader", 
 
 app.command()(inspecting.show)
 app.command()(inspecting.diff)
+app.command()(replaying.replay)
 
 
 @app.command("doctor")

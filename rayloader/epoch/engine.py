@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rayloader import fetching
@@ -218,7 +218,7 @@ class Engine:
                     self._out = None
                     continue
                 self._draw_owed()
-                if self._out.data is not fetching.NOTHING:
+                if self._is_the_users(self._out):
                     return self._out
                 self._drop_out()
                 began = 0.0
@@ -233,6 +233,12 @@ class Engine:
         if self.failure is not None:
             raise self.failure.with_traceback(None)
         return None
+
+    def _is_the_users(self, task: Task) -> bool:
+        """Whether the next batch is for the user: there is one, and `skip_steps` does not leave it out."""
+        if self._position.leaves_out:
+            task.outcome = Outcome.SKIPPED
+        return task.outcome != Outcome.SKIPPED and task.data is not fetching.NOTHING
 
     def _first(self) -> Task | None:
         """The task whose batch is the next, opened; None if it has not come yet."""
@@ -562,9 +568,6 @@ class Engine:
             worker.journal.answered(task.task_id, result.digest)
             if result.kind != ResultKind.BATCH:
                 task.outcome = Outcome.EMPTY if result.kind == ResultKind.EMPTY else Outcome.ERROR
-            if self._position.is_skipped(task.task_id):  # of a stream, which goes on after it
-                task.outcome = Outcome.SKIPPED
-                result = replace(result, kind=ResultKind.EMPTY, wire=None, nbytes=0)
         self._note_news(worker, answer)
         if not exhausted:
             self._handle(TaskDone(task.task_id, result, result.nbytes, answer.seconds))

@@ -229,7 +229,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         outcome, self._digest = Outcome.BATCH, 0
         try:
             data = self._build(task, indices, skipped)
-            if self._iterable and self.position.is_skipped(task):  # it was built: the stream goes on after it
+            if self.position.leaves_out:
                 outcome = Outcome.SKIPPED
                 return fetching.NOTHING
             if self._pin_memory:
@@ -248,7 +248,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 self._tally.ended()
             else:
                 if self.position.log is not None:
-                    self.position.log.add(task, 0, self._digest, outcome, len(skipped))
+                    step = self.position.step_of(task)
+                    self.position.log.add(step, 0, self._digest, outcome, len(skipped))
                 self.position.taken(0, task, checksum)
             self._stream.ended = getattr(self._dataset_fetcher, "ended", False)
             self._count_skipped(skipped)

@@ -95,15 +95,9 @@ def compared(a: Log, b: Log) -> Comparison:
 
 
 def _steps(log: Log) -> dict[int, pa.Table]:
-    """The rows of each epoch by ascending step; of a step that a resumed run delivered again, the last one."""
-    found = {}
-    for epoch in log.epochs:
-        rows = pa.concat_tables([one.rows for one in log.iterations if one.epoch == epoch])
-        steps = _numbers(rows)
-        _, last = np.unique(steps[::-1], return_index=True)
-        if len(steps):
-            found[epoch] = rows.take(len(steps) - 1 - last)
-    return found
+    """The rows of each epoch that has some, by ascending step."""
+    found = {epoch: log.steps_of(epoch) for epoch in log.epochs}
+    return {epoch: rows for epoch, rows in found.items() if len(rows)}
 
 
 def _numbers(rows: pa.Table) -> Any:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -25,6 +26,7 @@ import torch
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import RayloaderError, ReplayError, StateError
 from rayloader.random.random_state import RandomState
+from rayloader.random.search import in_words
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
 from rayloader.resume.skips import AllBut, SkipSteps
@@ -33,15 +35,11 @@ from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream, tasks
 from rayloader.task import Task
 from rayloader.transport import codec, raw
 
+if TYPE_CHECKING:
+    from rayloader.replay.provenance import Log
 
-class Delivered(Protocol):
-    """What a provenance log knows of one epoch."""
 
-    def worker_of(self, step: int) -> int | None:
-        """The worker that has built this step's batch; None: the log has no such batch."""
-
-    def of_worker(self, worker_id: int) -> Mapping[int, int]:
-        """The digests of a worker's batches by their steps, in the order in which it built them."""
+_NONE = Task(-1, None, digest=0)
 
 
 class Rebuilt(NamedTuple):
@@ -90,7 +88,7 @@ class Rebuilding:
         states: results of `state_dict()`. The one is taken from which the fewest steps lead to the batch.
         epoch: of the run, from 0.
         step: of the epoch, from 0.
-        delivered: what a log has of the epoch, if there is one.
+        log: of the run, if there is one.
 
     Attributes:
         before: how many batches are built before it.
@@ -99,13 +97,11 @@ class Rebuilding:
         StateError: no state is of that epoch, or none fits, or the batch can't be built from it.
     """
 
-    def __init__(
-        self, loader: Any, states: Iterable[Any], epoch: int, step: int, delivered: Delivered | None = None
-    ) -> None:
+    def __init__(self, loader: Any, states: Iterable[Any], epoch: int, step: int, log: Log | None = None) -> None:
         self._loader, self._step = loader, step
         self._of_program = not loader.num_workers and loader.seeding != "batch"
         packed = _nearest(loader, states, epoch, step)
-        self._plan = _planned(loader, checkpoint.load(loader, packed), step, delivered)
+        self._plan = _planned(loader, checkpoint.load(loader, packed), step, log)
         self.before = self._plan.before
         _alone(loader)
 
@@ -125,7 +121,7 @@ class Rebuilding:
         if loader.num_workers:
             from rayloader.epoch.iterator import EpochIterator
 
-            iterator = EpochIterator(loader, int(loader._stream_workers), plan.state, plan.skips)
+            iterator = EpochIterator(loader, _stream_workers(loader, plan.state), plan.state, plan.skips)
         else:
             iterator = LocalIterator(loader, plan.state, plan.skips)
         before = RandomState.capture([])
@@ -133,7 +129,7 @@ class Rebuilding:
             built = 0
             while True:
                 task, batch, error = _next(iterator)
-                number = task.task_id
+                number = iterator.position.step_of(task.task_id) if task is not _NONE else sys.maxsize
                 own = digest_of(batch, error) if task.digest is None else task.digest
                 known = plan.digests.get(number)
                 if known not in (None, own):
@@ -159,9 +155,29 @@ class Rebuilding:
         return Rebuilt(batch, indices, plan.worker_id, own, known is not None)
 
 
-def rebuilt_in_fork(
-    loader: Any, states: Iterable[Any], epoch: int, step: int, delivered: Delivered | None = None
-) -> Rebuilt:
+def known_of(
+    loader: Any, epoch: int, state: Any = None, log: str | os.PathLike[str] | None = None
+) -> tuple[list[Any], Log | None]:
+    """The states and the log from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
+
+    Raises:
+        StateError: the log has no state of this epoch, and no other is given.
+    """
+    states = [] if state is None else [state] if isinstance(state, dict) else [*state]
+    found = None
+    if log is not None or loader.provenance is not None:
+        from rayloader.replay.provenance import log_of  # needs pyarrow
+
+        found = log_of(loader, log)
+        try:
+            states += found.states_of(epoch)
+        except LookupError as error:
+            if not states:
+                raise StateError(str(error)) from None
+    return states or [loader.state_dict()], found
+
+
+def rebuilt_in_fork(loader: Any, states: Iterable[Any], epoch: int, step: int, log: Log | None = None) -> Rebuilt:
     """The same in a fork of this process, in which nothing changes.
 
     Raises:
@@ -171,7 +187,7 @@ def rebuilt_in_fork(
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(
-        target=_send, args=(sending, loader, states, epoch, step, delivered), name="rayloader-replay", daemon=True
+        target=_send, args=(sending, loader, states, epoch, step, log), name="rayloader-replay", daemon=True
     )
     try:
         with warnings.catch_warnings():
@@ -225,8 +241,7 @@ def _nearest(loader: Any, states: Iterable[Any], epoch: int, step: int) -> dict[
         state = State.load(packed)
         epochs.add(state.epoch)
         if state.epoch == epoch and (rank is None or state.fits.rank == rank):
-            place = state.position
-            at = 0 if place is None or place.finished else place.next_task
+            at = state.step
             found.append((step - at if step >= at else step + at, number, packed))
     if not found:
         raise StateError(
@@ -241,34 +256,37 @@ def _of_rank(rank: int | None) -> str:
     return "" if rank is None else f" and of rank {rank}"
 
 
-def _planned(loader: Any, state: State, step: int, delivered: Delivered | None) -> _Plan:
+def _planned(loader: Any, state: State, step: int, log: Log | None) -> _Plan:
     """What must be built for a step."""
     is_iterable, place = bool(loader._dataset_kind), state.position
-    is_free = loader.seeding == "batch" and not is_iterable and not _remembers(loader, state)
-    if place is not None and not place.finished and (step < place.next_task or step in place.ahead):
-        state = _from_start(loader, state, place, step, is_free)
-    place = state.position
-    start = 0 if place is None or place.finished else place.next_task
-    worker_id = None if delivered is None else delivered.worker_of(step)
-    known = {} if delivered is None or worker_id is None else dict(delivered.of_worker(worker_id))
-    if (state.epoch, step) in state.skip_steps or (delivered is not None and step not in known):
+    depends = _why_it_depends(loader, state)
+    if place is not None and not place.finished and (step < state.step or step in place.ahead):
+        state = _from_start(loader, state, place, step, is_free=not depends)
+    place, start = state.position, state.step
+    known, worker_id = {}, None
+    if log is not None:
+        with contextlib.suppress(LookupError):
+            worker_id = log.row(state.epoch, step)["worker"]
+            known = log.of_worker(state.epoch, worker_id)
+    if (state.epoch, step) in state.skip_steps or (log is not None and worker_id in (None, -1)):
         raise _never_came(step)
     digests = {one: value for one, value in known.items() if start <= one <= step}
-    count = checkpoint.goes_on(loader, state, int(loader._stream_workers))[1]
-    if is_free:
+    count = checkpoint.goes_on(loader, state, _stream_workers(loader, state))[1]
+    if not depends:
         if count:
             state = _with_workers(state, lambda _: checkpoint.fresh_worker(state.position))
         alone = AllBut({step}, step + 1, step % max(1, count))
         return _Plan(state, alone, step, 0, digests, step % count if count else None)
     if not count:
-        skips = SkipSteps(known=state.skip_steps)
-        skips.end = step + 1
-        return _Plan(state, skips, step, step - start, digests)
+        of_run = SkipSteps(known=state.skip_steps)
+        of_run.end = step + 1
+        return _Plan(state, of_run, step, step - start, digests)
     if worker_id is None and count > 1 and (is_iterable or not loader.in_order or loader.scheduling == "dynamic"):
         if not loader.in_order or not is_iterable:
             raise StateError(
-                f"step {step} depends on the batches that its worker has built before, and which these are is not in a "
-                "state where workers take what comes (in_order=False, scheduling='dynamic'); pass a provenance log"
+                f"step {step} depends on the batches that its worker has built before it ({depends}), and where "
+                "workers take what comes (in_order=False, scheduling='dynamic') no state says which these are; pass a "
+                "provenance log"
             )
         # Whose turn it is depends on which streams have ended before, so all are read.
         return _Plan(state, SkipSteps(), step, step - start, digests)
@@ -284,12 +302,18 @@ def _planned(loader: Any, state: State, step: int, delivered: Delivered | None) 
     if not is_iterable:
         return _Plan(state, AllBut({*mine}, step + 1, worker_id), step, before, digests, worker_id)
     # A worker that works alone builds batches of consecutive numbers.
-    last = start + len(mine) - 1
+    last, tasks = start + len(mine) - 1, 0 if place is None or place.finished else place.next_task
     numbers = {start + count: digests[one] for count, one in enumerate(mine) if one in digests}
-    return _Plan(state, AllBut(range(sys.maxsize), last + 1, worker_id), last, before, numbers, worker_id)
+    skips = AllBut(range(sys.maxsize), tasks + len(mine), worker_id)
+    return _Plan(state, skips, last, before, numbers, worker_id)
 
 
-def _from_start(loader: Any, state: State, place: SavedPlace, step: int, is_free: bool) -> State:
+def _stream_workers(loader: Any, state: State) -> int:
+    """How many workers the run had; this loader may have another number of processes for them."""
+    return state.num_workers or int(loader._stream_workers)
+
+
+def _from_start(loader: Any, state: State, place: SavedPlace, step: int, *, is_free: bool) -> State:
     """The state at the start of its epoch, in which the step was taken already."""
     why = ""
     if place.begin.epoch and not is_free:
@@ -298,7 +322,7 @@ def _from_start(loader: Any, state: State, place: SavedPlace, step: int, is_free
         why = "without workers, samples draw from the program's own random generators, which have moved on"
     if why:
         raise StateError(
-            f"step {step} can't be built from this state, which was saved after step {place.next_task - 1}: {why}; "
+            f"step {step} can't be built from this state, which was saved after step {state.step - 1}: {why}; "
             "pass a state that was saved before the step, or a provenance log"
         )
     begin = place._replace(
@@ -325,18 +349,27 @@ def _with_workers(state: State, other: Callable[[int], SavedWorker | None]) -> S
     return state._replace(position=place._replace(workers=workers))
 
 
-def _remembers(loader: Any, state: State) -> bool:
-    """Whether a batch may depend on earlier ones even if each is seeded by itself."""
-    if any(part is not None and part.remembers for part in (state.position, state.process)):
-        return True
-    return has_state(loader.dataset) or bool(checkpoint.held_in(loader))
+def _why_it_depends(loader: Any, state: State) -> str:
+    """Why a batch may depend on earlier ones of its worker; an empty text if it does not."""
+    if loader.seeding != "batch":
+        return "a worker's random stream goes on from batch to batch"
+    if loader._dataset_kind:
+        return "a stream goes on from batch to batch"
+    if has_state(loader.dataset):
+        return "the dataset has a state"
+    paths = [found.paths[0] for found in checkpoint.held_in(loader)]
+    own = [path for path in paths if path[0][0] == "object"]
+    if not own and state.position is not None and any(worker.start.state for worker in state.position.workers):
+        # A snapshot says whether samples draw from the generators of modules.
+        return "a random generator of the program goes on from batch to batch" if state.position.remembers else ""
+    return f"{in_words((own or paths)[0])} goes on from batch to batch" if paths else ""
 
 
 def _alone(loader: Any) -> None:
     """Sets what does not matter to a batch as it serves one that is built alone."""
     loader.in_order, loader.scheduling, loader.prefetch_factor = True, "static", 2 if loader.num_workers else None
     loader.timeout, loader.on_timeout, loader.max_skipped = 0, "raise", sys.maxsize
-    loader.device, loader.pin_memory = None, False
+    loader.device, loader.pin_memory, loader.provenance = None, False, None
     if sys.platform == "linux":
         loader.workers, loader.ray_remote_args, loader.arenas, loader.multiprocessing_context = "fork", None, True, None
 
@@ -345,12 +378,12 @@ def _alone(loader: Any) -> None:
 
 
 def _next(iterator: Any) -> tuple[Task, Any, Exception | None]:
-    """The next task, with its batch or the exception that it raised; after the last one, one of a huge number."""
+    """The next task, with its batch or the exception that it raised; `_NONE` after the last one."""
     raised, batch = None, None
     try:
         batch = next(iterator)
     except StopIteration:
-        return Task(sys.maxsize, None, digest=0), None, None
+        return _NONE, None, None
     except RayloaderError:
         raise
     except Exception as error:  # of the dataset, in this batch: the run went on after it too
