@@ -186,7 +186,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             queues on its current stream finds them there. Large tensors are copied from page-locked memory, so
             `pin_memory` is not needed. Without workers a batch is moved when it is asked for. A device that is not
             there is a ValueError from `iter()`.
-        prefetch_to_device: how many batches are on the device, or on their way, before they are asked for.
+        prefetch_to_device: how many batches are on the device, or on their way, before they are asked for; 2 by
+            default. It needs a `device`.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -245,7 +246,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         rank: int | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
-        prefetch_to_device: int = 2,
+        prefetch_to_device: int | None = None,
     ) -> None:
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()

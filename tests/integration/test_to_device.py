@@ -284,6 +284,7 @@ def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_wor
         ({"device": "gpu"}, ValueError, "device must name one that torch knows, got 'gpu'; torch says"),
         ({"device": 1.5}, TypeError, "device must be a name, such as 'cuda' or 'cuda:1', a torch.device or None"),
         ({"device": 0}, TypeError, r"got 0; for number n pass f'cuda:\{n\}'"),
+        ({"prefetch_to_device": 2}, ValueError, "needs a device to which batches are moved, got prefetch_to_device=2 "),
         ({"prefetch_to_device": 0}, ValueError, "prefetch_to_device must be a whole number of batches >= 1"),
         ({"prefetch_to_device": 2.0}, ValueError, "prefetch_to_device must be a whole number of batches >= 1"),
     ],
@@ -291,6 +292,24 @@ def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_wor
 def test_wrong_arguments_are_errors_when_the_loader_is_made(wrong, error, text):
     with pytest.raises(error, match=text):
         DataLoader(range(4), **wrong)
+
+
+def test_batches_ahead_on_no_device_are_an_error_wherever_the_number_is_set():
+    with pytest.raises(ValueError, match="pass device="):
+        rayloader.patch(prefetch_to_device=1)
+    with rayloader.patch(device="cpu"), rayloader.patch(prefetch_to_device=1):
+        assert torch.utils.data.DataLoader([1]).prefetch_to_device == 1
+    loader = DataLoader(range(4), device="cpu", prefetch_to_device=1)
+    loader.device = None
+    with pytest.raises(ValueError, match="pass device="):
+        iter(loader)
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"device": "cpu", "prefetch_to_device": 3}])
+def test_a_loader_may_be_made_anew_from_its_attributes(options):
+    loader = DataLoader(range(4), **options)
+    given = {name: getattr(loader, name) for name in ("dataset", "device", "prefetch_to_device")}
+    assert DataLoader(**given).prefetch_to_device == options.get("prefetch_to_device")
 
 
 def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator, monkeypatch):
