@@ -223,6 +223,42 @@ def test_an_error_arrives_at_the_batch_that_it_belongs_to(accelerator, kind):
     assert next(iterator).index == 2
 
 
+class Stopping(Custom):
+    def to(self, device):
+        if self.index == 1:
+            raise StopIteration("as planned")
+        return super().to(device)
+
+
+class StoppingAhead(Stopping):
+    def record_stream(self, stream):
+        pass
+
+
+class StoppingToRecord(Custom):
+    def record_stream(self, stream):
+        if self.index == 1:
+            raise StopIteration("as planned")
+
+
+@pytest.mark.parametrize("kind", [Stopping, StoppingAhead, StoppingToRecord])
+def test_what_would_end_the_programs_loop_is_an_error_as_out_of_a_generator(accelerator, kind):
+    iterator = iter(load(kind, 3, num_workers=1, device="cuda"))
+    assert next(iterator).index == 0
+    with pytest.raises(RuntimeError, match=r"(?s)copied to device cuda:0\..*StopIteration: as planned"):
+        next(iterator)
+    assert next(iterator).index == 2
+
+
+def test_that_holds_without_workers_too(accelerator):
+    iterator = iter(load(Stopping, 3, num_workers=0, device="cuda"))
+    assert next(iterator).index == 0
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        next(iterator)
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert next(iterator).index == 2
+
+
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
 def test_a_device_that_the_thread_ahead_cannot_use_is_an_error_and_no_hang(accelerator, monkeypatch, options):
     def fail(index):
