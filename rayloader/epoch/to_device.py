@@ -47,7 +47,7 @@ def _ends_no_loop(work: _Work) -> _Work:
     return done  # type: ignore[return-value]
 
 
-pinned = _ends_no_loop(pin_memory)
+pinned: Callable[..., Any] = _ends_no_loop(pin_memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,24 @@ def test_that_holds_without_workers_too(accelerator):
     assert next(iterator).index == 2
 
 
+def endless_at_1(index):
+    batch = [torch.tensor(index)]
+    if index == 1:
+        batch.append(batch)
+    return batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
+def test_a_list_that_contains_itself_is_an_error_in_its_turn_as_in_torchs_pinning(accelerator, options, num_workers):
+    accelerator.move_anything(DEVICE)
+    iterator = iter(load(endless_at_1, 3, num_workers=num_workers, **options))
+    assert next(iterator) == [torch.tensor(0)]
+    with pytest.raises(RecursionError):
+        next(iterator)
+    assert next(iterator) == [torch.tensor(2)]
+
+
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
 def test_a_device_that_the_thread_ahead_cannot_use_is_an_error_and_no_hang(accelerator, monkeypatch, options):
     def fail(index):
