@@ -26,6 +26,9 @@ from rayloader._compat import current_accelerator
 from rayloader.errors import RayloaderError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+# Results of cudaHostUnregister after which nothing is registered there: success, and that nothing was, for instance
+# because the context is gone (InvalidValue, CudartUnloading, ContextIsDestroyed, HostMemoryNotRegistered).
+_NOT_REGISTERED = (0, 1, 4, 709, 713)
 
 
 class AcceleratorError(RayloaderError):
@@ -59,7 +62,11 @@ class Accelerator(Protocol):
         """
 
     def unregister(self, address: int) -> None:
-        """Ends what `register` began at this address; no copy from there may be pending."""
+        """Ends what `register` began at this address; no copy from there may be pending.
+
+        Raises:
+            AcceleratorError: the memory is still page-locked.
+        """
 
     def note_streams(self) -> None:
         """The calling thread is about to give a batch to the program, which may queue copies of it."""
@@ -151,7 +158,9 @@ class TorchAccelerator(Accelerator):
     @override
     def unregister(self, address: int) -> None:
         runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(address)  # it fails where the context is gone, and the registration with it
+        code = runtime.cudaHostUnregister(address)
+        if int(code) not in _NOT_REGISTERED:
+            raise AcceleratorError(f"cudaHostUnregister: {runtime.cudaGetErrorString(code)}")
 
     @override
     def note_streams(self) -> None:

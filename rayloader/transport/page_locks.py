@@ -192,6 +192,7 @@ class Unlocker:
         self._lock = threading.RLock()  # a finalizer may come while its thread has it
         self._retired: list[Retired] = []
         self._thread: DaemonThread | None = None
+        self._has_warned = False
 
     def ring(self) -> None:
         """A batch of such an arena has died. For finalizers."""
@@ -219,7 +220,7 @@ class Unlocker:
                     self._thread = None
                     return
                 arenas = self._retired.copy()
-            done = [arena for arena in arenas if arena.unlock()]
+            done = [arena for arena in arenas if self._unlocks(arena)]
             waits = not done
             with self._lock:
                 while done:
@@ -227,6 +228,20 @@ class Unlocker:
             del arenas  # it keeps none mapped while it waits
             if waits:
                 self._bell.wait(_WAKE_S)
+
+    def _unlocks(self, arena: Retired) -> bool:
+        """`arena.unlock()`. After an error the arena stays mapped, as locked memory must, and is tried again later."""
+        try:
+            return arena.unlock()
+        except Exception as error:  # the accelerator's may be of any type, and the other arenas are to be unlocked
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "rayloader: page-locked memory of a worker that has ended cannot be unlocked now (%s), so it is "
+                    "kept, and tried again later",
+                    repr(error),  # the error itself would keep the arena
+                )
+            return False
 
     def end(self) -> None:
         """At the end of the program: a thread that is in C++ code when the interpreter ends would abort the process."""

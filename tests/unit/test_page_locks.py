@@ -154,6 +154,36 @@ def test_memory_that_a_forked_child_may_read_is_unlocked_after_the_copies_from_i
     assert copied.eq(1).all()
 
 
+def test_memory_that_cannot_be_unlocked_stays_mapped_and_the_rest_goes_on(accelerator, monkeypatch, caplog):
+    workers = [Worker(accelerator), Worker(accelerator)]
+    starts = [worker.arena._mapping.start + PAGE for worker in workers]
+    unregister, tried = accelerator.unregister, threading.Semaphore(0)
+
+    def fail(address):
+        if address == starts[0]:
+            tried.release()
+            raise ValueError("not now")
+        unregister(address)
+
+    monkeypatch.setattr(accelerator, "unregister", fail)
+    for number, worker in enumerate(workers):
+        worker.batch(number)
+        worker.close()
+    while len(accelerator.registered) > 1:
+        page_locks.unlocker.ring()
+    page_locks.unlocker.ring()
+    assert all(tried.acquire(timeout=LIMIT_S) for _ in range(2))
+    del workers, worker
+    assert list(accelerator.registered) == starts[:1]
+    assert f"{starts[0] - PAGE:x}-" in Path("/proc/self/maps").read_text()
+    (record,) = caplog.records
+    assert "cannot be unlocked now (ValueError('not now'))" in record.message
+    monkeypatch.setattr(accelerator, "unregister", unregister)
+    page_locks.unlocker.ring()
+    wait_for_unlocking()
+    assert accelerator.registered == {}
+
+
 def test_a_result_that_is_received_after_the_end_of_its_worker_keeps_nothing_locked(accelerator):
     worker = Worker(accelerator)
     kept, late, arena = worker.batch(1), worker.build(2), worker.arena
