@@ -115,7 +115,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             which takes no copy; other tensors are copied to it in a background thread.
         drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas`, also
             drop samples that would make the ranks' parts unequal.
-        timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
+        timeout: seconds to wait for a batch at most, counted once its worker has started, and without the time in
+            which memory is page-locked; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
         multiprocessing_context: with "spawn" or "forkserver" (or if `multiprocessing.set_start_method` asks for one of
             these) workers are not forks of this process, but Ray actors.

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from accelerator import LIMIT
 from inside import kill_worker
 from probes import Calls, as_is, load
 from rayloader import DataLoader
+from rayloader.epoch import ahead, engine
 from simulated_device import DEVICE, SimulatedAccelerator
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -76,6 +78,41 @@ def test_without_room_for_locked_memory_a_thread_copies_and_a_warning_says_why(a
     assert accelerator.pinned == 6
     (record,) = [record for record in caplog.records if "page-locked" in record.message]
     assert "ulimit -l" in record.message
+
+
+class Clock:
+    """The clock of the engine and of the thread ahead."""
+
+    def __init__(self):
+        self.passed = 0.0
+        self.perf_counter = time.perf_counter
+
+    def monotonic(self):
+        return time.monotonic() + self.passed
+
+
+def test_page_locking_does_not_count_towards_the_timeout(accelerator, monkeypatch):
+    clock, asked = Clock(), threading.Semaphore(0)
+    deadline, register = engine.Engine._deadline, accelerator.register
+
+    def noted(*args):
+        asked.release()
+        return deadline(*args)
+
+    def slow(address, nbytes):
+        clock.passed += 1000.0
+        while asked.acquire(blocking=False):
+            pass
+        for _ in range(4):  # the program looks at the clock again, and waits on
+            assert asked.acquire(timeout=LIMIT)
+        register(address, nbytes)
+
+    for module in (engine, ahead):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(engine.Engine, "_deadline", noted)
+    monkeypatch.setattr(accelerator, "register", slow)
+    assert values(list(load(large, 1, pin_memory=True, timeout=500))) == [0]
+    assert clock.passed == 1000.0
 
 
 def test_loaders_that_pin_and_others_share_warm_workers(accelerator):
