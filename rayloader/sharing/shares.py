@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from rayloader._compat import pinning_of
 from rayloader.data.shard_info import ranks_told
 from rayloader.epoch.to_device import pinned
 from rayloader.errors import RaySessionError, ShareError, StateError
@@ -269,8 +270,8 @@ class _Iterator:
         self._first = taken
         self._ended = False
         connection = consumer._link.connection
-        self._pins = connection.pin_memory and torch.accelerator.is_available()
-        self._device = connection.pin_memory_device
+        pinning: Any = {"pin_memory": connection.pin_memory, "pin_memory_device": connection.pin_memory_device}
+        self._pins, self._device = pinning_of(DataLoader((), generator=torch.Generator(), **pinning))
 
     @property
     def has_given(self) -> bool:
