@@ -197,7 +197,7 @@ class Engine:
             self._out = None
         self._position.settle()
         self._check_open()
-        self._delivery.note_streams()
+        self._delivery.asks()
         deliverable = self.schedule.deliverable
         began = 0.0 if deliverable else time.monotonic()
         while self._out is not None or self.schedule.deliverable or not self.finished:

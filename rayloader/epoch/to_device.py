@@ -88,10 +88,10 @@ class Delivery:
         except Exception:  # a custom to() may raise anything, and the device may have no memory left
             return ExceptionWrapper(where=f"while a batch was copied to device {self.device}")
 
-    def note_streams(self) -> None:
-        """The calling thread is about to give a batch to the program."""
+    def asks(self) -> None:
+        """The program asks for a batch, in the calling thread."""
         if self.accelerator is not None:
-            self.accelerator.note_streams()
+            self.accelerator.asks()
 
 
 def device_of(given: Any) -> tuple[torch.device, Accelerator] | None:

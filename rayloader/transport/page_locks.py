@@ -6,9 +6,9 @@ A `PageLocks` is for the driver's side of one arena; `lock` is for any thread, t
 
 NOTE [Held slots]. A program may drop a batch while a copy of it is still queued: `x.to("cuda", non_blocking=True)`
 followed by `del x`. So a slot of a locked block is *held* when its last view has died: its ticket goes back to the
-worker when the event has happened that was recorded after that. Nobody waits for it; without room the worker takes
-other memory. Which copies count says NOTE [All streams] in device.py. Copies from memory that is not locked read all of
-it before the call returns.
+worker when the event has happened that is recorded when the program next asks for a batch. Nobody waits for it; without
+room the worker takes other memory. Which copies count says NOTE [All streams] in device.py. Copies from memory that is
+not locked read all of it before the call returns.
 
 NOTE [Locked memory]. The pages of a locked block must stay where they are: the accelerator goes on reading those that
 it was told of. So nothing in an arena that may be locked is given back to the system, as cold or free memory of other

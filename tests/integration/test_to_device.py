@@ -145,6 +145,18 @@ def test_a_worker_may_be_killed_while_copies_of_its_batches_are_pending(accelera
     assert values(copies) == list(range(20))
 
 
+@pytest.mark.parametrize("arenas", [True, False])
+def test_graphs_may_be_captured_within_the_loop(accelerator, arenas):
+    """The simulated accelerator notes what would make them invalid."""
+    found = []
+    for batch in load(large, 40, num_workers=2, device="cuda", arenas=arenas):
+        accelerator.captures = True
+        found += values([batch])
+        accelerator.wait_for(min(40, len(found) + 2))  # the thread ahead goes on meanwhile
+        accelerator.captures = False
+    assert found == list(range(40))
+
+
 # device
 
 

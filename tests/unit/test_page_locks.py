@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rayloader.transport import codec, lanes, page_locks
 from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots
+from rayloader.transport.device import Marks
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
 from rayloader.transport.page_locks import PageLocks, blocks
 from simulated_device import DEVICE, SimulatedAccelerator
@@ -65,7 +66,10 @@ class Worker:
         return self.deliver(self.build(number, items))
 
     def give_back(self):
+        """The program asks for a batch, and the worker is sent a task."""
         freed = self.arena.freed()
+        self.arena.accelerator.asks()
+        freed += self.arena.freed()
         self.writer.free(freed)
         return freed
 
@@ -306,6 +310,37 @@ def test_a_slot_is_held_while_a_copy_from_it_is_pending(worker, accelerator):
     assert copied.eq(1).all()
 
 
+def test_no_event_of_all_streams_is_recorded_while_a_graph_is_captured(worker, accelerator):
+    batch = worker.batch(1)
+    accelerator.copy(batch, DEVICE)
+    accelerator.captures = True
+    del batch
+    assert worker.give_back() == []
+    accelerator.advance()
+    assert worker.give_back() == []
+    accelerator.captures = False
+    assert len(worker.give_back()) == 1
+
+
+def test_events_that_are_made_while_others_are_recorded_wait_for_the_next_record():
+    made = []
+
+    class Happened:
+        def query(self):
+            return True
+
+    def record():
+        made.append(marks.event())
+        return Happened()
+
+    marks = Marks(record)
+    made.append(marks.event())
+    marks.record()
+    assert [event.query() for event in made] == [True, False]
+    marks.record()
+    assert [event.query() for event in made] == [True, True, False]
+
+
 def test_held_slots_are_not_counted_as_the_programs(worker, accelerator):
     batch = worker.batch(1)
     assert worker.arena.leased_bytes >= batch.nbytes
@@ -499,6 +534,7 @@ def test_recycled_memory_is_locked_and_held_like_a_workers(accelerator):
         addresses.add(tensor.data_ptr())
         del copy, tensor
     assert len(addresses) == 4
+    accelerator.asks()
     accelerator.advance(4)
     assert copied.eq(torch.from_numpy(content)).all()
     assert recycled.room(content.nbytes).obj.base.slot[1] + recycled._arena._mapping.start in addresses
