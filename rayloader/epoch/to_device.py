@@ -11,6 +11,7 @@ with a `to` alone, and tensors that cannot be recorded, are moved when they are 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -91,7 +92,8 @@ class Delivery:
     def asks(self) -> None:
         """The program asks for a batch, in the calling thread."""
         if self.accelerator is not None:
-            self.accelerator.asks()
+            with contextlib.suppress(RuntimeError):  # it has failed, and so will the program, or tries again
+                self.accelerator.asks()
 
 
 def device_of(given: Any) -> tuple[torch.device, Accelerator] | None:

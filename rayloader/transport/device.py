@@ -75,7 +75,11 @@ class Accelerator(Protocol):
         """
 
     def asks(self) -> None:
-        """The program asks for a batch, in the calling thread; it may queue copies of it, and has dropped others."""
+        """The program asks for a batch, in the calling thread; it may queue copies of it, and has dropped others.
+
+        Raises:
+            RuntimeError: the accelerator has failed; events that were to be recorded are at the next call.
+        """
 
     def event(self, device: torch.device | None = None) -> Event:
         """An event of copies: of those to one device that `copy` has queued so far; or for None of all, by anyone.
@@ -225,8 +229,7 @@ class TorchAccelerator(Accelerator):
             return
         for index in [module.current_device()] if driver is None else driver.devices():
             self._streams.update((module.default_stream(index), module.current_stream(index)))
-        with contextlib.suppress(RuntimeError):  # the accelerator has failed, and so will the program, or tries again
-            self._marks.record()
+        self._marks.record()
 
     @override
     def event(self, device: torch.device | None = None) -> Event:

@@ -72,7 +72,6 @@ class PageLocks:
         self._lock = threading.Lock()  # while a block is being locked or unlocked
         self._locked: set[tuple[int, int]] = set()
         self._closed = False
-        self._dropped: list[int] = []  # slots that are held until there is an event
         self._held: deque[tuple[Event, list[int]]] = deque()
 
     def lock(self, offset: int) -> None:
@@ -103,26 +102,23 @@ class PageLocks:
 
     def hold(self, tickets: list[int]) -> None:
         """Nothing refers to these slots any more, but for copies that may be queued; see NOTE [Held slots]."""
-        self._dropped += tickets
-        with contextlib.suppress(RuntimeError):  # the accelerator has failed, and so will the program, or tries again
-            self._held.append((self.accelerator.event(), self._dropped))
-            self._dropped = []
+        self._held.append((self.accelerator.event(), tickets))
 
     def passed(self) -> list[int]:
         """Slots that were held, and of which no copy is pending any more; each only once."""
         tickets: list[int] = []
-        with contextlib.suppress(RuntimeError):  # as in `hold`
+        with contextlib.suppress(RuntimeError):  # the accelerator has failed, and so will the program, or tries again
             while self._held and self._held[0][0].query():
                 tickets += self._held.popleft()[1]
         return tickets
 
     def held(self) -> set[int]:
         """Slots that are held. Any thread may ask."""
-        return {ticket for tickets in (self._dropped, *[held for _, held in self._held.copy()]) for ticket in tickets}
+        return {ticket for _, tickets in self._held.copy() for ticket in tickets}
 
     def wait(self) -> None:
         """Waits for the copies from all slots that are held."""
-        with contextlib.suppress(RuntimeError):  # as in `hold`
+        with contextlib.suppress(RuntimeError):  # as in `passed`
             for event, _ in self._held.copy():
                 event.synchronize()
 

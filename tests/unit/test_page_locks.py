@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayloader.epoch.to_device import Delivery
 from rayloader.transport import codec, lanes, page_locks
 from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots
 from rayloader.transport.device import Marks
@@ -68,7 +69,7 @@ class Worker:
     def give_back(self):
         """The program asks for a batch, and the worker is sent a task."""
         freed = self.arena.freed()
-        self.arena.accelerator.asks()
+        Delivery(accelerator=self.arena.accelerator).asks()
         freed += self.arena.freed()
         self.writer.free(freed)
         return freed
@@ -368,11 +369,11 @@ def test_copies_from_memory_that_is_not_locked_hold_nothing():
 def test_a_failing_accelerator_ends_no_epoch_and_loses_no_slot_if_it_comes_round(worker, accelerator, monkeypatch):
     batch = worker.batch(1)
 
-    def fail(device=None):
+    def fail():
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     with monkeypatch.context() as failing:
-        failing.setattr(accelerator, "event", fail)
+        failing.setattr(accelerator, "asks", fail)
         del batch
         assert worker.give_back() == []
         assert worker.arena.leased_bytes == 0
