@@ -117,7 +117,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             which takes no copy; other tensors are copied to it in a background thread.
         drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas`, also
             drop samples that would make the ranks' parts unequal.
-        timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
+        timeout: seconds to wait for a batch at most, counted once its worker has started, and without the time in
+            which memory is page-locked; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
         multiprocessing_context: with "spawn" or "forkserver" (or if `multiprocessing.set_start_method` asks for one of
             these) workers are not forks of this process, but Ray actors.
@@ -188,7 +189,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             queues on its current stream finds them there. Large tensors are copied from page-locked memory, so
             `pin_memory` is not needed. Without workers a batch is moved when it is asked for. A device that is not
             there is a ValueError from `iter()`.
-        prefetch_to_device: how many batches are on the device, or on their way, before they are asked for.
+        prefetch_to_device: how many batches are on the device, or on their way, before they are asked for; 2 by
+            default. It needs a `device`.
         skip_steps: batches that are not built, nor delivered, as after a spike of the loss: numbers of steps of the
             first epoch, pairs of an epoch and a step, or the path of a file with one of these in each line
             ("48213", "2:48213"), to which lines may be added while the run goes on. Steps and epochs count from 0; a
@@ -257,7 +259,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         rank: int | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
-        prefetch_to_device: int = 2,
+        prefetch_to_device: int | None = None,
         skip_steps: Given = None,
         provenance: str | os.PathLike[str] | None = None,
     ) -> None:

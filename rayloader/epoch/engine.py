@@ -197,7 +197,7 @@ class Engine:
             self._out = None
         self._position.settle()
         self._check_open()
-        self._delivery.note_streams()
+        self._delivery.asks()
         deliverable = self.schedule.deliverable
         began = 0.0 if deliverable else time.monotonic()
         while self._out is not None or self.schedule.deliverable or not self.finished:
@@ -719,7 +719,7 @@ class Engine:
         """When the user has waited long enough.
 
         That is `timeout` seconds after the latest of: the user's call, the last answer of any worker (torch's rule),
-        and the start of the worker whose batch is next.
+        the start of the worker whose batch is next, and page-locking, which torch's loader does not do.
         """
         if not self._options.timeout:
             return math.inf
@@ -731,7 +731,8 @@ class Engine:
             if worker.host.address is None:
                 return math.inf
             started = max(worker.host.started_at or began, worker.begun_at)  # it may have moved to one that hosts more
-        return max(began, self._last_arrival, started) + self._options.timeout
+        locked_at = 0.0 if self._preparation is None else self._preparation.locked_at
+        return max(began, self._last_arrival, started, locked_at) + self._options.timeout
 
     def _restart_hung(self) -> bool:
         """Replaces the worker whose batch is overdue; returns False if there is none."""

@@ -25,9 +25,9 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import _compat_datasets, fetching
-from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
+from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed
 from rayloader.data.shard_info import Reader, ranks_told
-from rayloader.epoch.to_device import device_of, moved_here
+from rayloader.epoch.to_device import device_of, moved_here, pinned
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
@@ -233,7 +233,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 outcome = Outcome.SKIPPED
                 return fetching.NOTHING
             if self._pin_memory:
-                data = pin_memory(data, self._pin_memory_device)
+                data = pinned(data, self._pin_memory_device)
             return data if self._target is None else moved_here(data, self._target[0])
         except fetching.NothingLeft:
             outcome = Outcome.EMPTY

@@ -369,7 +369,7 @@ def _alone(loader: Any) -> None:
     """Sets what does not matter to a batch as it serves one that is built alone."""
     loader.in_order, loader.scheduling, loader.prefetch_factor = True, "static", 2 if loader.num_workers else None
     loader.timeout, loader.on_timeout, loader.max_skipped = 0, "raise", sys.maxsize
-    loader.device, loader.pin_memory, loader.provenance = None, False, None
+    loader.device, loader.prefetch_to_device, loader.pin_memory, loader.provenance = None, None, False, None
     if sys.platform == "linux":
         loader.workers, loader.ray_remote_args, loader.arenas, loader.multiprocessing_context = "fork", None, True, None
 
