@@ -563,6 +563,36 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._iterator = self._before = None
         self._read_anew = False
 
+    def batch_at(self, epoch: int, step: int, *, state: dict[str, Any] | Sequence[dict[str, Any]] | None = None) -> Any:
+        """Builds one batch of the run again: bit for bit the one that it delivered.
+
+        It is built in a fork of this process, in which neither Ray nor the other steps' batches are needed: with
+        `seeding="batch"` and a dataset without state at once, otherwise after the batches that the same worker has
+        built since the state. For an iterable dataset of several workers all of these are read.
+
+        Args:
+            epoch: of the run, from 0; resumed epochs count as one.
+            step: number of the batch in the order of the epoch's sampler, from 0.
+            state: from which to go on: a result of `state_dict()`, or several (also of all ranks), of which the
+                nearest one counts; by default the loader's own. It must be of that epoch, or have been saved before it
+                began. The nearer it is before the step, the fewer batches are built.
+
+        Returns:
+            The batch, on the loader's `device`.
+
+        Raises:
+            StateError: there is no state of that epoch, the state does not fit, or such a batch was never delivered.
+            ReplayError: another batch came than in the run.
+            Exception: raised by the dataset, as in the run.
+        """
+        from rayloader.epoch.to_device import device_of, moved_here
+        from rayloader.replay.rebuild import rebuilt_in_fork
+
+        states = self._tell_state() if state is None else state
+        batch = rebuilt_in_fork(self, [states] if isinstance(states, dict) else states, epoch, step).batch
+        target = device_of(self.device)
+        return batch if target is None else moved_here(batch, target[0])
+
     def resize(self, num_workers: int) -> None:
         """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.
 

@@ -14,7 +14,6 @@ import random
 import traceback
 import types
 import weakref
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import perf_counter
@@ -33,12 +32,13 @@ from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
-from rayloader.resume.digest import chain, digest, digest_as_sent
+from rayloader.resume.digest import chain, digest, digest_of, of_error
 from rayloader.resume.draws import drawn
 from rayloader.resume.samplers import Resuming
+from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import has_state, load_state
 from rayloader.resume.state import State, Stream
-from rayloader.task import Outcome
+from rayloader.task import Outcome, Task
 
 
 class OfOneProcess:
@@ -57,9 +57,15 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     Args:
         loader: without workers.
         state: loaded, for this iterator to continue from; None: it begins an epoch.
+        skips: what it skips in place of the loader's `skip_steps`.
+
+    Attributes:
+        last_task: whose indices were drawn last.
     """
 
-    def __init__(self, loader: Any, state: State | None) -> None:
+    last_task: Task
+
+    def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = device_of(self._options.device)
         log = loader.opened_log()
@@ -69,7 +75,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         position.log = log
         if saved is None:
             position.begins(False)
-            read_skips(loader, position)
+            read_skips(loader, position, skips)
         # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
         BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -93,7 +99,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         else:
             self._sampler_iter = position.unpack(saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
-            read_skips(loader, position)
+            read_skips(loader, position, skips)
             self._num_yielded = position.delivered
             self._go_on(Stream() if saved.stream is None else replace(saved.stream))
         self._tally = loader._recorder.begins(self, 0)
@@ -196,6 +202,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._asked = True
             position.first_draw(self._sampler_iter)
         try:
+            if self._drawn >= position.skips.end:
+                raise StopIteration
             indices = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             position.sampler_ended(self._drawn)
@@ -203,10 +211,12 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._tally.ended()
             raise
         task, self._drawn = self._drawn, self._drawn + 1
+        self.last_task = Task(task, None)
         if self._iterable:  # its indices carry no information
             return task, indices, 0
         try:
-            self._checksum = drawn(indices, self._checksum).checksum
+            self.last_task.indices = drawn(indices, self._checksum)
+            self._checksum = self.last_task.indices.checksum
         except Exception:  # here they need not be picklable
             position.error = f"the indices of batch {task} cannot be pickled:\n{traceback.format_exc()}"
         position.drawn(task, self._sampler_iter, indices, self._checksum)
@@ -230,7 +240,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             return fetching.NOTHING
         except BaseException as error:
             ended = self._iterable and isinstance(error, StopIteration)
-            outcome, self._digest = Outcome.ERROR, zlib.crc32(type(error).__qualname__.encode())
+            outcome, self._digest = Outcome.ERROR, of_error(type(error))
             raise
         finally:
             if ended:
@@ -255,7 +265,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         if self._iterable and task == 0:
             self._reader.has_read(self._dataset)
         if self.position.log is not None:
-            self._digest = digest_as_sent(data)
+            self._digest = digest_of(data)
         if self._stream.begin is not None:
             self._stream.digest = chain(digest(data), self._stream.digest)
         return data

@@ -78,8 +78,11 @@ def new_position(loader: Any, state: State | None, base_seed: int, num_workers: 
     return position
 
 
-def read_skips(loader: Any, position: Position) -> None:
-    """Reads the loader's `skip_steps` for an epoch that begins, or is resumed."""
+def read_skips(loader: Any, position: Position, instead: SkipSteps | None = None) -> None:
+    """Reads the loader's `skip_steps`, or has others `instead`, for an epoch that begins or is resumed."""
+    if instead is not None:
+        position.skips = instead
+        return
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     ranks = ranks and torch.distributed.get_world_size() > 1
     several = ranks or loader._ranks is not None or position.samplers.part is not None
@@ -169,11 +172,21 @@ def goes_on(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPl
     if state.num_workers == num_workers:
         return place, num_workers
     if fits_any_workers(state):
-        epoch = place.begin.epoch
-        new = SavedWorker(WorkerStart(WorkerState(epoch=epoch) if epoch and not place.finished else None))
+        new = fresh_worker(place)
         next_worker = place.next_task % max(1, num_workers)
         return place._replace(workers=(new,) * num_workers, next_worker=next_worker), num_workers
     return (None, num_workers) if place.finished else (place, state.num_workers)
+
+
+def fresh_worker(place: SavedPlace | None) -> SavedWorker:
+    """A worker of the epoch of this place that has built nothing, and need not have."""
+    epoch = 0 if place is None or place.finished else place.begin.epoch
+    return SavedWorker(WorkerStart(WorkerState(epoch=epoch) if epoch else None))
+
+
+def rank_of(loader: Any) -> int | None:
+    """The rank of a loader that is one of several ranks'."""
+    return _fits(loader, Samplers(loader)).rank
 
 
 def fits_any_workers(state: State) -> bool:
