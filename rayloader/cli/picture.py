@@ -112,6 +112,17 @@ def write_html(
 # ---- what a batch holds
 
 
+def parts_in(batch: Any) -> list[dict[str, Any]]:
+    """The parts of a batch: name, kind, and statistics of their numbers, if they have some."""
+    found = []
+    for field in itertools.islice(_fields(batch, "", _samples_in(batch), 0), _MOST_FIELDS):
+        statistics = _statistics(_tensors(field.value))
+        numbers = {} if statistics is None else statistics._asdict()
+        numbers.pop("bins", None)
+        found.append({"part": field.name or "batch", "kind": _kinds(field.value), **numbers})
+    return found
+
+
 def _samples_in(batch: Any) -> int | None:
     """How many samples there seem to be: the most frequent first dimension."""
     firsts = Counter(len(field.value) for field in _fields(batch, "", None, 0) if _has_length(field.value))
@@ -235,10 +246,10 @@ def _indices(labels: list[str]) -> str:
 def _samples(fields: list[_Field], labels: list[str], known: bool, decode: Decode | None) -> str:
     """A card for each sample, as long as there is room."""
     cards, room, reads = [], _MOST_BYTES, False
-    for number, label in enumerate(labels[:_MOST_SAMPLES]):
+    for place, label in enumerate(labels[:_MOST_SAMPLES]):
         rows = []
         for field in fields:
-            shown = _value(field.value[number], decode)
+            shown = _value(field.value[place], decode)
             room -= len(shown)
             if room < 0:
                 break
@@ -248,7 +259,7 @@ def _samples(fields: list[_Field], labels: list[str], known: bool, decode: Decod
             rows.append(f"<div{' class=short' * is_short}>{name}<dd>{shown}</dd></div>")
         if room < 0:
             break
-        heading = f"sample {_text(label)}" if known else f"number {number} of the batch"
+        heading = f"sample {_text(label)}" if known else f"number {place} of the batch"
         cards.append(f"<article><h3>{heading}</h3><dl>{''.join(rows)}</dl></article>")
     left_out = ""
     if len(cards) < len(labels):
@@ -264,14 +275,14 @@ def _value(value: Any, decode: Decode | None) -> str:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (bool, int, float)):
-        return f"{_text(_number(value))}"
+        return f"{_text(number(value))}"
     tensors = [] if isinstance(value, (list, tuple)) else _tensors(value)
     if not tensors:
         is_sequence = isinstance(value, (list, tuple)) and all(type(one) is int for one in value)
         return _sequence(value, decode) if is_sequence and value else f"<code>{_text(_repr(value))}</code>"
     tensor = tensors[0]
     if tensor.ndim == 0:
-        return _text(_number(tensor.item()))
+        return _text(number(tensor.item()))
     if (image := _as_image(tensor)) is not None:
         return _image(image)
     is_whole = not tensor.is_floating_point() and tensor.dtype is not torch.bool
@@ -305,9 +316,9 @@ def _in_short(tensor: Tensor) -> str:
     if found is None:
         return text
     if tensor.numel() <= _MOST_NUMBERS // 4 and tensor.ndim == 1:
-        return f'<span class="numbers">{", ".join(_number(one) for one in tensor.tolist())}</span>'
+        return f'<span class="numbers">{", ".join(number(one) for one in tensor.tolist())}</span>'
     if found.least is not None and found.most is not None:
-        text += f"{_number(found.least)} to {_number(found.most)} "
+        text += f"{number(found.least)} to {number(found.most)} "
     if found.nans or found.infinite:
         text += f"<strong>{found.nans:,} NaN, {found.infinite:,} inf</strong>"
     return text + (_line(tensor) if tensor.ndim == 1 and found.least is not None else "")
@@ -337,7 +348,7 @@ def _row(field: _Field) -> str:
     if found is None:
         what = "no numbers" if tensors else _repr(field.value)
         return f'<tr>{cells}<td colspan="7" class="other">{_text(what)}</td></tr>'
-    cells += "".join(f"<td>{'' if one is None else _number(one)}</td>" for one in found[:4])
+    cells += "".join(f"<td>{'' if one is None else number(one)}</td>" for one in found[:4])
     cells += "".join(f"<td>{f'<strong>{one:,}</strong>' if one else '0'}</td>" for one in (found.nans, found.infinite))
     return f"<tr>{cells}<td>{_bars(found.bins)}</td></tr>"
 
@@ -371,14 +382,11 @@ def _bars(bins: list[int]) -> str:
     return f'<svg class="bars" viewBox="0 0 {3 * _BINS} 20">{bars}</svg>'
 
 
-def _number(value: float) -> str:
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float) and not value.is_integer()
-        else f"{value:.15g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+def number(value: float) -> str:
+    """A number in few digits."""
+    if not isinstance(value, float):
+        return _repr(value)
+    return f"{value:.15g}" if value.is_integer() else f"{value:.4g}"
 
 
 def _cut(text: str) -> str:
@@ -424,7 +432,7 @@ def _image(image: Tensor) -> str:
     if image.dtype is torch.uint8:
         begin, end = 0.0, 255.0
     else:
-        note += f", {_number(low)} to {_number(high)}"
+        note += f", {number(low)} to {number(high)}"
         if low >= 0 and high <= 1:
             begin, end = 0.0, 1.0
         elif low >= 0 and 16 < high <= 255:
