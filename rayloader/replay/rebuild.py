@@ -25,6 +25,7 @@ import torch
 
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import RayloaderError, ReplayError, StateError
+from rayloader.options import is_whole
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import in_words
 from rayloader.resume import checkpoint
@@ -156,13 +157,17 @@ class Rebuilding:
 
 
 def known_of(
-    loader: Any, epoch: int, state: Any = None, log: str | os.PathLike[str] | None = None
+    loader: Any, epoch: int, step: int, state: Any = None, log: str | os.PathLike[str] | None = None
 ) -> tuple[list[Any], Log | None]:
     """The states and the log from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
 
     Raises:
         StateError: the log has no state of this epoch, and no other is given.
+        ValueError: there is no such epoch or step.
     """
+    for number in (epoch, step):
+        if not is_whole(number) or number < 0:
+            raise ValueError(f"epoch and step must be whole numbers >= 0, got {epoch!r} and {step!r}")
     states = [] if state is None else [state] if isinstance(state, dict) else [*state]
     found = None
     if log is not None or loader.provenance is not None:
