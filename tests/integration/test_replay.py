@@ -5,7 +5,10 @@ import multiprocessing
 import os
 import random
 import re
+import shlex
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 
 import replay_data as data
 from checkpoint_data import plain
+from documents import ROOT, blocks_of, commands_of
 from probes import oversubscribed
 from rayloader import RayloaderError, ReplayError, StateError
 from rayloader.cli.commands import app
@@ -394,3 +398,29 @@ def test_what_the_command_cannot_do_is_said_in_one_line(command, saved, tmp_path
         arguments = (*arguments, "--loader", "replay_data:of_nobody" if "rank" in case else "replay_data:plain")
     code, printed = command(tmp_path / "run.arrows", *arguments)
     assert (code, message in printed) == (2, True), printed
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the commands are those of a shell")
+def test_the_story_of_the_page_runs_as_it_stands(tmp_path):
+    """Each command in its turn, in a process of its own, as a reader would."""
+    page = (ROOT / "docs" / "howto" / "replay.md").read_text()
+    story = page[: page.index("## In a program")]
+    [block] = blocks_of("replay.md", story)
+    (tmp_path / "train.py").write_text(block.code)
+    commands = commands_of(story)
+    assert [line.split()[0] for line in commands] == ["python", *["rayloader"] * 3, "echo"]
+    programs = {"python": sys.executable, "rayloader": f"{sys.executable} -m rayloader"}
+    printed = {}
+    for line in [*commands, "python train.py"]:
+        for name, program in programs.items():
+            line = re.sub(rf"^{name} ", f"{shlex.quote(program) if name == 'python' else program} ", line)
+        done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        printed[len(printed)] = done.stdout
+    assert printed[0].startswith("step 19: loss")
+    assert "(the log's)" in printed[1]
+    assert "123" in printed[1][printed[1].index("indices") :].split("]")[0]
+    assert "not compared with a log" in printed[2]
+    assert "all are the log's" in printed[3]
+    assert printed[5] == ""  # the same run without the step has no spike
+    assert "data:image/png" in (tmp_path / "spike.html").read_text()
