@@ -88,6 +88,7 @@ def main() -> None:
                 shuffle=True,
                 num_workers=arguments.workers,
                 persistent_workers=True,
+                workers="fork",  # Ray does not start meanwhile
                 provenance=f"{folder}/log.arrows" if logs else None,
             )
             for logs in (True, False)

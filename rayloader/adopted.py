@@ -48,14 +48,23 @@ class Adopted:
     label = DataLoader.label
     live_iterator = DataLoader.live_iterator
     opened_log = DataLoader.opened_log
-    __slots__ = ("__weakref__", "_dataset_epoch", "_last_iterator", "_loader", "_ranks", "_recorder", "own")
+    __slots__ = (
+        "__weakref__",
+        "_dataset_epoch",
+        "_last_iterator",
+        "_loader",
+        "_position",
+        "_ranks",
+        "_recorder",
+        "own",
+    )
 
     def __init__(self, own: dict[str, Any]) -> None:
         self.own = {**_DEFAULTS, **own}
         self._loader: Callable[[], Any] = no_loader
         self._recorder = Recorder()
         self._last_iterator: weakref.ref[Any] | None = None
-        self._ranks = self._dataset_epoch = None
+        self._ranks = self._dataset_epoch = self._position = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy belongs to another loader
         return adopted_anew, (self.own,)
@@ -102,13 +111,14 @@ class Adopted:
         if isinstance(iterator, SingleProcessIterator):
             iterator.__class__ = LocalIterator
             LocalIterator.__init__(iterator, self, None)  # type: ignore[arg-type]
+            self._position = iterator.position  # type: ignore[attr-defined]
             return
         from rayloader.epoch.iterator import EpochIterator
 
         num_workers = checked_num_workers(self.num_workers)
         iterator.__class__, iterator._adopted = EpochIterator, self
         EpochIterator.__init__(iterator, self, num_workers, None)
-        self._last_iterator = weakref.ref(iterator)
+        self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
 
 
 def adopt(loader: Any, own: dict[str, Any]) -> None:

@@ -68,6 +68,9 @@ def state():
             (9, 11),
             *(0, 1, 2, 3, 4, False, 6, 7, 8),
         ),
+        epoch=5,
+        skip_steps=((0, 3), (5, 48)),
+        versions={"python": "3.11.7"},
         redeal=EpochBegin(starts=(Start(moment()),), stages=stages),
     )
 
