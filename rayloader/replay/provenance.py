@@ -111,11 +111,9 @@ class LogFile:
                 self._writes = False
 
     def _write_next(self, nbytes: int) -> None:
-        written = os.pwrite(self._descriptor, self.queue[0], self._end)
-        if written < nbytes:  # a second attempt says why
-            os.pwrite(self._descriptor, self.queue[0][written:], self._end + written)
-            if os.fstat(self._descriptor).st_size < self._end + nbytes:
-                return
+        written = 0
+        while written < nbytes:
+            written += os.pwrite(self._descriptor, self.queue[0][written:], self._end + written)
         self._end += nbytes
         del self.queue[0]  # no interrupt comes in between
 
@@ -529,15 +527,16 @@ def _complete(content: Any, path: Path) -> int:
         length = int.from_bytes(begin[4:], "little")
         if begin[:4] == _CONTINUES and end + 8 + length > content.size:
             break
-        try:
-            message = pa.ipc.read_message(content.slice(end))
-        except OSError as error:
-            if "flatbuffers" not in str(error):  # its body is incomplete
-                break
-            message = None
-        except (pa.ArrowInvalid, EOFError):
-            message = None
-        if message is None or begin[:4] != _CONTINUES:
+        message = None
+        if begin[:4] == _CONTINUES:
+            try:
+                message = pa.ipc.read_message(content.slice(end))
+            except (pa.ArrowInvalid, EOFError):
+                pass
+            except OSError as error:
+                if "flatbuffers" not in str(error):  # its body is incomplete
+                    break
+        if message is None:
             raise RayloaderError(
                 f"the provenance log {path} is damaged after {end} bytes: copy these to another file, which can be read"
             )

@@ -156,8 +156,7 @@ def as_floats(samples):
 def test_outcomes(tmp_path):
     path = tmp_path / "log.arrows"
     loader = DataLoader(Squares(bad=(2, 3, 4)), 2, on_error="skip", provenance=path, skip_steps=[4])
-    with pytest.warns(UserWarning, match="skip"):
-        assert len(list(loader)) == 4
+    assert len(list(loader)) == 4
     rows = columns(read(path), "step", "outcome", "skipped", "indices")
     assert [(step, OUTCOMES[outcome], skipped) for step, outcome, skipped, _ in sorted(rows)] == [
         (0, "batch", 0),
@@ -234,7 +233,7 @@ def test_why_there_is_no_state_is_said(tmp_path):
     list(DataLoader(Stateless(), None, provenance=tmp_path / "log"))
     log = read(tmp_path / "log")
     assert "gone" in log.iterations[0].error
-    with pytest.raises(LookupError, match="no state of epoch 0.*gone"):
+    with pytest.raises(LookupError, match=r"(?s)no state of epoch 0.*gone"):
         log.state_of(0)
 
 
@@ -248,6 +247,7 @@ def test_the_last_row_of_a_step_counts(tmp_path):
     next(iterator), next(iterator)
     state = loader.state_dict()
     next(iterator)
+    del iterator
     again = DataLoader(Squares(), 2, provenance=path, collate_fn=as_floats)
     again.load_state_dict(state)
     list(again)
@@ -492,18 +492,9 @@ def test_a_full_disk_does_not_end_the_training_and_loses_nothing(tmp_path, monke
 
 def test_a_part_of_a_message_is_completed(tmp_path, monkeypatch):
     pwrite = os.pwrite
-    monkeypatch.setattr(
-        os,
-        "pwrite",
-        lambda descriptor, content, place: (
-            pwrite(descriptor, bytes(content)[:50], place) if len(content) > 200 else pwrite(descriptor, content, place)
-        ),
-    )
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, content, place: pwrite(descriptor, content[:500], place))
     written(tmp_path / "log")
-    assert columns(read(tmp_path / "log"), "step") == []  # each write takes fifty bytes, and no message is complete
-    monkeypatch.undo()
-    written(tmp_path / "log")
-    assert columns(read(tmp_path / "log"), "step")
+    assert columns(read(tmp_path / "log"), "step") == [(step,) for step in range(5)]
 
 
 def test_a_disk_that_stays_full_costs_no_memory(tmp_path, monkeypatch, caplog):
@@ -536,7 +527,7 @@ def test_a_folder_gets_a_file_for_each_loader(tmp_path):
 def test_a_folder_that_is_missing_is_an_error_of_iter(tmp_path):
     loader = DataLoader(Squares(), 2, provenance=tmp_path / "no" / "log.arrows")
     state = torch.get_rng_state()
-    with pytest.raises(FileNotFoundError, match="there is no folder .*/no for the provenance log; make it first"):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*/no for the provenance log; make it first"):
         iter(loader)
     assert torch.equal(torch.get_rng_state(), state)
 
