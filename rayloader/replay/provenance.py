@@ -111,9 +111,7 @@ class LogFile:
                 self._writes = False
 
     def _write_next(self, nbytes: int) -> None:
-        written = 0
-        while written < nbytes:
-            written += os.pwrite(self._descriptor, self.queue[0][written:], self._end + written)
+        _write_at(self._descriptor, self.queue[0], self._end)
         self._end += nbytes
         del self.queue[0]  # no interrupt comes in between
 
@@ -208,11 +206,17 @@ def _lock(descriptor: int, path: Path) -> None:
         logger.info("rayloader: nothing keeps other processes from the provenance log %s: no file can be locked", path)
 
 
+def _write_at(descriptor: int, content: Any, place: int) -> None:
+    written = 0
+    while written < len(content):  # a disk that is nearly full takes a part
+        written += os.pwrite(descriptor, content[written:], place + written)
+
+
 def _continued(descriptor: int, path: Path) -> int:
     """Cuts an incomplete last message off; returns where the next one begins."""
     size = os.fstat(descriptor).st_size
     if size < len(_BEGIN) and os.pread(descriptor, size, 0) == _BEGIN[:size]:
-        os.pwrite(descriptor, _BEGIN, 0)
+        _write_at(descriptor, _BEGIN, 0)
         return len(_BEGIN)
     end = _complete(_mapped(path), path)
     os.ftruncate(descriptor, end)

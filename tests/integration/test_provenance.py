@@ -1,5 +1,6 @@
 """The provenance log with workers: each batch that the user got is one row, whatever became of workers and epochs."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -14,7 +15,6 @@ from interrupts import interrupted_at, no_hang
 from provenance_data import Dying, Noisy, Numbers
 from rayloader import DataLoader, RayloaderError, share
 from rayloader.replay.provenance import OUTCOMES, read
-from rayloader.workers import janitor
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 BATCH = 3
@@ -34,13 +34,6 @@ def indices_of(batches):
 def rows(log, *names):
     """The rows of each iteration."""
     return [list(zip(*(one.rows[name].to_pylist() for name in names), strict=True)) for one in log.iterations]
-
-
-def closed(path):
-    """The log, once all iterators that were dropped have ended."""
-    gc.collect()
-    janitor.janitor.settle() if hasattr(janitor.janitor, "settle") else rayloader.shutdown()
-    return read(path)
 
 
 @KINDS
@@ -214,8 +207,8 @@ def test_a_stream(tmp_path):
 def test_the_producer_of_a_share_writes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loader = DataLoader(Noisy(), BATCH, num_workers=2, provenance="log.arrows")
-    with share(loader, num_consumers=1) as shared:
-        batches = list(shared[0])
+    with share(loader, consumers=1) as shared_loader:
+        batches = list(shared_loader.consumer(0))
     assert [indices for (indices,) in rows(read(tmp_path / "log.arrows"), "indices")[0]] == indices_of(batches)
 
 
@@ -264,10 +257,8 @@ def test_an_interrupt_loses_and_doubles_no_row(tmp_path, num_workers):
         iterator = iter(loader)
         got = [next(iterator)]
         with no_hang(lambda at=number: at), interrupted_at(number) as interrupt:
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 got.append(next(iterator))
-            except KeyboardInterrupt:
-                pass
         taken = loader.state_dict()["_num_yielded"] if num_workers else len(got)
         del iterator, loader
         gc.collect()
